@@ -1,0 +1,34 @@
+# `make test` and `make quickstart` need nothing but Python >= 3.10: each makes .venv and installs into it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help test quickstart invariance lint clean
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+test: lint  ## set up, then run every check: ruff, import contracts, tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
+	$(BIN)/python tools/quickstart.py
+
+invariance: $(READY)  ## print how far losses and gradients of every parallel layout are from one process
+	OMP_NUM_THREADS=1 $(BIN)/python tools/invariance.py
+
+lint: $(READY)  ## ruff and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+clean:  ## remove the environment, caches and build products; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mkd needs Python >= 3.10; use make PYTHON=...")'
+	@echo "setting up $(VENV) (a few minutes, once)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data]' -c constraints.txt
+	@touch $@

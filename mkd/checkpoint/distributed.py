@@ -1,0 +1,216 @@
+"""Megatron distributed checkpoints of the student: weights, optimizer, schedule, random states, data position.
+
+Layout of a save directory:
+
+    SAVE/iter_0000010/            a `torch_dist` checkpoint, readable at any TP x PP x DP layout
+    SAVE/iter_0000010/mkd.json    iteration, consumed samples, layout (plain JSON)
+    SAVE/iter_0000010/hf/         config.json, generation config and tokenizer of the student, for the way back to HF
+    SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
+
+The teacher is never part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from mkd.checkpoint.hf_assets import copy_hf_assets
+from mkd.errors import CheckpointError
+from mkd.parallel.context import ParallelContext
+
+POINTER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "mkd.json"
+HF_FOLDER = "hf"
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """Where a run stands, independent of the layout."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The parts of a run that a checkpoint holds. Without optimizer: weights only (converted models)."""
+
+    models: Sequence[MegatronModule]  # this rank's student chunks, in virtual-stage order
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
+
+
+def save_checkpoint(
+    directory: Path, state: TrainingState, position: TrainingPosition, context: ParallelContext, hf_dir: Path | None
+) -> Path:
+    """Write `directory/iter_XXXXXXX` and then move the pointer to it. Called by all ranks; returns the folder."""
+    folder = iteration_folder(directory, position.iteration)
+    if context.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), context.dp_cp_group)
+    dist_checkpointing.save(
+        _sharded_state(state, context, is_loading=False),
+        str(folder),
+        strategy,
+        content_metadata=_content_metadata(context),
+    )
+    if context.rank == 0:
+        layout = {"tensor_parallel": context.tp_size, "pipeline_parallel": context.pp_size}
+        layout |= {"virtual_stages": context.virtual_stages, "data_parallel": context.dp_size}
+        _write_atomically(folder / STATE_FILE, json.dumps({**asdict(position), "layout": layout}, indent=1) + "\n")
+        if hf_dir is not None:
+            copy_hf_assets(hf_dir, folder / HF_FOLDER)
+        _write_atomically(directory / POINTER, f"{position.iteration}\n")
+    dist.barrier()
+    return folder
+
+
+def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext, load_rng: bool = True) -> TrainingPosition:
+    """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
+
+    Random states are restored when the layout is the one of the save, else the generators keep their seed.
+    """
+    saved = read_state(folder)
+    same_layout = saved.get("layout") == {
+        "tensor_parallel": context.tp_size,
+        "pipeline_parallel": context.pp_size,
+        "virtual_stages": context.virtual_stages,
+        "data_parallel": context.dp_size,
+    }
+    wanted = _sharded_state(state, context, is_loading=True)
+    if not (load_rng and same_layout):
+        wanted.pop("rng", None)
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(folder), strategy)
+    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError, OSError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {error}",
+            "the checkpoint is damaged, or belongs to a model of another shape",
+            "choose another checkpoint with --ckpt-step, or check that --student-hf names the model it was made from",
+        ) from error
+    for index, model in enumerate(state.models):
+        model.load_state_dict(loaded[f"model{index}"], strict=True)
+    if state.optimizer is not None:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if "rng" in loaded:
+        _restore_random_states(loaded["rng"])
+    return TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
+
+
+def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
+    """The iteration folder to load from `directory`, which may be one itself; None when nothing was saved there yet."""
+    if (directory / "metadata.json").exists():
+        return directory
+    if step is not None:
+        folder = iteration_folder(directory, step)
+    else:
+        pointer = directory / POINTER
+        if not pointer.exists():
+            if any(directory.glob("iter_*")):
+                raise CheckpointError(
+                    f"{pointer} is missing", "it names the checkpoint to continue from", "choose one with --ckpt-step N"
+                )
+            return None
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdigit():
+            raise CheckpointError(
+                f"{pointer} holds {text[:40]!r}, not an iteration", "", "choose a checkpoint with --ckpt-step N"
+            )
+        folder = iteration_folder(directory, int(text))
+    if not (folder / "metadata.json").exists():
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint", "its metadata.json is missing", "choose another with --ckpt-step N"
+        )
+    return folder
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}"
+
+
+def read_state(folder: Path) -> dict:
+    """The JSON state of a checkpoint; a checkpoint of another Megatron engine has none and starts at 0."""
+    try:
+        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return asdict(TrainingPosition())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{folder / STATE_FILE} is damaged: {error}", "", "choose another with --ckpt-step N") from None
+
+
+def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict:
+    metadata = _content_metadata(context)
+    sharded = {
+        f"model{index}": model.sharded_state_dict(metadata=metadata) for index, model in enumerate(state.models)
+    }
+    if state.optimizer is not None:
+        models = dict(sharded) if len(state.models) > 1 else {"model": sharded["model0"]}
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        sharded["scheduler"] = state.scheduler.state_dict()
+        sharded["rng"] = _random_states(context)
+    return sharded
+
+
+def _content_metadata(context: ParallelContext) -> dict:
+    """How the optimizer is laid out on disk: whole parameters, so that every layout can read it."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": context.dp_cp_group,
+    }
+
+
+def _random_states(context: ParallelContext) -> ShardedObject:
+    """States of torch's generators and Megatron's tracker, one per (pipeline, tensor, data) rank."""
+    states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if context.platform.is_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject(
+        "rng",
+        states,
+        (context.pp_size, context.tp_size, context.dp_size),
+        (context.pp_rank, context.tp_rank, context.dp_rank),
+        replica_id=context.cp_rank,
+    )
+
+
+def _restore_random_states(states: dict) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

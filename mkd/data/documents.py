@@ -1,0 +1,235 @@
+"""Records of raw files and the documents (ids and loss mask) that they become."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from mkd.data.tokenizer import Tokenizer
+from mkd.errors import DataError
+
+JSON_SUFFIXES = (".jsonl", ".json")
+ARROW_SUFFIXES = (".parquet", ".arrow")
+RAW_SUFFIXES = JSON_SUFFIXES + ARROW_SUFFIXES
+KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
+ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
+
+Row = bytes | Mapping  # one raw record: a line of JSON, or a row of a table
+
+
+@dataclass(frozen=True)
+class Record:
+    """One valid record: its kind (a key of KINDS) and the values of that kind's keys."""
+
+    kind: str
+    values: tuple
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tokens of one record; `loss[i] == 1` says that token i may be predicted (by token i-1)."""
+
+    ids: np.ndarray  # [n] int32
+    loss: np.ndarray  # [n] uint8
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
+    """(line or row number from 1, raw record) of a file; blank lines are skipped. Raises DataError if it cannot be read."""
+    path = Path(path)
+    if path.suffix not in RAW_SUFFIXES:
+        raise DataError(
+            f"{path}: {path.suffix or 'a name without a suffix'} is not a known kind of file",
+            do=f"use one of {', '.join(RAW_SUFFIXES)}",
+        )
+    try:
+        if path.suffix in JSON_SUFFIXES:
+            yield from _json_lines(path)
+        else:
+            yield from enumerate(_table_rows(path), 1)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read", str(error), "check the path and its permissions") from error
+
+
+def parse_row(row: Row) -> Record:
+    """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record."""
+    fields = _json_object(row) if isinstance(row, bytes) else row
+    kinds = [kind for kind, keys in KINDS.items() if all(fields.get(key) is not None for key in keys)]
+    if len(kinds) != 1:
+        raise _wrong_keys(fields, kinds)
+    values = tuple(fields[key] for key in KINDS[kinds[0]])
+    if kinds[0] == "messages":
+        _check_messages(values[0])
+    else:
+        for key, value in zip(KINDS[kinds[0]], values, strict=True):
+            _check_string(value, key)
+    return Record(kinds[0], values)
+
+
+def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Document:
+    """Tokens and loss mask of a record; `append_eod` ends text and completions with the tokenizer's EOS.
+
+    Text: loss everywhere. Messages: the chat template's ids, loss on assistant turns. Prompt and completion: loss on the
+    completion and its EOS; only the prompt has the tokenizer's BOS.
+    """
+    if record.kind == "messages":
+        ids, loss = tokenizer.apply_chat_template(record.values[0])
+    else:
+        ids = tokenizer.encode(record.values[0])
+        if len(ids) > 1 and ids[-1] == tokenizer.eos_id:
+            ids = ids[:-1]  # of the tokenizer's own configuration: whether EOS ends a document is for append_eod to say
+        num_prompt = 0
+        if record.kind == "prompt-completion":
+            num_prompt = len(ids)
+            ids = ids + tokenizer.encode_continuation(record.values[1])
+        if append_eod:
+            ids = [*ids, _eos_id(tokenizer)]
+        loss = [0] * num_prompt + [1] * (len(ids) - num_prompt)
+    return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8))
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            content = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
+            if content:
+                yield number, content
+
+
+def _table_rows(path: Path) -> Iterator[dict]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow, which is not installed", do="pip install 'mkd[data]'") from error
+    try:
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(ROWS_PER_BATCH, columns=_known_columns(file.schema_arrow.names)):
+                    yield from batch.to_pylist()
+        else:
+            with pa.memory_map(str(path)) as source:
+                for batch in _arrow_batches(pa, source):
+                    batch = batch.select(_known_columns(batch.schema.names))
+                    for start in range(0, batch.num_rows, ROWS_PER_BATCH):
+                        yield from batch.slice(start, ROWS_PER_BATCH).to_pylist()
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{path} is not a valid {path.suffix[1:]} file", str(error), "check that it was written completely"
+        ) from error
+
+
+def _arrow_batches(pa, source) -> Iterator:
+    """Record batches of the IPC file format or, as Hugging Face datasets writes, of the stream format."""
+    try:
+        reader = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        yield from pa.ipc.open_stream(source)
+    else:
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+
+
+def _known_columns(names: list[str]) -> list[str]:
+    wanted = {key for keys in KINDS.values() for key in keys}
+    return [name for name in names if name in wanted]
+
+
+def _json_object(line: bytes) -> Mapping:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8: {error.reason} at byte {error.start + 1}",
+            "the text would be changed silently",
+            "convert the file with: iconv -t UTF-8",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"not valid JSON: {error}",
+            "every line must be one complete JSON object",
+            "repair or remove the line; a file that is one JSON array becomes lines with: jq -c '.[]'",
+        ) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"a JSON {_json_name(value)}, not an object",
+            "every line must be one JSON object",
+            "a file that is one JSON array becomes lines with: jq -c '.[]'",
+        )
+    return value
+
+
+def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
+    forms = '{"text"}, {"messages"} or {"prompt", "completion"}'
+    if kinds:
+        return DataError(
+            f"the record is {' and '.join(kinds)} at once",
+            "it is not clear which of them is the document",
+            f"keep the keys of one of {forms}",
+        )
+    nulls = [key for keys in KINDS.values() for key in keys if key in fields and fields[key] is None]
+    if nulls:
+        return DataError(f"{nulls[0]} is null", "there is nothing to train on", "remove the record, or give it a value")
+    found = ", ".join(islice(map(repr, fields), 8)) or "none"
+    return DataError(f"no known keys (found: {found})", f"a record has the keys {forms}", "rename the keys of the file")
+
+
+def _check_messages(messages) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"messages is {'an empty list' if messages == [] else 'a ' + _json_name(messages)}",
+            "a conversation is a list of at least one message",
+            'use [{"role": "user", "content": "..."}, ...]',
+        )
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"message {number} is a {_json_name(message)}",
+                "a message is an object with role and content",
+                'use {"role": "user", "content": "..."}',
+            )
+        for key in ("role", "content"):
+            _check_string(message.get(key), f"message {number}: {key}")
+        if message.get("tool_calls"):
+            raise DataError(
+                f"message {number} has tool_calls",
+                "their tokens would have no loss, though the assistant wrote them",
+                "write the call into the content, or the record as prompt and completion",
+            )
+
+
+def _check_string(value, name: str) -> None:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{name} is {'missing or null' if value is None else 'a ' + _json_name(value)}",
+            "it must be a string",
+            "repair or remove the record",
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} has half of a surrogate pair at character {error.start + 1}",
+            "it is no text, and tokenizers refuse it",
+            "repair or remove the record",
+        ) from error
+
+
+def _json_name(value) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+def _eos_id(tokenizer: Tokenizer) -> int:
+    if tokenizer.eos_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-sequence token",
+            "--append-eod ends every document with it",
+            "use --no-append-eod, or set eos_token in tokenizer_config.json",
+        )
+    return tokenizer.eos_id

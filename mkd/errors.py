@@ -1,0 +1,73 @@
+"""The one family of errors that users see, and the exit codes that scripts rely on.
+
+Every error says what is wrong, why that matters, and what to do. Invariants of our own code use `assert`;
+anything a user can cause raises one of these, before expensive work.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_USAGE = 64
+EXIT_DATA = 65
+EXIT_CHECKPOINT = 66
+EXIT_NON_FINITE = 70
+EXIT_PREEMPTED = 75
+EXIT_CRASH_LOOP = 76
+
+
+class MkdError(Exception):
+    """Base class. `exit_code` is what the process returns when the error reaches the entry point."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", do: str = ""):
+        self.what, self.why, self.do = what, why, do
+        super().__init__(what, why, do)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.do:
+            lines.append(f"  do:  {self.do}")
+        return "\n".join(lines)
+
+
+class UsageError(MkdError):
+    """A flag, a configuration file, or a combination of them, that cannot work."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(MkdError):
+    """Training or evaluation data that is missing, malformed or empty."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(MkdError):
+    """A checkpoint or a Hugging Face model folder that is missing, damaged or does not fit."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class NonFiniteError(MkdError):
+    """A loss or a gradient that is NaN or infinite; raised before the update."""
+
+    exit_code = EXIT_NON_FINITE
+
+
+class ErrorList(UsageError):
+    """Several independent problems, reported at once."""
+
+    def __init__(self, errors: list[MkdError]):
+        assert errors
+        self.errors = errors
+        self.exit_code = errors[0].exit_code
+        Exception.__init__(self, errors)
+
+    def __str__(self) -> str:
+        if len(self.errors) == 1:
+            return str(self.errors[0])
+        numbered = [f"[{i}] {error}" for i, error in enumerate(self.errors, 1)]
+        return f"{len(self.errors)} problems:\n" + "\n".join(numbered)

@@ -1,0 +1,119 @@
+"""The registry of metrics: every key of metrics.jsonl, its unit, and how steps of one log interval become one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reduction(Enum):
+    """How the steps of a log interval become one value. With an interval of one step each is that step's value."""
+
+    TOKEN_MEAN = "sums over loss tokens, divided once by num_loss_tokens of the interval"
+    STEP_MEAN = "mean over steps"
+    TIME_MEAN = "mean over time: each step weighs as its step_time_ms"
+    SUM = "sum over steps"
+    LAST = "value of the last step"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One key of a metrics record."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    help: str
+    number: type = float
+
+
+METRICS = (
+    Metric("iteration", "steps", Reduction.LAST, "optimizer steps since the start of training", int),
+    Metric("consumed_samples", "packs", Reduction.LAST, "packs trained on so far", int),
+    Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in those packs, padding included", int),
+    Metric("loss", "nats/token", Reduction.TOKEN_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss"),
+    Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student with the data"),
+    Metric("kd_loss", "nats/token", Reduction.TOKEN_MEAN, "divergence from the teacher, temperature scaling included"),
+    Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher with the data"),
+    Metric("teacher_entropy", "nats/token", Reduction.TOKEN_MEAN, "entropy of the teacher's distribution"),
+    Metric("top1_agreement", "proportion", Reduction.TOKEN_MEAN, "loss tokens where both models rank one id first"),
+    Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
+    Metric("learning_rate", "1", Reduction.LAST, "learning rate that the last update used"),
+    Metric("num_loss_tokens", "tokens", Reduction.SUM, "loss tokens, the weight of this line's token means", int),
+    Metric("step_time_ms", "ms", Reduction.STEP_MEAN, "wall-clock time of one optimizer step"),
+    Metric("tokens_per_s_per_gpu", "tokens/s", Reduction.TIME_MEAN, "tokens trained on, padding included, per device"),
+    Metric("tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"),
+    Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+_ORDER = {metric.name: place for place, metric in enumerate(METRICS)}
+
+
+def find_metric(key: str) -> Metric:
+    """The registry entry of `key`. `kd_loss/<teacher>` is `kd_loss` of one teacher. KeyError for an unknown key."""
+    return _BY_NAME[key.partition("/")[0]]
+
+
+class IntervalAverager:
+    """Collects the steps of one log interval, or the batches of one evaluation, into one record.
+
+    Token means are sums over sums: a step weighs as many loss tokens as it has, so that lines weighted by their
+    num_loss_tokens average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log interval. Nothing is
+    clamped: a negative or non-finite value stays as it is. A metric that no step reported is absent from the record.
+    """
+
+    def __init__(self):
+        self._totals: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, token_sums: Mapping[str, float], **values: float) -> None:
+        """Add one step.
+
+        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `values`: metrics of the other
+        reductions as this step measured them; `step_time_ms` must come with those that are means over time.
+        """
+        for key, total in token_sums.items():
+            if key != "num_loss_tokens":
+                assert find_metric(key).reduction is Reduction.TOKEN_MEAN, f"{key} is not a token mean"
+                self._accumulate(key, total, token_sums["num_loss_tokens"])
+        self._sum("num_loss_tokens", token_sums["num_loss_tokens"])
+        for key, value in values.items():
+            match find_metric(key).reduction:
+                case Reduction.STEP_MEAN:
+                    self._accumulate(key, value, 1)
+                case Reduction.TIME_MEAN:
+                    self._accumulate(key, value * values["step_time_ms"], values["step_time_ms"])
+                case Reduction.SUM:
+                    self._sum(key, value)
+                case Reduction.LAST:
+                    self._totals[key], self._weights[key] = value, 1
+                case Reduction.TOKEN_MEAN:
+                    raise AssertionError(f"{key} is a token mean: pass its sum in token_sums")
+
+    def flush(self) -> dict[str, int | float]:
+        """The record of the interval, keys in registry order, and a fresh start.
+
+        A token mean over no loss tokens does not exist: NaN.
+        """
+        keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
+        record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
+        self._totals, self._weights = {}, {}
+        return record
+
+    def _accumulate(self, key: str, total: float, weight: float) -> None:
+        self._totals[key] = self._totals.get(key, 0) + total
+        self._weights[key] = self._weights.get(key, 0) + weight
+
+    def _sum(self, key: str, value: float) -> None:
+        self._totals[key], self._weights[key] = self._totals.get(key, 0) + value, 1
+
+    def _mean(self, key: str) -> float:
+        return self._totals[key] / self._weights[key] if self._weights[key] else math.nan
+
+
+def _typed(metric: Metric, value: float) -> int | float:
+    """`value` as the metric's own number type; what has no integer form stays a float."""
+    return metric.number(value) if math.isfinite(value) else float(value)

@@ -1,0 +1,71 @@
+"""The lines that a person reads and greps: Megatron's training and validation lines, with our fields added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, kept for scripts that grep it
+    "loss": "loss",
+    "lm loss": "ce_loss",
+    "ce loss": "ce_loss",
+    "kd loss": "kd_loss",
+    "teacher ce": "teacher_ce",
+}
+
+
+def progress_line(
+    record: Mapping[str, float], *, train_iters: int, global_batch_size: int, now: datetime | None = None
+) -> str:
+    """One line of a training record (`IntervalAverager.flush`), spelled and spaced as Megatron's where it has the field.
+
+    Absent metrics are left out; zero, negative and non-finite values are shown. ETA counts training steps only.
+    `global_batch_size` in packs; `now` is local time, the clock's by default.
+    """
+    iteration, step_time_ms = record["iteration"], record["step_time_ms"]
+    fields = [
+        f"iteration {iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {record['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {step_time_ms:.1f}",
+        *_optional(record, "throughput per GPU (TFLOP/s/GPU)", "tflops_per_gpu", ".1f"),
+        f"learning rate: {record['learning_rate']:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        *(f"{label}: {value:.6E}" for label, value in _losses(record).items()),
+        *_optional(record, "top-1 agreement", "top1_agreement", ".4f"),
+        f"grad norm: {record['grad_norm']:.3f}",
+        f"number of skipped iterations: {record['skipped_iterations']:3d}",
+        f"number of nan iterations: {0:3d}",  # the first one ends the run
+        *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
+        f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",
+    ]
+    return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+def evaluation_line(record: Mapping[str, float]) -> str:
+    """One line of an evaluation record, in Megatron's style. Perplexity is exp of the cross entropy and of nothing else."""
+    fields = [f"validation loss at iteration {record['iteration']}"]
+    for label, value in _losses(record).items():
+        fields.append(f"{label} value: {value:.6E}")
+        if LOSS_FIELDS.get(label) == "ce_loss":
+            fields.append(f"{label} PPL: {_perplexity(value):.6E}")
+    fields += _optional(record, "top-1 agreement value", "top1_agreement", ".4f")
+    return " " + " | ".join(fields) + " |"
+
+
+def _losses(record: Mapping[str, float]) -> dict[str, float]:
+    """Loss values by label, then one `kd loss/<teacher>` for each teacher of several."""
+    losses = {label: record[key] for label, key in LOSS_FIELDS.items() if key in record}
+    per_teacher = {key.replace("_", " ", 1): value for key, value in record.items() if key.startswith("kd_loss/")}
+    return losses | per_teacher
+
+
+def _optional(record: Mapping[str, float], label: str, key: str, form: str) -> list[str]:
+    return [f"{label}: {record[key]:{form}}"] if key in record else []
+
+
+def _perplexity(cross_entropy: float) -> float:
+    try:
+        return math.exp(cross_entropy)
+    except OverflowError:
+        return math.inf

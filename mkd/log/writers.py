@@ -1,0 +1,125 @@
+"""Where metrics go: metrics.jsonl and TensorBoard, behind one logger.
+
+A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mkd.errors import UsageError
+
+Record = Mapping[str, int | float | str]
+
+
+class Writer(Protocol):
+    """One destination of metrics."""
+
+    def write(self, record: Record) -> None:
+        """Store one record, visible to readers on return."""
+
+    def truncate_after(self, iteration: int) -> None:
+        """Forget the records of later iterations: a run that resumes from `iteration` makes them again."""
+
+    def close(self) -> None:
+        """Release the destination; nothing is written after it."""
+
+
+class JsonlWriter:
+    """Appends one JSON object a line. JSON has no NaN or infinity: those are written as null."""
+
+    def __init__(self, path: str | Path):
+        """Open `path`, made if missing. An unfinished last line, left by a crash during a write, is removed."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab")
+        content = self.path.read_bytes()
+        self._file.truncate(content.rfind(b"\n") + 1)
+
+    def write(self, record: Record) -> None:
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for key, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def truncate_after(self, iteration: int) -> None:
+        """See `Writer`. The file is replaced in one step: a crash leaves the old lines or the new, never a part."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _iteration(line) <= iteration]
+        if len(kept) == len(lines):
+            return
+        replacement = self.path.with_name(self.path.name + ".new")
+        with replacement.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        os.replace(replacement, self.path)
+        self._file = self.path.open("ab")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Writes every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
+
+    def __init__(self, directory: str | Path):
+        """Raises UsageError when tensorboard is not installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                "--tensorboard-dir is set and tensorboard is not installed",
+                why=f"the import failed with: {error}",
+                do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
+            ) from error
+        self._open = lambda purge_step: SummaryWriter(str(directory), purge_step=purge_step)
+        self._events = self._open(None)
+
+    def write(self, record: Record) -> None:
+        split = record.get("split", "train")
+        for key, value in record.items():
+            if key not in ("iteration", "split"):
+                self._events.add_scalar(f"{split}/{key}", value, record["iteration"])
+        self._events.flush()
+
+    def truncate_after(self, iteration: int) -> None:
+        """See `Writer`. Event files are only ever added to: a marker tells TensorBoard to hide the later steps."""
+        self._events.close()
+        self._events = self._open(iteration + 1)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class MetricLogger:
+    """Sends each record to every writer. The ranks that do not report have a logger without writers."""
+
+    def __init__(self, writers: Sequence[Writer] = ()):
+        self.writers = tuple(writers)
+
+    def write(self, record: Record) -> None:
+        for writer in self.writers:
+            writer.write(record)
+
+    def truncate_after(self, iteration: int) -> None:
+        for writer in self.writers:
+            writer.truncate_after(iteration)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+def _iteration(line: bytes) -> float:
+    """The iteration of a line; infinity, so that it is dropped, when the line is not a record."""
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf

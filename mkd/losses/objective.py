@@ -1,0 +1,123 @@
+"""What a distillation loss computes (`KDObjective`), on which columns (`VocabShard`), what it returns (`KDOutput`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.core.tensor_parallel.utils import VocabUtility
+from torch import Tensor
+
+from mkd.errors import UsageError
+from mkd.losses.divergences import DIVERGENCES, Divergence
+
+# s(T): "squared" keeps the size of the KD gradient independent of T (Hinton et al. 2015, section 2).
+TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": lambda temperature: 1.0}
+
+
+@dataclass(frozen=True)
+class KDOutput:
+    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for means.
+
+    `loss` alone carries a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for fp64
+    logits, else fp32), and the same bits on every tensor-parallel rank. None means: not computed for this objective.
+    `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
+    """
+
+    loss: Tensor
+    ce: Tensor | None  # student's cross entropy over its real vocabulary, T = 1, nats
+    kd: Tensor | None  # divergence over the shared ids, times the temperature scaling
+    teacher_ce: Tensor | None  # teacher's cross entropy over the shared ids, T = 1, nats; inf if it lacks a label
+    teacher_entropy: Tensor | None  # teacher's entropy over the shared ids, T = 1, nats
+    top1_agreement: Tensor | None  # rows where the teacher's first maximum is a maximum of the student, shared ids
+    num_loss_tokens: Tensor  # int64, rows with a non-zero mask
+
+
+@dataclass(frozen=True)
+class KDObjective:
+    """Per row: `(1 - kd_ratio) * CE + kd_ratio * s(temperature) * divergence(teacher, student)`.
+
+    Raises UsageError for a value that makes no loss.
+    """
+
+    kd_ratio: float
+    temperature: float
+    temperature_scaling: str
+    divergence: str
+    with_ce_metric: bool
+    student_vocab_size: int  # real rows; ids beyond are padding
+    teacher_vocab_size: int  # real rows; not read when kd_ratio is 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.kd_ratio <= 1.0:
+            raise UsageError(
+                f"kd-ratio is {self.kd_ratio}",
+                "the loss is (1 - kd-ratio) * CE + kd-ratio * KD",
+                "choose a value from 0 (cross entropy only) to 1 (distillation only)",
+            )
+        if not (math.isfinite(self.temperature) and self.temperature > 0.0):
+            raise UsageError(
+                f"kd-temperature is {self.temperature}",
+                "the logits are divided by it",
+                "choose a finite value above 0; 1 leaves the distributions as they are",
+            )
+        _require_known("kd-temperature-scaling", self.temperature_scaling, TEMPERATURE_SCALINGS)
+        _require_known("kd-divergence", self.divergence, DIVERGENCES)
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.kd_ratio > 0.0
+
+    @property
+    def uses_ce(self) -> bool:
+        """Whether cross entropy is part of the loss (not only of the metrics)."""
+        return self.kd_ratio < 1.0
+
+    @property
+    def measures_ce(self) -> bool:
+        return self.uses_ce or self.with_ce_metric
+
+    @property
+    def scale(self) -> float:
+        """s(T)."""
+        return TEMPERATURE_SCALINGS[self.temperature_scaling](self.temperature)
+
+    @property
+    def rule(self) -> Divergence:
+        return DIVERGENCES[self.divergence]
+
+    @property
+    def num_shared_ids(self) -> int:
+        return min(self.student_vocab_size, self.teacher_vocab_size)
+
+    @property
+    def ce_reads_kd_softmax(self) -> bool:
+        """Whether CE and KD need one and the same softmax of the student: same temperature, same columns."""
+        return self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
+
+
+def _require_known(flag: str, name: str, table: dict) -> None:
+    if name not in table:
+        known = ", ".join(sorted(table))
+        raise UsageError(f"{flag} is {name!r}", "mkd has no such rule", f"choose one of: {known}")
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The vocabulary ids of this tensor-parallel rank: local column j is id `start + j`.
+
+    Real columns come first in every shard; a shard may hold none.
+    """
+
+    rank: int  # in the tensor-parallel group
+    start: int
+    student: int  # local columns that are real rows of the student
+    shared: int  # local columns that are real rows of both models
+
+    @classmethod
+    def of(cls, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:
+        """Shard `rank` of `size` equal ones of `width` columns (Megatron's `VocabUtility` layout)."""
+        start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
+        student = min(max(objective.student_vocab_size - start, 0), width)
+        shared = min(max(objective.num_shared_ids - start, 0), width)
+        return cls(rank, start, student, shared if objective.uses_teacher else 0)

@@ -1,0 +1,81 @@
+"""Softmax over a vocabulary that is split across tensor-parallel ranks: the local part and the merge.
+
+The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax (Milakov and Gimelshein
+2018, section 3). Ranks merge by rescaling to the common maximum. A shard's own softmax times its SHARE of the total
+mass is the global softmax on its columns, so the gradient pass needs one number per row and no communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Stands for minus infinity where a difference of two of them must stay finite.
+LOWEST = -1e30
+
+
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """fp64 stays fp64; everything else is computed in fp32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def real_columns(logits: Tensor, count: int) -> Tensor:
+    """The first `count` columns of [n, w] in the compute dtype (a view when no cast is needed).
+
+    A shard of padding alone (count 0) gets one column of LOWEST: its share of any softmax is exactly zero.
+    """
+    if count == 0:
+        return logits.new_full((logits.shape[0], 1), LOWEST, dtype=compute_dtype(logits))
+    return logits[:, :count].to(compute_dtype(logits))
+
+
+@dataclass(frozen=True)
+class ShardSoftmax:
+    """Softmax of `logits / temperature` over the columns of one shard."""
+
+    logits: Tensor  # [n, c] compute dtype, not modified
+    temperature: float
+    probabilities: Tensor  # [n, c], sum to 1 on this shard
+    maximum: Tensor  # [n] of the logits
+    total: Tensor  # [n], sum exp((logits - maximum) / temperature)
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: float) -> ShardSoftmax:
+        probabilities = local_softmax(logits, temperature)
+        # The largest term of the sum is exp(0) = 1, hence the sum is 1 / the largest probability.
+        return cls(logits, temperature, probabilities, logits.amax(dim=1), probabilities.amax(dim=1).reciprocal())
+
+    def centred(self) -> Tensor:
+        """(logits - maximum) / temperature, [n, c], a new tensor."""
+        difference = self.logits - self.maximum[:, None]
+        return difference if self.temperature == 1.0 else difference.div_(self.temperature)
+
+
+def local_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) over the given columns, [n, c], a new tensor."""
+    return torch.softmax(logits if temperature == 1.0 else logits / temperature, dim=1)
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """The merge of all shards' (maximum, total) at one temperature."""
+
+    maximum: Tensor  # [n], over the whole vocabulary
+    log_sum: Tensor  # [n], ln sum exp((z - maximum) / T)
+    share: Tensor  # [tp, n], probability mass of each shard
+    shift: Tensor  # [tp, n], (shard's maximum - maximum) / T, <= 0
+
+    @classmethod
+    def merge(cls, maxima: Tensor, totals: Tensor, temperature: float) -> Normaliser:
+        """maxima, totals: [tp, n] of the shards."""
+        maximum = maxima.amax(dim=0)
+        shift = (maxima - maximum) / temperature
+        mass = totals * shift.exp()
+        total = mass.sum(dim=0)
+        return cls(maximum, total.log(), mass / total, shift)
+
+    def mean_centred(self, local_means: Tensor) -> Tensor:
+        """Mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred logits [tp, n]."""
+        return (self.share * (local_means + self.shift)).sum(dim=0)

@@ -1,0 +1,104 @@
+"""`LanguageModel`: Megatron's GPTModel that ends at the final hidden state and takes packs of documents."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mkd.models.rope import RotaryEmbedding
+from mkd.models.specs import block_spec
+from mkd.models.transformer_config import ModelOptions, transformer_config
+from mkd.parallel.context import ParallelContext
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+
+
+class LanguageModel(GPTModel):
+    """One pipeline chunk of a decoder.
+
+    It differs from GPTModel in three points: rotary angles come from `ModelShape.rope`; the last stage returns its final
+    hidden state, so that the loss decides how and when logits are made; checkpoint entries whose padding depends on the
+    tensor-parallel size (vocabulary rows, attention groups) may be loaded at another size.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: PipelineLayout,
+        options: ModelOptions,
+        context: ParallelContext,
+        *,
+        virtual_stage: int = 0,
+        padded_vocab_size: int | None = None,
+    ):
+        config = transformer_config(shape, layout, options, context)
+        if shape.rope.attention_factor != 1.0:
+            config.yarn_rotary_scaling_factor = _as_yarn_scale(shape.rope.attention_factor)
+        first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(num_layers, shape.qk_norm, context.platform.transformer_engine),
+            vocab_size=padded_vocab_size or shape.padded_vocab_size(context.tp_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=context.is_first_stage(virtual_stage),
+            post_process=context.is_last_stage(virtual_stage),
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="none",
+            pg_collection=context.groups,
+            vp_stage=virtual_stage if context.virtual_stages > 1 else None,
+        )
+        self.shape = shape
+        self.first_layer = first_layer
+        self.rotary_pos_emb = RotaryEmbedding(shape.rope, context.device)
+        self._drop_absent_biases()
+
+    def _drop_absent_biases(self) -> None:
+        """Megatron has one switch for the biases of attention output and MLP; Hugging Face models have one each."""
+        for layer in self.decoder.layers:
+            if not self.shape.attention_output_bias:
+                layer.self_attention.linear_proj.register_parameter("bias", None)
+            if not self.shape.mlp_bias:
+                layer.mlp.linear_fc1.register_parameter("bias", None)
+                layer.mlp.linear_fc2.register_parameter("bias", None)
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None = None,
+        inference_context=None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+    ):
+        """Embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
+        if self.pre_process:
+            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        return decoder_input, self.rotary_pos_emb(packed_seq_params), None, None, None, None
+
+    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
+        return hidden_states
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """The head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
+
+        Backward: the gradient of `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter
+        with sequence parallelism).
+        """
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, weight=weight)[0]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        """Megatron's sharded state, with layout-dependent padding marked as such."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name, entry in state.items():
+            if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
+                entry.allow_shape_mismatch = True
+        return state
+
+
+def _as_yarn_scale(attention_factor: float) -> float:
+    """The scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
+    return math.exp((attention_factor - 1.0) / 0.1)

@@ -1,0 +1,73 @@
+"""Rotary position embeddings of packed documents: default, linear, Llama 3 and LongRoPE frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from mkd.plan.model_shape import RopeShape
+
+
+def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
+    """Rotation per position of each channel pair, fp32 [rotary_dim / 2].
+
+    Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta 2024, reference
+    code of Llama 3.1); LongRoPE (Ding et al. 2024), whose `long_context` factors apply to documents beyond the original length.
+    """
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factor if long_context else rope.short_factor)
+        return 1.0 / (factors * rope.theta**exponents)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeShape) -> Tensor:
+    """Keep short wavelengths, divide long ones by `factor`, blend in between."""
+    wavelength = 2 * math.pi / frequencies
+    turns = rope.original_max_position_embeddings / wavelength  # full turns within the original context
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of the positions of one pack, in the form that Megatron's attention expects.
+
+    `cos` and `sin` are taken from the angles by Megatron; LongRoPE's `attention_factor` reaches them through the
+    concentration factor of the transformer configuration (see `language_model.py`).
+    """
+
+    def __init__(self, rope: RopeShape, device: torch.device):
+        super().__init__()
+        self.rope = rope
+        self.short = inverse_frequencies(rope).to(device)
+        self.long = inverse_frequencies(rope, long_context=True).to(device) if rope.kind == "longrope" else None
+
+    def forward(self, packed: PackedSeqParams) -> Tensor:
+        """Angles in radians, fp32 [n, 1, 1, rotary_dim].
+
+        n is the longest padded document, positions counted from 0; Megatron restarts them at every document. With LongRoPE
+        the frequencies depend on the document's length, so n is the whole pack and the angles are those of each token.
+        """
+        if self.long is None:
+            return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        spans = packed.cu_seqlens_q_padded.diff().tolist()
+        angles = []
+        for length, span in zip(lengths, spans, strict=True):
+            frequencies = self.long if length > self.rope.original_max_position_embeddings else self.short
+            angles.append(self._angles(torch.arange(span, device=self.short.device), frequencies))
+        return torch.cat(angles)
+
+    @staticmethod
+    def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+        half = torch.outer(positions.float(), frequencies)
+        return torch.cat((half, half), dim=-1)[:, None, None, :]

@@ -1,0 +1,60 @@
+"""Layer specifications: Transformer Engine's where it is installed, else Megatron's own layers with our norm and attention."""
+
+from __future__ import annotations
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from mkd.models.attention import PackedAttention
+from mkd.models.norm import RMSNorm
+
+
+def block_spec(num_layers: int, qk_norm: bool, transformer_engine: bool) -> TransformerBlockSubmodules:
+    """The layers and the final norm of one pipeline stage with `num_layers` decoder layers."""
+    if transformer_engine and HAVE_TE:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm)
+
+
+def local_layer_spec(qk_norm: bool) -> ModuleSpec:
+    """A pre-norm SwiGLU layer of Megatron's modules; same checkpoint keys as the Transformer Engine spec."""
+    head_norm = RMSNorm if qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )

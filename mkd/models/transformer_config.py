@@ -1,0 +1,77 @@
+"""`ModelShape` -> Megatron's `TransformerConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from mkd.parallel.context import ParallelContext
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the user chooses about how a model runs, as opposed to what it is (`ModelShape`)."""
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute_granularity: str | None = None  # full | selective
+    recompute_method: str | None = None  # uniform | block
+    recompute_num_layers: int | None = None
+    deterministic: bool = False
+
+
+def transformer_config(
+    shape: ModelShape, layout: PipelineLayout, options: ModelOptions, context: ParallelContext
+) -> TransformerConfig:
+    """Build the configuration of one model. Teacher and student never share the object: schedules write callbacks into it."""
+    groups = shape.padded_query_groups(context.tp_size)
+    interleaved = context.virtual_stages > 1
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=groups * shape.heads_per_group,
+        num_query_groups=groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=shape.attention_output_bias or shape.mlp_bias,
+        add_qkv_bias=shape.qkv_bias,
+        bias_activation_fusion=context.platform.is_cuda,
+        bias_dropout_fusion=context.platform.is_cuda,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
+        init_method_std=shape.initializer_range,
+        perform_initialization=False,
+        params_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        pipeline_dtype=options.dtype,
+        tensor_model_parallel_size=context.tp_size,
+        sequence_parallel=options.sequence_parallel and context.tp_size > 1,
+        context_parallel_size=context.cp_size,
+        pipeline_model_parallel_size=context.pp_size,
+        virtual_pipeline_model_parallel_size=context.virtual_stages if interleaved else None,
+        pipeline_model_parallel_layout=layout.to_megatron() if context.pp_size > 1 else None,
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+        variable_seq_lengths=False,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=context.platform.apex,
+        apply_rope_fusion=context.platform.transformer_engine and shape.rope.attention_factor == 1.0,
+        masked_softmax_fusion=False,
+        recompute_granularity=options.recompute_granularity,
+        recompute_method=options.recompute_method,
+        recompute_num_layers=options.recompute_num_layers,
+        deterministic_mode=options.deterministic and context.platform.is_cuda,
+    )

@@ -1,0 +1,213 @@
+"""`ModelShape`: everything about a dense decoder that its Hugging Face `config.json` says, without torch.
+
+The one place that reads the spellings of Hugging Face configurations; models, converters and plans work from the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mkd.errors import CheckpointError, UsageError
+
+FAMILIES = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+}
+"""Hugging Face `model_type` -> mkd family. SmolLM2 is `llama`, Phi-4 (dense) is `phi3`."""
+
+
+@dataclass(frozen=True)
+class RopeShape:
+    """Rotary position embedding. `kind` is `default`, `linear`, `llama3` or `longrope`."""
+
+    theta: float
+    rotary_dim: int  # leading channels of each head that are rotated
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and switches of one dense decoder-only model."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    head_dim: int
+    vocab_size: int  # rows of the embedding on disk: the truth about the vocabulary
+    max_position_embeddings: int
+    norm_epsilon: float
+    rope: RopeShape
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # tokens a query sees, itself included; None: all earlier ones
+    initializer_range: float = 0.02
+    hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    def padded_query_groups(self, tensor_parallel: int) -> int:
+        """Key/value heads after padding to a multiple of `tensor_parallel`.
+
+        A padded group has zero projections, so that it contributes nothing and its gradient is exactly zero.
+        """
+        return -(-self.num_query_groups // tensor_parallel) * tensor_parallel
+
+    def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
+        """Vocabulary rows after padding to a multiple of `divisible_by * tensor_parallel` (Megatron's rule)."""
+        multiple = divisible_by * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
+
+    @classmethod
+    def from_hf_dir(cls, directory: str | Path) -> ModelShape:
+        """Read `directory/config.json`. Raises `CheckpointError` when it is missing or not JSON."""
+        path = Path(directory) / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist",
+                "a Hugging Face model folder holds config.json beside its .safetensors files",
+                "pass the folder that save_pretrained() or a hub download made",
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}", "", "download or write it again") from None
+        return cls.from_hf_config(config, source=str(path))
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
+        """Translate a Hugging Face configuration. Raises `UsageError` for a model that mkd cannot run exactly."""
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            raise UsageError(
+                f"{source}: model_type {model_type!r} is not supported",
+                f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
+                "use a model of one of these families",
+            )
+        family = FAMILIES[model_type]
+        try:
+            return cls._read(family, config)
+        except KeyError as error:
+            raise CheckpointError(f"{source}: key {error} is missing", f"a {model_type} model needs it") from None
+
+    @classmethod
+    def _read(cls, family: str, config: Mapping[str, Any]) -> ModelShape:
+        if config.get("hidden_act", "silu") != "silu":
+            raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)")
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            family=family,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            vocab_size=config["vocab_size"],
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            norm_epsilon=config.get("rms_norm_eps", 1e-6),
+            rope=read_rope(config, head_dim),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
+            attention_output_bias=family in ("llama", "qwen3") and attention_bias,
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            sliding_window=_sliding_window(family, config),
+            initializer_range=config.get("initializer_range", 0.02),
+            hf_config=dict(config),
+        )
+
+
+def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    if family == "llama" or not window:
+        return None
+    if family in ("qwen2", "qwen3"):
+        if not config.get("use_sliding_window", False):
+            return None
+        layers = config["num_hidden_layers"]
+        kinds = config.get("layer_types") or [
+            "sliding_attention" if i >= config.get("max_window_layers", 28) else "full_attention" for i in range(layers)
+        ]
+        if all(kind == "full_attention" for kind in kinds):
+            return None
+        if any(kind != "sliding_attention" for kind in kinds):
+            raise UsageError(
+                "this model mixes full and sliding-window attention layers",
+                "mkd uses one attention window for all layers",
+                "set use_sliding_window to false in config.json if seq-length stays below the window",
+            )
+    return int(window)
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeShape:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older), into a `RopeShape`."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    fraction = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    base = dict(theta=theta, rotary_dim=int(head_dim * fraction), kind=kind)
+    if kind == "default":
+        return RopeShape(**base)
+    if kind == "linear":
+        return RopeShape(**base, factor=float(scaling["factor"]))
+    if kind == "llama3":
+        return RopeShape(
+            **base,
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+        )
+    if kind == "longrope":
+        return _long_rope(config, scaling, base)
+    raise UsageError(
+        f"rope type {kind!r} is not supported",
+        "mkd reproduces default, linear, llama3 and longrope position embeddings exactly",
+        "use a model with one of these, or remove the rope scaling for sequences below its original length",
+    )
+
+
+def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict[str, Any]) -> RopeShape:
+    """LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753) as Phi-3 configurations spell it."""
+    maximum = config.get("max_position_embeddings", 4096)
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    factor = float(scaling.get("factor") or (maximum / original if original else 1.0))
+    original = int(original or maximum)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeShape(
+        **base,
+        factor=factor,
+        original_max_position_embeddings=original,
+        short_factor=tuple(float(x) for x in scaling["short_factor"]),
+        long_factor=tuple(float(x) for x in scaling["long_factor"]),
+        attention_factor=float(attention_factor),
+    )

@@ -1,0 +1,57 @@
+"""What the machine offers: CUDA with NCCL and, where installed, Transformer Engine; or CPU cores with gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The compute device of this process and the optional libraries that it can use."""
+
+    device: torch.device
+    backend: str  # torch.distributed backend
+    transformer_engine: bool
+    apex: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def describe(self) -> str:
+        """One line for the start of a run: the device, and what each absent library costs."""
+        if not self.is_cuda:
+            return f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
+        notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}"]
+        notes.append("Transformer Engine spec" if self.transformer_engine else "local spec (no Transformer Engine: slower)")
+        notes.append("apex fused kernels" if self.apex else "no apex (weight-gradient accumulation is not fused)")
+        return ", ".join(notes)
+
+
+def local_rank() -> int:
+    """The index of this process on its machine, as torchrun sets it; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def detect() -> Platform:
+    """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return Platform(device, "nccl", _importable("transformer_engine.pytorch"), _importable("apex.optimizers"))
+    from mkd.platform import cpu
+
+    cpu.install()
+    return Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
+
+
+def _importable(module: str) -> bool:
+    """Whether `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

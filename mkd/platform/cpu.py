@@ -1,0 +1,122 @@
+"""Megatron-core on CPU: the only file of mkd that replaces attributes of another library.
+
+megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU those names are mapped to the
+CPU here: factory calls by a TorchFunctionMode, the rest by a handful of attribute replacements. Nothing of the arithmetic,
+the communication or the schedules changes; gloo carries the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Map "cuda" to the CPU for this process. Idempotent; refuses to run where a GPU exists."""
+    assert not torch.cuda.is_available(), "the CPU shim must not hide a GPU"
+    if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
+        return
+    mode = CudaNamesToCpu()
+    _replace_device_functions()
+    _replace_generators()
+    torch.cuda._mkd_cpu_shim = mode
+    mode.__enter__()  # stays for the life of the process
+
+
+class CudaNamesToCpu(TorchFunctionMode):
+    """Rewrites `device="cuda"` arguments, `.cuda()` calls and `Tensor.type()` strings of every torch call."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": CPU}
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.", 1)
+        return function(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Stream:
+    """Stands for a CUDA stream; on the CPU everything is already in order."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, other) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+
+class _Event:
+    """Stands for a CUDA event; always complete."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _replace_device_functions() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.set_device = lambda device: None
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.nvtx.range_push = lambda message: None
+    cuda.nvtx.range_pop = lambda: None
+
+
+def _replace_generators() -> None:
+    """Megatron's "CUDA" random states become states of the CPU's default generator."""
+
+    def get_state(device=CPU, clone=False, graph_safe=False):
+        return torch.get_rng_state()
+
+    def set_state(state, device=-1, graph_safe=False):
+        torch.set_rng_state(state)
+
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.random.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state

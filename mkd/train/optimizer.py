@@ -1,0 +1,150 @@
+"""Megatron's DDP and optimizer around the student, with the finite check before the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mkd.config.schema import Config
+from mkd.errors import NonFiniteError
+from mkd.models.stage import PairStage
+from mkd.parallel.context import ParallelContext
+
+
+def wrap_stages(
+    stages: Sequence[PairStage], config: Config, context: ParallelContext
+) -> list[DistributedDataParallel]:
+    """Give every chunk Megatron's gradient buffers and set the schedule's callbacks.
+
+    Gradients are summed, never averaged: the loss is already divided by the loss tokens of the global batch.
+    """
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config=stage.config,
+            ddp_config=ddp_config,
+            module=stage,
+            disable_bucketing=index > 0,
+            pg_collection=context.groups,
+        )
+        for index, stage in enumerate(stages)
+    ]
+    for stage in stages:
+        stage.config.finalize_model_grads_func = _finalize
+    first = stages[0].config
+    if parallel.overlap_grad_reduce:
+        first.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
+        if len(wrapped) > 1:
+            first.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if parallel.overlap_param_gather and len(wrapped) > 1:
+        first.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+    return wrapped
+
+
+def _one_or_list(functions: list):
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _finalize(model, num_tokens, **kwargs) -> None:
+    """Megatron's gradient reductions without its division by tokens, which the objective has done."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+@dataclass(frozen=True)
+class StudentOptimizer:
+    """AdamW over the student, and its learning-rate schedule (which counts samples)."""
+
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    chunks: list[DistributedDataParallel]
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @property
+    def learning_rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def update(self, loss_sum: float, num_samples: int) -> float:
+        """Check, clip, step. Returns the gradient norm before clipping.
+
+        Raises NonFiniteError on every rank, before any parameter has changed, when the loss or the norm is not finite.
+        """
+        found_inf = self.optimizer.prepare_grads()
+        grad_norm = self.optimizer.get_grad_norm()
+        if found_inf or not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
+            raise NonFiniteError(
+                f"loss sum {loss_sum}, gradient norm {grad_norm}",
+                "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step",
+                "look at the data of this step, lower --lr, or check that the teacher and student weights are finite",
+            )
+        clip = self.optimizer.config.clip_grad
+        if clip > 0:
+            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=num_samples)
+        return grad_norm
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Config, context: ParallelContext, global_batch_size: int
+) -> StudentOptimizer:
+    """AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
+    settings = config.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            bf16=config.training.bf16,
+            params_dtype=chunks[0].config.params_dtype,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+        ),
+        chunks,
+        use_gloo_process_groups=context.platform.is_cuda,
+    )
+    return StudentOptimizer(optimizer, _scheduler(optimizer, config, global_batch_size), chunks)
+
+
+def _scheduler(optimizer: MegatronOptimizer, config: Config, global_batch_size: int) -> OptimizerParamScheduler:
+    settings = config.optimizer
+    decay_iters = settings.lr_decay_iters or config.training.train_iters
+    warmup_iters = settings.lr_warmup_iters
+    if settings.lr_warmup_fraction is not None:
+        warmup_iters = settings.lr_warmup_fraction * decay_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=round(warmup_iters * global_batch_size),
+        lr_decay_steps=decay_iters * global_batch_size,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.training.train_iters * global_batch_size,
+        wd_incr_style="constant",
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=settings.lr_wsd_decay_iters * global_batch_size if settings.lr_wsd_decay_iters else None,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )

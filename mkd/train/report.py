@@ -1,0 +1,96 @@
+"""From step results to metrics records and progress lines. Only global rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mkd.checkpoint.distributed import TrainingPosition
+from mkd.data.batch import PackedBatch
+from mkd.log.metrics import IntervalAverager
+from mkd.log.progress import evaluation_line, progress_line
+from mkd.log.writers import MetricLogger
+from mkd.parallel.context import ParallelContext
+from mkd.plan.flops import distillation_flops
+from mkd.plan.model_shape import ModelShape
+from mkd.train.step import StepResult
+
+_KEYS = {"ce": "ce_loss", "kd": "kd_loss"}  # sum -> metric, where the names differ
+
+
+@dataclass
+class Reporter:
+    """Averages the steps of a log interval and sends them to the writers and the terminal."""
+
+    context: ParallelContext
+    logger: MetricLogger
+    student: ModelShape
+    teacher: ModelShape | None
+    kd_ratio: float
+    log_interval: int
+    train_iters: int
+    global_batch_size: int
+    seq_length: int
+    interval: IntervalAverager = field(default_factory=IntervalAverager)
+
+    def train(self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
+        """Add one step; at the end of a log interval write its record and print its line."""
+        tokens = self.global_batch_size * self.seq_length
+        seconds = result.step_time_ms / 1000
+        self.interval.add(
+            self._computed(result.sums, with_ce=self.kd_ratio < 1),
+            iteration=position.iteration,
+            consumed_samples=position.consumed_samples,
+            consumed_tokens=position.consumed_samples * self.seq_length,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            step_time_ms=result.step_time_ms,
+            tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
+            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / self._ranks_per_replica,
+            skipped_iterations=0,
+        )
+        if position.iteration % self.log_interval and position.iteration != self.train_iters:
+            return
+        record = self.interval.flush()
+        self._write(record, progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size))
+
+    def valid(self, position: TrainingPosition, sums: dict[str, float]) -> None:
+        """Write and print one evaluation over the held-out set."""
+        averager = IntervalAverager()
+        averager.add(
+            self._computed(sums, with_ce=True),
+            iteration=position.iteration,
+            consumed_samples=position.consumed_samples,
+            consumed_tokens=position.consumed_samples * self.seq_length,
+        )
+        record = averager.flush()
+        self._write({**record, "split": "valid"}, evaluation_line(record))
+
+    def note(self, text: str) -> None:
+        """Print one line, once."""
+        if self.context.rank == 0:
+            print(f" {text}", flush=True)
+
+    def close(self) -> None:
+        self.logger.close()
+
+    def _write(self, record: dict, line: str) -> None:
+        self.logger.write(record)
+        if self.context.rank == 0:
+            print(line, flush=True)
+
+    def _computed(self, sums: dict[str, float], with_ce: bool) -> dict[str, float]:
+        """Without the sums that this run does not compute; they are written as null."""
+        absent = set() if self.kd_ratio > 0 else {"teacher_ce", "teacher_entropy", "top1_agreement"}
+        if not with_ce:
+            absent.add("ce")
+        return {_KEYS.get(name, name): math.nan if name in absent else value for name, value in sums.items()}
+
+    @property
+    def _ranks_per_replica(self) -> int:
+        return self.context.world_size // self.context.dp_size
+
+    def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
+        lengths = [n for batch in microbatches for n in batch.document_lengths]
+        return distillation_flops(self.student, self.teacher, lengths)

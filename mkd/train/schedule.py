@@ -1,0 +1,77 @@
+"""Megatron's pipeline schedule, driving the pair: one call runs all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+from mkd.data.batch import PackedBatch
+from mkd.parallel.context import ParallelContext
+from mkd.train.objective import SUMS, Objective
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """1F1B, interleaved 1F1B or plain accumulation, as the layout says; the same for training and evaluation."""
+
+    context: ParallelContext
+    communicator: P2PCommunicator
+    tokens_per_microbatch: int
+
+    def run(
+        self, stages: Sequence[nn.Module], microbatches: Sequence[PackedBatch], objective: Objective, forward_only: bool
+    ) -> Tensor:
+        """Forward (and backward) of all `microbatches`; gradients are left summed over data-parallel ranks.
+
+        `stages` are this rank's chunks, DDP-wrapped in training. Returns the sums named `SUMS`, fp64, over the whole global
+        batch, equal on all ranks (all-reduce SUM over data and pipeline parallel groups; not part of any backward).
+        """
+        interleaved = len(stages) > 1
+        iterators = [iter(microbatches) for _ in stages]
+        virtual_stages = len(stages) if interleaved else None
+        reports = get_forward_backward_func(pp_size=self.context.pp_size, vp_size=virtual_stages)(
+            forward_step_func=partial(_forward_step, objective),
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(stages) if interleaved else stages[0],
+            num_microbatches=len(microbatches),
+            seq_length=self.tokens_per_microbatch,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=self.communicator if self.context.pp_size > 1 else None,
+            pg_collection=self.context.groups if self.context.pp_size > 1 else None,
+        )
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.context.device)
+        for report in reports:
+            total += report
+        torch.distributed.all_reduce(total, group=self.context.dp_cp_group)
+        torch.distributed.all_reduce(total, group=self.context.pp_group)
+        return total
+
+
+def _forward_step(objective: Objective, microbatches, model: nn.Module):
+    """Megatron's forward callback: the stage's output, and what turns the last stage's output into a loss."""
+    batch: PackedBatch = next(microbatches)
+    output = model(batch.tokens, batch.position_ids, packed_seq_params(batch))
+    stage = get_attr_wrapped_model(model, "teacher", return_model_obj=True)
+    return output, partial(objective, stage, batch)
+
+
+def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+    """The pack's document borders, in the form that Megatron's attention and rotary embeddings take (THD)."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens_padded,
+        cu_seqlens_kv_padded=batch.cu_seqlens_padded,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

@@ -1,0 +1,39 @@
+"""Package description of mkd. Versions that are known to work together are pinned in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mkd/version.py").read_text(encoding="utf-8")).group(1)
+
+setup(
+    name="mkd",
+    version=VERSION,
+    description="Distils large language models on Megatron-core",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["mkd", "mkd.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "megatron-core==0.16.1",
+        "torch>=2.6",
+        "psutil",  # megatron-core's checkpoint writer dies without it
+        "numpy",
+        "PyYAML",
+        "sentencepiece",
+        "transformers",
+        "safetensors",
+        "huggingface_hub",
+        "protobuf",  # transformers reads SentencePiece models with it
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "data": ["pyarrow"],
+        "log": ["tensorboard", "wandb"],
+        "dev": ["pytest", "ruff", "import-linter"],
+        "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],
+    },
+)

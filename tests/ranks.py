@@ -1,0 +1,122 @@
+"""A pool of gloo ranks for tests: processes start once and serve many tests (importing torch and Megatron takes seconds)."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class RankPool:
+    """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results."""
+
+    def __init__(self, timeout_s: float = 240.0):
+        self.timeout_s = timeout_s
+        self._workers: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
+
+    def run(self, function, world_size: int, *args) -> list:
+        """Results of `function(*args)` by rank, with torch.distributed initialised on gloo for `world_size` ranks.
+
+        A failing rank raises AssertionError with that rank's traceback, and the pool starts afresh.
+        """
+        self._grow(world_size)
+        file, name = inspect.getsourcefile(inspect.unwrap(function)), function.__qualname__
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                self._workers[rank][1].send((file, name, args, rank, world_size, str(Path(folder) / "store")))
+            return self._collect(world_size)
+
+    def _collect(self, world_size: int) -> list:
+        results: dict[int, object] = {}
+        failures: list[tuple[int, str]] = []
+        deadline = time.monotonic() + self.timeout_s
+        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
+            waiting = [r for r in range(world_size) if r not in results and r not in dict(failures)]
+            for rank in waiting:
+                process, pipe = self._workers[rank]
+                if pipe.poll(0.005):
+                    ok, value = pipe.recv()
+                    if ok:
+                        results[rank] = value
+                    else:
+                        failures.append((rank, value))
+                elif not process.is_alive():
+                    failures.append((rank, f"process ended with exit code {process.exitcode}"))
+            if failures:
+                deadline = min(deadline, time.monotonic() + 2.0)
+        if failures or len(results) < world_size:
+            self.close()
+            rank, text = failures[0] if failures else (-1, f"no answer within {self.timeout_s} s")
+            raise AssertionError(f"rank {rank} of {world_size} failed:\n{text}")
+        return [results[rank] for rank in range(world_size)]
+
+    def _grow(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+
+def _serve(pipe) -> None:
+    """Body of one worker: answer calls until the pipe closes."""
+    sys.path.insert(0, str(REPOSITORY))
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            call = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = (True, _call(*call))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: str):
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+    )
+    try:
+        return getattr(_module(file), name)(*args)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _module(file: str):
+    name = "ranks_of_" + "_".join(Path(file).relative_to(REPOSITORY).with_suffix("").parts)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]

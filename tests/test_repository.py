@@ -1,0 +1,117 @@
+"""The house rules that a linter cannot hold: sizes, ASCII, a torch-free config, mirrored tests, a README that works."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+TORCH_FREE_PACKAGES = ("config", "plan")
+HEAVY_MODULES = ("torch", "megatron", "transformers")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}
+
+
+def repository_files() -> list[Path]:
+    """The files of a clean clone: nothing from build products, runs or hidden folders other than .ci."""
+    skipped = re.compile(r"(^\.(?!ci$))|^(runs|build|dist|__pycache__)$|\.egg-info$")
+    relative = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+    return sorted(ROOT / path for path in relative if not any(skipped.search(part) for part in path.parts))
+
+
+def python_files() -> list[Path]:
+    files = [path for path in repository_files() if path.suffix == ".py"]
+    assert ROOT / "setup.py" in files and Path(__file__).resolve() in files
+    return files
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_files_have_at_most_400_lines():
+    lengths = {name(path): len(read(path).splitlines()) for path in python_files()}
+    assert not {file: length for file, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_functions_have_at_most_60_lines():
+    too_long = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    too_long.append(f"{name(path)}:{node.lineno} {node.name}: {length} lines")
+    assert not too_long
+
+
+def test_code_is_ascii():
+    offenders = [
+        f"{name(path)}:{number}"
+        for path in python_files()
+        for number, line in enumerate(read(path).splitlines(), 1)
+        if not line.isascii()
+    ]
+    assert not offenders
+
+
+def test_no_path_of_one_machine():
+    offenders = [
+        f"{name(path)}: {match.group()}"
+        for path in repository_files()
+        if path.suffix in TEXT_SUFFIXES
+        for match in MACHINE_PATH.finditer(read(path))
+    ]
+    assert not offenders
+
+
+def test_config_and_plan_start_without_torch():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in TORCH_FREE_PACKAGES
+        for path in sorted((ROOT / "mkd" / package).rglob("*.py"))
+    ]
+    assert modules
+    code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
+
+
+def test_tests_mirror_the_package():
+    """tests/X/.../test_*.py belongs to mkd/X/... (or to a top-level folder such as tools/); names are unique."""
+    tests = [path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")]
+    folders = {path.parent for path in tests if path.name.startswith("test_")}
+    assert not [str(folder) for folder in folders if not any((top / folder).is_dir() for top in (ROOT / "mkd", ROOT))]
+    assert not [str(path) for path in tests if path.name == "__init__.py"]
+    assert not [file for file, count in Counter(path.name for path in tests).items() if count > 1]
+
+
+def test_every_package_is_found_by_setup():
+    """A folder of modules without __init__.py would be missing from an installed mkd."""
+    folders = {path.parent for path in python_files() if path.is_relative_to(ROOT / "mkd")}
+    assert not [name(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_readme_commands_exist():
+    readme, makefile = read(ROOT / "README.md"), read(ROOT / "Makefile")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+    commands = set(re.findall(r"(?:^|`)make ([\w-]+)", readme, re.M))
+    assert {"quickstart", "test"} <= commands <= targets
+    scripts = re.findall(r"(?:python|torchrun[^\n]*?) ([\w/]+\.py)", readme) + re.findall(r"[\w/]+\.py", makefile)
+    assert not [script for script in scripts if not (ROOT / script).is_file()]
+
+
+def test_readme_map_points_at_real_places():
+    places = re.findall(r"`((?:mkd|tools|configs|tests|launch|docs)/[\w/.-]*)`", read(ROOT / "README.md"))
+    assert places
+    assert not [place for place in places if not (ROOT / place).exists()]

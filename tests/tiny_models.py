@@ -1,0 +1,50 @@
+"""Tiny random Hugging Face checkpoints of every supported family, made with transformers in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+SIZES = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=4, vocab_size=307, max_position_embeddings=256)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+LONG_ROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, original_max_position_embeddings=32,
+    short_factor=[1.0 + 0.05 * i for i in range(6)], long_factor=[1.5 + 0.5 * i for i in range(6)],
+)  # fmt: skip
+
+FAMILIES = {
+    "llama": ("Llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
+    "llama3.2": ("Llama", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True,
+                               rope_parameters=LLAMA3_ROPE)),
+    "llama-biases": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True)),
+    "llama-mlp-bias": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
+    "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
+    "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),
+    "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
+    "phi4-long": ("Phi3", dict(num_attention_heads=3, num_key_value_heads=3, pad_token_id=0, rope_parameters=LONG_ROPE)),
+}  # fmt: skip
+
+
+def make_model(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes) -> Path:
+    """Save a random model of `family` in `folder`, sharded; `sizes` override `SIZES`. Returns the folder.
+
+    Norm weights and biases are random too: a model whose norms are all one hides mapping errors.
+    """
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options, **sizes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(2.0)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+    return folder

