@@ -19,7 +19,7 @@ invariance: $(READY)  ## print how far losses and gradients of every parallel la
 
 lint: $(READY)  ## ruff and the import contracts
 	$(BIN)/ruff check .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 clean:  ## remove the environment, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache

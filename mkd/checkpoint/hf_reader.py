@@ -145,7 +145,9 @@ class HFCheckpoint:
             except CheckpointError as error:
                 problems.append(error)
             except FileNotFoundError:
-                problems.append(CheckpointError(f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again"))
+                problems.append(
+                    CheckpointError(f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again")
+                )
             except (SafetensorError, OSError) as error:
                 why = "the file is damaged, cut short or not readable"
                 problems.append(CheckpointError(f"{path} cannot be opened: {error}", why, "download it again"))
@@ -159,7 +161,9 @@ class HFCheckpoint:
         _raise_all(
             [
                 CheckpointError(
-                    f"{self.directory / file} has no tensor {tensor}", f"{INDEX_FILE} lists it there", "download both again"
+                    f"{self.directory / file} has no tensor {tensor}",
+                    f"{INDEX_FILE} lists it there",
+                    "download both again",
                 )
                 for tensor, file in weight_map.items()
                 if tensor not in stored[file]
@@ -183,7 +187,9 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
     where, problems = checkpoint.directory, []
     for name in expected.keys() - found.keys():
         problems.append(
-            CheckpointError(f"{where}: tensor {name} is missing", "config.json calls for it", "download the model again")
+            CheckpointError(
+                f"{where}: tensor {name} is missing", "config.json calls for it", "download the model again"
+            )
         )
     for name in found.keys() - expected.keys() - allowed.keys():
         if not DERIVED_TENSOR.fullmatch(name):
@@ -241,7 +247,11 @@ def load_hf_weights(
         for piece in pieces:
             source = checkpoint.read(tensor_prefix + piece.tensor, dim, piece.tensor_start, piece.length)
             parameter.narrow(dim, piece.shard_start, piece.length).copy_(source)
-            if piece.tensor == EMBEDDING and shape.tie_word_embeddings and tensor_prefix + LM_HEAD in checkpoint.headers:
+            if (
+                piece.tensor == EMBEDDING
+                and shape.tie_word_embeddings
+                and tensor_prefix + LM_HEAD in checkpoint.headers
+            ):
                 head = checkpoint.read(tensor_prefix + LM_HEAD, dim, piece.tensor_start, piece.length)
                 _check_tied(checkpoint, source, head)
 

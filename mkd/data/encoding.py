@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -19,10 +19,12 @@ ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The documents of consecutive rows of one file, or what is wrong with them."""
+    """The documents of consecutive rows of one file, one after the other, and what is wrong with the other rows."""
 
-    documents: list[Document] = field(default_factory=list)
-    errors: list[MkdError] = field(default_factory=list)
+    ids: np.ndarray  # [t] int32
+    loss: np.ndarray  # [t] uint8
+    lengths: np.ndarray  # [documents] int64, tokens of each
+    errors: list[MkdError]
 
 
 def encode_files(
@@ -55,7 +57,7 @@ class _Chunks(IterableDataset):
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         for rows in islice(self._row_chunks(), first, None, step):
             if isinstance(rows, MkdError):
-                yield EncodedChunk(errors=[rows])
+                yield _chunk([], [rows])
             else:
                 yield encode_rows(*rows, self._tokenizer, self._append_eod)
 
@@ -71,21 +73,21 @@ class _Chunks(IterableDataset):
 
 def encode_rows(path: str, rows: Iterable[tuple[int, Row]], tokenizer: Tokenizer, append_eod: bool) -> EncodedChunk:
     """Documents of `rows` (number, raw record) of the file `path`; errors name the file and the row."""
-    chunk = EncodedChunk()
+    documents, errors = [], []
     for number, row in rows:
         try:
-            chunk.documents.append(encode_record(parse_row(row), tokenizer, append_eod))
+            documents.append(encode_record(parse_row(row), tokenizer, append_eod))
         except DataError as error:
-            chunk.errors.append(DataError(f"{path}:{number}: {error.what}", error.why, error.do))
-    return chunk
+            errors.append(DataError(f"{path}:{number}: {error.what}", error.why, error.do))
+    return _chunk(documents, errors)
 
 
-def concatenated(documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids [t] int32, loss [t] uint8, lengths [d] int64) of documents in a row."""
-    empty = Document(np.empty(0, np.int32), np.empty(0, np.uint8))
-    parts = [*documents, empty]
+def _chunk(documents: Sequence[Document], errors: list[MkdError]) -> EncodedChunk:
+    parts = [*documents, Document(np.empty(0, np.int32), np.empty(0, np.uint8))]  # concatenate wants at least one
     lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
-    return np.concatenate([p.ids for p in parts]), np.concatenate([p.loss for p in parts]), lengths
+    return EncodedChunk(
+        np.concatenate([part.ids for part in parts]), np.concatenate([part.loss for part in parts]), lengths, errors
+    )
 
 
 def _unchanged(value):

@@ -18,7 +18,7 @@ LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy
 def progress_line(
     record: Mapping[str, float], *, train_iters: int, global_batch_size: int, now: datetime | None = None
 ) -> str:
-    """One line of a training record (`IntervalAverager.flush`), spelled and spaced as Megatron's where it has the field.
+    """One line of a training record (`IntervalAverager.flush`), spelled as Megatron's where it has the field.
 
     Absent metrics are left out; zero, negative and non-finite values are shown. ETA counts training steps only.
     `global_batch_size` in packs; `now` is local time, the clock's by default.
@@ -34,7 +34,7 @@ def progress_line(
         *(f"{label}: {value:.6E}" for label, value in _losses(record).items()),
         *_optional(record, "top-1 agreement", "top1_agreement", ".4f"),
         f"grad norm: {record['grad_norm']:.3f}",
-        f"number of skipped iterations: {record['skipped_iterations']:3d}",
+        f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {0:3d}",  # the first one ends the run
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
         f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",
@@ -43,7 +43,7 @@ def progress_line(
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """One line of an evaluation record, in Megatron's style. Perplexity is exp of the cross entropy and of nothing else."""
+    """One line of an evaluation record, in Megatron's style. Only the cross entropy has a perplexity."""
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")

@@ -42,9 +42,8 @@ class JsonlWriter:
         self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, record: Record) -> None:
-        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                  for key, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        line = json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
@@ -117,9 +116,13 @@ class MetricLogger:
             writer.close()
 
 
+def _json_value(value: int | float | str) -> int | float | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _iteration(line: bytes) -> float:
     """The iteration of a line; infinity, so that it is dropped, when the line is not a record."""
     try:
-        return json.loads(line)["iteration"]
+        return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return math.inf

@@ -113,6 +113,11 @@ class ParallelContext:
         """Tear Megatron's groups down, so that another layout can be created in this process."""
         parallel_state.destroy_model_parallel()
 
+    def leave(self) -> None:
+        """End of the process's part in the job: groups are torn down and the process group is left."""
+        self.close()
+        dist.destroy_process_group()
+
     def broadcast_object(self, value: object) -> object:
         """The picklable `value` of global rank 0, on every rank."""
         box = [value]

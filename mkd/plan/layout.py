@@ -28,6 +28,10 @@ class PipelineLayout:
             )
         return cls((num_layers // stages,) * stages, pipeline_parallel, virtual_stages)
 
+    @classmethod
+    def parse(cls, text, num_layers, pipeline_parallel, virtual_stages=1):
+        return cls(tuple(int(x) for x in text.split(",")), pipeline_parallel, virtual_stages)
+
     def to_megatron(self) -> list[list[str]]:
         """Megatron's `pipeline_model_parallel_layout`, one list per stage."""
         stages = [["decoder"] * count for count in self.layers]

@@ -29,27 +29,32 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way."""
+    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way.
+
+    Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a
+    run with --save always ends with a checkpoint.
+    """
     training, checkpoint = run.config.training, run.config.checkpoint
-    saved_at = run.position.iteration
+    evaluates = run.eval_stream is not None and bool(training.eval_interval)
+    if evaluates and run.position.iteration == 0:
+        evaluate_and_report(run)
     while run.position.iteration < training.train_iters:
         one_step(run)
         iteration = run.position.iteration
-        if run.eval_stream is not None and _due(iteration, training.eval_interval):
+        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval)
+        if evaluates and (is_last or _due(iteration, training.eval_interval)):
             evaluate_and_report(run)
-        if checkpoint.save and _due(iteration, checkpoint.save_interval):
+        if checkpoint.save and (is_last or _due(iteration, checkpoint.save_interval)):
             save(run)
-            saved_at = iteration
-        if _due(iteration, training.exit_interval):
+        if is_last:
             break
-    if checkpoint.save and saved_at != run.position.iteration:
-        save(run)
 
 
 def one_step(run: Run) -> None:
     """Fetch, step, advance the position, report."""
-    batches = [batch.to(run.engine.context.device) for batch in run.train_stream.next_step()]
-    result = train_step(run.engine, batches, run.global_batch_size)
+    batches = run.train_stream.next_step()
+    on_device = [batch.to(run.engine.context.device) for batch in batches]
+    result = train_step(run.engine, on_device, run.global_batch_size)
     run.position = TrainingPosition(
         iteration=run.position.iteration + 1,
         consumed_samples=run.position.consumed_samples + run.global_batch_size,

@@ -144,7 +144,8 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config, global_batch_size: 
         end_wd=settings.weight_decay,
         wd_incr_steps=config.training.train_iters * global_batch_size,
         wd_incr_style="constant",
-        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # at resume the flags of this run count
         wsd_decay_steps=settings.lr_wsd_decay_iters * global_batch_size if settings.lr_wsd_decay_iters else None,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -35,7 +35,10 @@ class Reporter:
     interval: IntervalAverager = field(default_factory=IntervalAverager)
 
     def train(self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
-        """Add one step; at the end of a log interval write its record and print its line."""
+        """Add one step; at the end of a log interval write its record and print its line.
+
+        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
+        """
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
         self.interval.add(
@@ -92,5 +95,5 @@ class Reporter:
         return self.context.world_size // self.context.dp_size
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
-        lengths = [n for batch in microbatches for n in batch.document_lengths]
+        lengths = [n for batch in microbatches for n in batch.cu_seqlens.diff().tolist()]
         return distillation_flops(self.student, self.teacher, lengths)

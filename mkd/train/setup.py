@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from mkd.checkpoint.distributed import TrainingPosition, TrainingState, find_checkpoint, load_checkpoint
+from mkd.checkpoint.distributed import HF_FOLDER, TrainingPosition, TrainingState, find_checkpoint, load_checkpoint
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf
 from mkd.config.schema import Config
 from mkd.config.validate import validate
@@ -55,3 +54,217 @@ class Plan:
     virtual_stages: int
     student_layout: PipelineLayout
     teacher_layout: PipelineLayout | None
+
+    def describe(self) -> str:
+        """The batch as an equation, and the layers of both models on each pipeline rank."""
+        lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
+        if self.teacher_layout is not None:
+            lines.append(f"teacher layers by stage: {self.teacher_layout.layers}")
+        return "\n".join(lines)
+
+
+def plan_run(config: Config, world_size: int) -> Plan:
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
+    student = locate_model("student", config.student.hf, config.student.load, config.checkpoint.ckpt_step)
+    teacher = None
+    if config.kd.kd_ratio > 0 and config.teachers:
+        teacher = locate_model("teacher", config.teachers[0].hf, config.teachers[0].load, None)
+    problems = validate(config, world_size, student.shape, teacher.shape if teacher else None)
+    if problems:
+        raise ErrorList(problems)
+    parallel = config.parallel
+    virtual_stages = parallel.num_virtual_stages_per_pipeline_rank or 1
+
+    def layout(shape: ModelShape, text: str | None) -> PipelineLayout:
+        sizes = (shape.num_layers, parallel.pipeline_model_parallel_size, virtual_stages)
+        return PipelineLayout.parse(text, *sizes) if text else PipelineLayout.even(*sizes)
+
+    return Plan(
+        config=config,
+        student=student,
+        teacher=teacher,
+        batch=BatchPlan.from_config(config, world_size),
+        virtual_stages=virtual_stages,
+        student_layout=layout(student.shape, config.student.pipeline_layout),
+        teacher_layout=layout(teacher.shape, config.teachers[0].pipeline_layout) if teacher else None,
+    )
+
+
+def locate_model(role: str, hf: str | None, load: str | None, step: int | None) -> ModelSource:
+    """Find a model's files and read its shape and tensor headers, no weights yet."""
+    if load is None:
+        folder = resolve_hf(hf)
+        source = ModelSource(ModelShape.from_hf_dir(folder), folder, HFCheckpoint(folder), None)
+        check_hf_checkpoint(source.shape, source.hf)
+        return source
+    checkpoint = find_checkpoint(Path(load), step)
+    if checkpoint is None:
+        raise CheckpointError(f"--{role}-load {load} holds no checkpoint", "", "name a folder that --save has written to")
+    assets = resolve_hf(hf) if hf else checkpoint / HF_FOLDER
+    return ModelSource(ModelShape.from_hf_dir(assets), assets, None, checkpoint)
+
+
+def build_run(plan: Plan, platform: Platform) -> Run:
+    """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
+    config = plan.config
+    context = ParallelContext.create(
+        platform,
+        tensor_parallel=config.parallel.tensor_model_parallel_size,
+        pipeline_parallel=config.parallel.pipeline_model_parallel_size,
+        virtual_stages=plan.virtual_stages,
+        seed=config.training.seed,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    train_set, valid_set = build_data(plan, context)
+    engine, state = build_engine(plan, context)
+    position = resume(plan, state, context)
+    sizes = dict(
+        micro_batch_size=plan.batch.micro_batch_size,
+        global_batch_size=plan.batch.global_batch_size,
+        data_parallel_rank=context.dp_rank,
+        data_parallel_size=context.dp_size,
+        num_workers=config.data.num_workers,
+        pin_memory=context.platform.is_cuda,
+    )
+    return Run(
+        config=config,
+        engine=engine,
+        train_stream=TrainStream(
+            train_set,
+            seed=config.training.seed,
+            shuffle=config.data.shuffle,
+            consumed_samples=position.consumed_samples,
+            **sizes,
+        ),
+        eval_stream=None if valid_set is None else EvalStream(valid_set, eval_iters=config.training.eval_iters, **sizes),
+        state=state,
+        position=position,
+        reporter=build_reporter(plan, context, position),
+        global_batch_size=plan.batch.global_batch_size,
+        hf_dir=plan.student.assets,
+    )
+
+
+def build_engine(plan: Plan, context: ParallelContext) -> tuple[Engine, TrainingState]:
+    """Both models with their weights, joined stage by stage, under one schedule and one optimizer."""
+    config = plan.config
+    options = ModelOptions(
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute_granularity=config.training.recompute_granularity,
+        recompute_method=config.training.recompute_method,
+        recompute_num_layers=config.training.recompute_num_layers,
+        deterministic=config.training.deterministic_mode,
+    )
+    teacher_shape = plan.teacher.shape if plan.teacher else None
+    vocab = common_padded_vocab_size(plan.student.shape, teacher_shape, context.tp_size)
+    students = build_chunks(plan.student.shape, plan.student_layout, options, context, vocab)
+    load_weights(students, plan.student, context)
+    teachers = None
+    if plan.teacher is not None:
+        teachers = build_chunks(plan.teacher.shape, plan.teacher_layout, options, context, vocab)
+        load_weights(teachers, plan.teacher, context)
+    stages = pair_stages(students, teachers)
+    chunks = wrap_stages(stages, config, context)
+    optimizer = build_optimizer(chunks, config, context, plan.batch.global_batch_size)
+    engine = Engine(config.kd, context, build_schedule(plan, students, options, context), chunks, optimizer)
+    return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
+
+
+def build_schedule(
+    plan: Plan, students: list[LanguageModel], options: ModelOptions, context: ParallelContext
+) -> PipelineSchedule:
+    """The schedule and its communicator; with a teacher, its hidden state rides along."""
+    tokens = plan.batch.micro_batch_size * plan.config.training.seq_length
+    student_config = students[0].config
+    if plan.teacher is None:
+        communicator = P2PCommunicator(context.pp_group, student_config)
+    else:
+        shards = context.tp_size if student_config.sequence_parallel else 1
+        rider_shape = (tokens // shards, 1, plan.teacher.shape.hidden_size)
+        communicator = PairCommunicator(context.pp_group, student_config, rider_shape, options.dtype)
+    return PipelineSchedule(context, communicator, tokens)
+
+
+def load_weights(chunks: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
+    """Fill the chunks of one model; each rank reads only its slices."""
+    if source.load is not None:
+        load_checkpoint(source.load, TrainingState(chunks), context)
+        return
+    for chunk in chunks:
+        load_hf_weights(
+            chunk,
+            source.shape,
+            source.hf,
+            first_layer=chunk.first_layer,
+            tp_rank=context.tp_rank,
+            tp_size=context.tp_size,
+        )
+
+
+def build_data(plan: Plan, context: ParallelContext):
+    """(training set, held-out set or None); the teacher must read the same ids as the student."""
+    data = plan.config.data
+    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.student.assets))
+    if plan.teacher is not None:
+        require_same_tokenizer(tokenizer, plan.teacher)
+    shapes = [plan.student.shape] + ([plan.teacher.shape] if plan.teacher else [])
+    return open_datasets(
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        split=data.split,
+        tokenizer=tokenizer,
+        seq_length=plan.config.training.seq_length,
+        vocab_size=min(shape.vocab_size for shape in shapes),
+        pack=data.pack,
+        overlong=data.overlong,
+        append_eod=data.append_eod,
+        cache_dir=data.data_cache_path or str(log_folder(plan.config) / "data_cache"),
+        is_builder=context.rank == 0,
+        share=context.broadcast_object,
+    )
+
+
+def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
+    """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
+    difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
+    if difference is not None:
+        raise UsageError(
+            f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
+            "distillation compares the two models id by id",
+            "use a teacher of the same tokenizer; cross-tokenizer settings (`teachers[i].xtoken`) are not supported yet",
+        )
+
+
+def resume(plan: Plan, state: TrainingState, context: ParallelContext) -> TrainingPosition:
+    """Continue from --load when it holds a checkpoint; an empty folder starts from the student's own weights."""
+    checkpoint = plan.config.checkpoint
+    folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
+    return TrainingPosition() if folder is None else load_checkpoint(folder, state, context)
+
+
+def log_folder(config: Config) -> Path:
+    return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
+
+
+def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition) -> Reporter:
+    """Writers on rank 0 only; lines after the resumed iteration are dropped, they will be written again."""
+    config = plan.config
+    writers = []
+    if context.rank == 0:
+        writers.append(JsonlWriter(log_folder(config) / "metrics.jsonl"))
+        if config.log.tensorboard_dir:
+            writers.append(TensorBoardWriter(config.log.tensorboard_dir))
+    logger = MetricLogger(writers)
+    logger.truncate_after(position.iteration)
+    return Reporter(
+        context=context,
+        logger=logger,
+        student=plan.student.shape,
+        teacher=plan.teacher.shape if plan.teacher else None,
+        kd_ratio=config.kd.kd_ratio,
+        log_interval=config.log.log_interval,
+        train_iters=config.training.train_iters,
+        global_batch_size=plan.batch.global_batch_size,
+        seq_length=config.training.seq_length,
+    )

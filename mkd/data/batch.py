@@ -1,0 +1,91 @@
+"""One pack (numpy, as read) and one micro-batch of packs (torch, as the models take it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """`seq_length` tokens made of documents (or pieces of them), each followed by its padding."""
+
+    tokens: np.ndarray  # [s] int64
+    labels: np.ndarray  # [s] int64, the next token of the same document, 0 where there is none
+    loss_mask: np.ndarray  # [s] float32, 1 where the label counts
+    lengths: np.ndarray  # [documents] int64, tokens without padding
+    spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
+    sample_id: int  # number of the pack in its data set, -1 for an empty pack
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """k packs as one THD row of t = k * seq_length tokens.
+
+    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) and has cu_seqlens[i+1] - cu_seqlens[i] tokens; the
+    rest of its span is padding, which has no loss. A pack's unused tail is padding of its last document.
+    """
+
+    tokens: Tensor  # [1, t] int64
+    labels: Tensor  # [1, t] int64
+    loss_mask: Tensor  # [1, t] float32
+    position_ids: Tensor  # [1, t] int64, from 0 in every document
+    cu_seqlens: Tensor  # [documents + 1] int32, without padding
+    cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is t
+    max_seqlen: int  # largest span of a document, tokens
+    num_loss_tokens: int
+    sample_ids: tuple[int, ...]  # of the packs, -1 for empty ones
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The batch on `device`; from pinned memory the copies do not block."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedBatch:
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def empty_pack(seq_length: int, pad_id: int) -> Pack:
+    """A pack of padding alone: one document without tokens, no loss. It fills up the last step of an evaluation."""
+    return Pack(
+        tokens=np.full(seq_length, pad_id, dtype=np.int64),
+        labels=np.zeros(seq_length, dtype=np.int64),
+        loss_mask=np.zeros(seq_length, dtype=np.float32),
+        lengths=np.zeros(1, dtype=np.int64),
+        spans=np.array([seq_length]),
+        sample_id=-1,
+    )
+
+
+def collate(packs: Sequence[Pack]) -> PackedBatch:
+    """The packs one after the other as one micro-batch."""
+    lengths = np.concatenate([pack.lengths for pack in packs])
+    spans = np.concatenate([pack.spans for pack in packs])
+    loss_mask = np.concatenate([pack.loss_mask for pack in packs])
+    starts = np.cumsum(spans) - spans
+    return PackedBatch(
+        tokens=_row(np.concatenate([pack.tokens for pack in packs])),
+        labels=_row(np.concatenate([pack.labels for pack in packs])),
+        loss_mask=_row(loss_mask),
+        position_ids=_row(np.arange(spans.sum()) - np.repeat(starts, spans)),
+        cu_seqlens=_cumulative(lengths),
+        cu_seqlens_padded=_cumulative(spans),
+        max_seqlen=int(spans.max()),
+        num_loss_tokens=int(np.count_nonzero(loss_mask)),
+        sample_ids=tuple(pack.sample_id for pack in packs),
+    )
+
+
+def _row(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values)[None]
+
+
+def _cumulative(lengths: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -1,0 +1,145 @@
+"""From the data flags to the data sets of a run; one process prepares, all open the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
+from mkd.data.store import TokenStore
+from mkd.data.store_builder import build_store, cache_key
+from mkd.data.tokenizer import Tokenizer
+from mkd.errors import DataError, MkdError
+
+SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora of unknown origin are only checked pack by pack, as they are read
+
+
+def open_datasets(
+    *,
+    data_path: Sequence[str],
+    valid_data_path: Sequence[str] | None = None,
+    split: str | None = None,
+    tokenizer: Tokenizer,
+    seq_length: int,  # tokens of a pack
+    vocab_size: int,  # token ids that every model of the run knows
+    pack: str = "bfd",
+    overlong: str = "split",
+    append_eod: bool = True,
+    cache_dir: str,  # for raw files as tokens; all processes must see it
+    document_multiple: int = 1,  # documents are padded to a multiple of it
+    workers: int = 0,  # processes that tokenise; 0: this one
+    is_builder: bool = True,
+    share: Callable[[Any], Any] = lambda value: value,
+) -> tuple[BlendedDataset, BlendedDataset | None]:
+    """(training, validation) data sets; validation is None when neither the flags nor the split give it a document.
+
+    Raw files are tokenised into `cache_dir`, once for every content, tokenizer and setting, by the process with
+    `is_builder`. `share(value)` is called once by every process, waits for the builder and returns the builder's value
+    (picklable): an error of the builder is raised by all. With `valid_data_path` all of `data_path` is for training.
+    """
+    train, valid = parse_blend(data_path), None
+    train_end, valid_end = parse_split(split or "1")
+    if valid_data_path:
+        valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
+    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
+    flags |= dict.fromkeys(train.paths, "--data-path")
+    preparation = _Preparation(tokenizer, vocab_size, append_eod, cache_dir, workers)
+    prefixes = _prepare_once(
+        lambda: {path: preparation.prefix(path, flag) for path, flag in flags.items()}, is_builder, share
+    )
+    open_packed = partial(
+        PackedDataset,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        pad_id=tokenizer.pad_id,
+        pack=pack,
+        overlong=overlong,
+        document_multiple=document_multiple,
+    )
+    train_data = _open_blend(train, prefixes, 0.0, train_end, open_packed)
+    if train_data is None:
+        raise DataError(
+            f"--split {split} leaves no document for training",
+            f"{' '.join(train.paths)} has too few documents",
+            "give training a larger part",
+        )
+    begin, end = (0.0, 1.0) if valid else (train_end, valid_end)
+    return train_data, _open_blend(valid or train, prefixes, begin, end, open_packed)
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """What the builder does with every path before the others may open it."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    append_eod: bool
+    cache_dir: str
+    workers: int
+
+    def prefix(self, path: str, flag: str) -> str:
+        """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
+        prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
+        store = TokenStore.open(prefix)
+        known = store.meta.get("vocabulary_fingerprint", self.tokenizer.vocabulary_fingerprint)
+        if known != self.tokenizer.vocabulary_fingerprint:
+            raise DataError(
+                f"{flag} {path} was tokenised with another tokenizer",
+                f"{prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
+                "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
+            )
+        if store.num_tokens <= SCAN_LIMIT_TOKENS:
+            store.check_token_range(self.vocab_size)
+        return prefix
+
+    def _cached(self, path: str, flag: str) -> str:
+        if not Path(path).is_file():
+            raise DataError(f"{flag} {path}: nothing found", "looked for a file of this name", "check the path")
+        key = cache_key(path, self.tokenizer, self.append_eod)
+        prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
+        if not _is_complete(prefix, key):
+            build_store([path], prefix, self.tokenizer, self.append_eod, self.workers, key)
+        return prefix
+
+
+def _is_complete(prefix: str, key: str) -> bool:
+    try:
+        return TokenStore.open(prefix).meta.get("cache_key") == key
+    except DataError:
+        return False
+
+
+def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:
+    """The builder's result of `prepare()`, or its error, in every process: whatever goes wrong, nobody waits for ever."""
+    outcome = cause = None
+    if is_builder:
+        try:
+            outcome = prepare()
+        except MkdError as error:
+            outcome = error
+        except Exception as error:
+            outcome, cause = DataError(f"preparing the data failed: {type(error).__name__}: {error}"), error
+    outcome = share(outcome)
+    if isinstance(outcome, MkdError):
+        raise outcome from cause
+    return outcome
+
+
+def _open_blend(
+    blend: Blend, prefixes: Mapping[str, str], begin: float, end: float, open_packed: Callable[..., PackedDataset]
+) -> BlendedDataset | None:
+    """The documents [begin, end) (fractions, rounded as Megatron does) of each corpus; None if that is not a document."""
+    members, weights = [], []
+    for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
+        store = TokenStore.open(prefixes[path])
+        documents = (round(begin * len(store)), round(end * len(store)))
+        if documents[0] < documents[1]:
+            members.append(open_packed(store, documents=documents))
+            weights.append(weight)
+    if not members:
+        return None
+    return BlendedDataset(members, weights if blend.weights else None)

@@ -1,0 +1,131 @@
+"""A packed corpus with random access to its packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mkd.data.batch import Pack, empty_pack
+from mkd.data.order import BlendOrder, EpochOrder, SampleOrder
+from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
+from mkd.data.store import TokenStore, first_out_of_range
+from mkd.errors import DataError
+
+
+class PackedDataset:
+    """The packs of (a range of) the documents of a corpus; pack i is always the same. Can be pickled for workers."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seq_length: int,
+        vocab_size: int,  # token ids that the model knows
+        pad_id: int,
+        pack: str = "bfd",
+        overlong: str = "split",
+        documents: tuple[int, int] | None = None,  # [first, last) of the corpus; None: all
+        document_multiple: int = 1,  # documents are padded to a multiple of it
+    ):
+        """Raises DataError when no token of the documents has loss."""
+        assert seq_length % document_multiple == 0
+        first, last = documents or (0, len(store))
+        pieces = cut_documents(store.lengths[first:last], first, seq_length, overlong)
+        loss_tokens = store.count_loss(store.offsets[pieces.document] + pieces.offset + 1, pieces.num_labels)
+        # Pieces without loss would cost a forward and a backward pass for nothing.
+        pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
+        if len(pieces) == 0:
+            raise _no_loss_tokens(store, last - first, seq_length, overlong)
+        self._store, self._pieces = store, pieces
+        self._spans = padded_lengths(pieces.length, document_multiple)
+        self._packs = pack_pieces(self._spans, seq_length, pack)
+        self._vocab_size, self._pad_id = vocab_size, pad_id
+        self.seq_length = seq_length
+        self.num_tokens = int(pieces.length.sum())
+        self.num_loss_tokens = int(loss_tokens.sum())
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> Pack:
+        """Pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
+        piece_ids = self._packs.piece_ids[self._packs.offsets[index] : self._packs.offsets[index + 1]]
+        spans = self._spans[piece_ids].copy()
+        spans[-1] += self.seq_length - spans.sum()  # the tail of the pack is padding of its last document
+        pack = empty_pack(self.seq_length, self._pad_id)
+        for start, piece in zip(np.cumsum(spans) - spans, piece_ids, strict=True):
+            self._copy_piece(int(piece), pack, int(start))
+        return replace(pack, lengths=self._pieces.length[piece_ids], spans=spans, sample_id=index)
+
+    def empty_pack(self) -> Pack:
+        return empty_pack(self.seq_length, self._pad_id)
+
+    def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
+        return EpochOrder(len(self), seed, shuffle)
+
+    def describe(self) -> list[str]:
+        """One line with the sizes; fill is the proportion of positions that are not padding."""
+        fill = self.num_tokens / (len(self) * self.seq_length)
+        return [
+            f"{self._store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
+            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}"
+        ]
+
+    def _copy_piece(self, piece: int, pack: Pack, start: int) -> None:
+        """Tokens, labels and mask of a piece into the arrays of the pack, from position `start`."""
+        pieces = self._pieces
+        document, length = int(pieces.document[piece]), int(pieces.length[piece])
+        num_labels = int(pieces.num_labels[piece])
+        ids, loss = self._store.read(document, int(pieces.offset[piece]), max(length, num_labels + 1))
+        wrong = first_out_of_range(ids, self._vocab_size)
+        if wrong is not None:
+            raise self._store.out_of_range(document, int(ids[wrong]), self._vocab_size)
+        pack.tokens[start : start + length] = ids[:length]
+        pack.labels[start : start + num_labels] = ids[1 : num_labels + 1]
+        pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
+
+
+class BlendedDataset:
+    """Several packed corpora behind each other: pack i of member m has number (packs of the members before m) + i.
+
+    With `weights`, training draws from the members in that proportion, each with epochs of its own; without, all packs
+    form one epoch. Evaluation takes every pack once either way.
+    """
+
+    def __init__(self, members: Sequence[PackedDataset], weights: Sequence[float] | None = None):
+        assert members and (weights is None or len(weights) == len(members))
+        self.members, self.weights = list(members), weights
+        self._offsets = np.concatenate([[0], np.cumsum([len(member) for member in members])])
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index: int) -> Pack:
+        """Pack `index` in [0, len); see PackedDataset."""
+        member = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return replace(self.members[member][index - int(self._offsets[member])], sample_id=index)
+
+    def empty_pack(self) -> Pack:
+        return self.members[0].empty_pack()
+
+    def sample_order(self, seed: int, shuffle: bool) -> SampleOrder:
+        if self.weights is None:
+            return EpochOrder(len(self), seed, shuffle)
+        return BlendOrder([len(member) for member in self.members], self.weights, seed, shuffle)
+
+    def describe(self) -> list[str]:
+        """One line per member."""
+        return [line for member in self.members for line in member.describe()]
+
+
+def _no_loss_tokens(store: TokenStore, num_documents: int, seq_length: int, overlong: str) -> DataError:
+    why = f"of its {num_documents} documents, all tokens that could be predicted are masked"
+    if overlong == "drop":
+        why += f", or the documents are longer than --seq-length {seq_length} and dropped"
+    return DataError(
+        f"{store.prefix}: no loss tokens",
+        why,
+        "check that conversations have assistant turns, completions are not empty, and texts are longer than one token",
+    )

@@ -1,0 +1,77 @@
+"""Which pack is sample k of a training run: a function of k and the seed alone, so that a position is one number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class SampleOrder(Protocol):
+    def __call__(self, first: int, count: int) -> np.ndarray:
+        """Pack numbers of the samples first, first + 1, ..., int64 [count]."""
+
+
+class EpochOrder:
+    """Sample k is pack `permutation(seed, k // size)[k % size]`, without `shuffle` pack k % size."""
+
+    def __init__(self, size: int, seed: int, shuffle: bool):
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._epoch, self._permutation = -1, np.arange(size)  # the last one, because samples are asked for in turn
+
+    def __call__(self, first: int, count: int) -> np.ndarray:
+        epochs, places = np.divmod(np.arange(first, first + count), self._size)
+        if not self._shuffle:
+            return places
+        chosen = np.empty(count, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            inside = epochs == epoch
+            chosen[inside] = self._permutation_of(int(epoch))[places[inside]]
+        return chosen
+
+    def _permutation_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            self._epoch, self._permutation = epoch, generator.permutation(self._size)
+        return self._permutation
+
+
+class BlendOrder:
+    """Samples of several data sets, interleaved by weight; each data set goes through epochs of its own.
+
+    Pack numbers count the packs of all data sets one after the other.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
+        self._weights = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self._orders = [EpochOrder(size, seed, shuffle) for size in sizes]
+        self._offsets = np.cumsum(sizes) - sizes
+
+    def __call__(self, first: int, count: int) -> np.ndarray:
+        members, ordinals = interleave(self._weights, first, count)
+        chosen = np.empty(count, dtype=np.int64)
+        for member in np.unique(members):
+            inside = np.flatnonzero(members == member)  # their ordinals are consecutive
+            packs = self._orders[member](int(ordinals[inside[0]]), len(inside))
+            chosen[inside] = self._offsets[member] + packs
+        return chosen
+
+
+def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count]; weights sum to 1.
+
+    Sample by sample the member comes next that is furthest behind its weight: of c samples of a member with weight w,
+    sample c is due at (c + 1/2) / w (Webster's, or Sainte-Lague's, method of apportionment), and samples come in the
+    order in which they are due. The samples due up to t are |t| +- members/2, so that the order around sample k follows
+    from the due times around k, without going through the samples before.
+    """
+    slack = len(weights) + 2
+    begin = np.floor(weights * max(first - slack, 0) + 0.5).astype(np.int64)
+    end = np.floor(weights * (first + count + slack) + 0.5).astype(np.int64)
+    members = np.repeat(np.arange(len(weights)), end - begin)
+    starts = np.cumsum(end - begin) - (end - begin)
+    ordinals = np.arange(len(members)) + (begin - starts)[members]
+    due = (ordinals + 0.5) / weights[members]
+    chosen = np.lexsort((members, due))[first - begin.sum() :][:count]
+    return members[chosen], ordinals[chosen]

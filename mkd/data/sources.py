@@ -1,0 +1,81 @@
+"""What the data flags say: blends, splits, and where a path leads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.data.documents import RAW_SUFFIXES
+from mkd.data.store import StoreFiles
+from mkd.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Paths of corpora, and their weights if there are any."""
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
+    """`W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for what is neither."""
+    values = [str(value) for value in values]
+    if not values:
+        raise UsageError(f"{flag} is empty", do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...")
+    if len(values) % 2 or _number(values[0]) is None:
+        return Blend(tuple(values), None)
+    weights = tuple(map(_number, values[::2]))
+    for value, weight in zip(values[::2], weights, strict=True):
+        if weight is None or not 0 < weight < math.inf:
+            raise UsageError(
+                f"{flag}: {value} stands where a positive weight is expected",
+                f"the list starts with a number, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
+                "give every path a weight, or none",
+            )
+    return Blend(tuple(values[1::2]), weights)
+
+
+def parse_split(split: str) -> tuple[float, float]:
+    """(end of training, end of validation) as fractions of the documents, from Megatron's `99,1,0`.
+
+    The three numbers are proportions of any scale for training, validation and test; missing ones are 0.
+    """
+    parts = [_number(part) for part in split.split(",")]
+    if len(parts) > 3 or any(part is None or not 0 <= part < math.inf for part in parts) or not sum(parts):
+        raise UsageError(
+            f"--split {split} is not a split",
+            "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
+            "use for example --split 99,1,0",
+        )
+    train, valid = (parts + [0.0])[:2]
+    return train / sum(parts), (train + valid) / sum(parts)
+
+
+def is_raw(path: str) -> bool:
+    """Whether a path is a file of records, to be tokenised; otherwise it is a prefix of a tokenised corpus."""
+    return Path(path).suffix in RAW_SUFFIXES
+
+
+def find_prefix(path: str, flag: str = "--data-path") -> str:
+    """The prefix of the tokenised corpus at `path` (with or without .bin). Raises DataError that says where was looked."""
+    candidates = [path, *(path.removesuffix(end) for end in (".bin", ".idx") if path.endswith(end))]
+    for prefix in candidates:
+        files = StoreFiles(prefix)
+        if files.bin.is_file() and files.idx.is_file():
+            return prefix
+    looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
+    raise DataError(
+        f"{flag} {path}: nothing found",
+        f"looked for {looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}",
+        "check the path, or make the pair with tools/preprocess_data.py",
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,175 @@
+"""A tokenised corpus on disk: Megatron's `.bin/.idx`, with a loss mask and a description next to it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+from mkd.errors import DataError
+
+FORMAT_VERSION = 1
+SCAN_TOKENS = 1 << 24  # tokens that are looked at together where a whole corpus is scanned
+
+
+@dataclass(frozen=True)
+class StoreFiles:
+    """The files of a corpus `PREFIX`."""
+
+    prefix: str
+
+    @property
+    def bin(self) -> Path:  # token ids, uint16 or int32
+        return Path(self.prefix + ".bin")
+
+    @property
+    def idx(self) -> Path:  # Megatron's index: type and sequence lengths
+        return Path(self.prefix + ".idx")
+
+    @property
+    def loss_mask(self) -> Path:  # uint8 per token; absent: every token may be predicted
+        return Path(self.prefix + ".loss_mask.bin")
+
+    @property
+    def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs made
+        return Path(self.prefix + ".meta.json")
+
+
+class TokenStore:
+    """Documents of a tokenised corpus, memory mapped. Pickling reopens the files."""
+
+    def __init__(self, prefix: str, indexed: IndexedDataset, loss_mask: np.ndarray | None, meta: dict):
+        self.prefix = prefix
+        self.meta = meta  # {} without PREFIX.meta.json
+        self._indexed = indexed
+        self._loss_mask = loss_mask
+        sequence_ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
+        self.offsets = sequence_ends[indexed.document_indices]  # int64 [documents + 1], first token of each document
+
+    @classmethod
+    def open(cls, prefix: str) -> TokenStore:
+        """The corpus PREFIX.bin, PREFIX.idx. Raises DataError if files are missing, damaged or do not fit together."""
+        files = StoreFiles(prefix)
+        missing = [str(path) for path in (files.bin, files.idx) if not path.is_file()]
+        if missing:
+            raise DataError(
+                f"{prefix}: {' and '.join(missing)} not found",
+                "a tokenised corpus is a pair of .bin and .idx files",
+                "check the path, or make the pair with tools/preprocess_data.py",
+            )
+        if files.bin.stat().st_size == 0:
+            raise DataError(f"{files.bin} is empty", "there is nothing to train on", "tokenise the corpus again")
+        try:
+            indexed = IndexedDataset(prefix)
+        except (AssertionError, ValueError, KeyError, struct.error) as error:
+            raise _damaged(files.idx, str(error) or type(error).__name__) from error
+        num_tokens = int(np.sum(indexed.sequence_lengths, dtype=np.int64))
+        _check_size(files.bin, num_tokens * DType.size(indexed.index.dtype))
+        meta, loss_mask = _read_meta(files.meta), None
+        if meta.get("loss_mask") and not files.loss_mask.is_file():
+            raise _damaged(files.loss_mask, "it does not exist, though the corpus was written with a loss mask")
+        if files.loss_mask.is_file():
+            _check_size(files.loss_mask, num_tokens)
+            loss_mask = np.memmap(files.loss_mask, dtype=np.uint8, mode="r")
+        return cls(prefix, indexed, loss_mask, meta)
+
+    def __reduce__(self):
+        return TokenStore.open, (self.prefix,)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [documents]."""
+        return np.diff(self.offsets)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids [n] int64, loss [n] uint8) of a document; loss[i] says that token i may be predicted."""
+        return self.read(index, 0, int(self.lengths[index]))
+
+    def read(self, document: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `document`, for its tokens [offset, offset + length)."""
+        start = int(self.offsets[document]) + offset
+        assert offset >= 0 and start + length <= self.offsets[document + 1], "a read stays inside its document"
+        if self._loss_mask is None:
+            return self._ids(start, length), np.ones(length, dtype=np.uint8)
+        return self._ids(start, length), np.array(self._loss_mask[start : start + length])
+
+    def count_loss(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that may be predicted in the ranges [starts, starts + lengths) of corpus positions.
+
+        int64 [ranges]. Ranges are sorted and do not overlap; the mask is read once, in parts.
+        """
+        if self._loss_mask is None:
+            return lengths.astype(np.int64)
+        counts, stops, first = np.zeros(len(starts), dtype=np.int64), starts + lengths, 0
+        while first < len(starts):
+            last = max(first + 1, int(np.searchsorted(starts, starts[first] + SCAN_TOKENS)))
+            begin = starts[first]
+            ones = np.cumsum(self._loss_mask[begin : stops[last - 1]], dtype=np.int64)
+            ones = np.concatenate([[0], ones])
+            counts[first:last] = ones[stops[first:last] - begin] - ones[starts[first:last] - begin]
+            first = last
+        return counts
+
+    def check_token_range(self, vocab_size: int) -> None:
+        """Raises DataError for the first token id that is not in [0, vocab_size). Reads the corpus unless it is described."""
+        if self.meta.get("max_token_id", vocab_size) < vocab_size:
+            return
+        for start in range(0, self.num_tokens, SCAN_TOKENS):
+            ids = self._ids(start, min(SCAN_TOKENS, self.num_tokens - start))
+            wrong = first_out_of_range(ids, vocab_size)
+            if wrong is not None:
+                document = int(np.searchsorted(self.offsets, start + wrong, side="right")) - 1
+                raise self.out_of_range(document, int(ids[wrong]), vocab_size)
+
+    def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
+        return DataError(
+            f"{self.prefix}.bin: document {document} has token id {token_id}, the model knows 0 to {vocab_size - 1}",
+            "the corpus was made with another tokenizer, or the file is damaged",
+            "tokenise the corpus with the tokenizer of this model: tools/preprocess_data.py",
+        )
+
+    def _ids(self, start: int, length: int) -> np.ndarray:
+        """A copy, int64 [length]: Megatron unmaps the file under the views that are left when a data set is deleted."""
+        dtype = self._indexed.index.dtype
+        return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
+
+
+def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Position of the first id outside [0, vocab_size), None if there is none."""
+    if ids.size == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
+        return None
+    return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+
+
+def _read_meta(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
+        raise _damaged(path, f"this program reads format version {FORMAT_VERSION}")
+    return meta
+
+
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        raise _damaged(path, f"it has {size} bytes where the index says {expected}")
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is damaged or incomplete", why, "tokenise the corpus again: tools/preprocess_data.py")

@@ -1,0 +1,143 @@
+"""Raw files to a tokenised corpus: what tools/preprocess_data.py and the token cache run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from mkd.data.encoding import EncodedChunk, encode_files
+from mkd.data.store import FORMAT_VERSION, StoreFiles
+from mkd.data.tokenizer import Tokenizer
+from mkd.errors import DataError, ErrorList
+
+MAX_REPORTED_ERRORS = 10
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """What a corpus holds."""
+
+    documents: int
+    tokens: int
+    loss_tokens: int  # tokens that some other token of their document predicts with loss
+    max_token_id: int
+
+
+def build_store(
+    inputs: Sequence[str], prefix: str, tokenizer: Tokenizer, append_eod: bool, workers: int = 0, key: str | None = None
+) -> StoreSummary:
+    """Tokenise raw files into the corpus PREFIX, and replace one that is there.
+
+    The bytes do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are
+    complete; the description, with `key` (see `cache_key`), comes last. Raises DataError for a malformed record, or
+    ErrorList with the first ten of them.
+    """
+    inputs = [str(path) for path in inputs]
+    for path in inputs:
+        if not Path(path).is_file():
+            raise DataError(f"{path} not found", do="check the path of the input file")
+    files = StoreFiles(prefix)
+    with _replaced_when_complete(files) as partial:
+        summary = _write_tokens(encode_files(inputs, tokenizer, append_eod, workers), partial, tokenizer.vocab_size)
+        if not summary.tokens:
+            raise DataError(
+                f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files"
+            )
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "cache_key": key,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "vocabulary_fingerprint": tokenizer.vocabulary_fingerprint,
+            "append_eod": append_eod,
+            "loss_mask": partial.loss_mask.exists(),
+            "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
+            **asdict(summary),
+        }
+        partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+def cache_key(path: str, tokenizer: Tokenizer, append_eod: bool) -> str:
+    """SHA-256 over the content of a raw file and all that decides its tokens."""
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.fingerprint, append_eod]).encode())
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_tokens(chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size: int) -> StoreSummary:
+    """Write .bin, .idx and, unless it is all ones, the loss mask."""
+    builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
+    documents = tokens = loss_tokens = unpredicted = 0
+    max_token_id, errors = -1, []
+    with builder.data_file, files.loss_mask.open("wb") as mask_file:
+        for chunk in chunks:
+            errors += chunk.errors
+            if len(errors) >= MAX_REPORTED_ERRORS:
+                break
+            stops = np.cumsum(chunk.lengths)
+            for start, stop in zip(stops - chunk.lengths, stops, strict=True):
+                builder.add_document(chunk.ids[start:stop], [int(stop - start)])
+            mask_file.write(chunk.loss.tobytes())
+            documents += len(stops)
+            tokens += chunk.ids.size
+            starts = (stops - chunk.lengths)[chunk.lengths > 0]
+            loss_tokens += int(chunk.loss.sum(dtype=np.int64)) - int(chunk.loss[starts].sum(dtype=np.int64))
+            unpredicted += int((chunk.loss == 0).sum())
+            max_token_id = max(max_token_id, int(chunk.ids.max(initial=-1)))
+    _raise_errors(errors)
+    builder.finalize(str(files.idx))
+    if not unpredicted:
+        files.loss_mask.unlink()
+    return StoreSummary(documents, tokens, loss_tokens, max_token_id)
+
+
+def _raise_errors(errors: list[DataError]) -> None:
+    if len(errors) == 1:
+        raise errors[0]
+    if len(errors) >= MAX_REPORTED_ERRORS:
+        stopped = DataError(f"reading stopped after {MAX_REPORTED_ERRORS} malformed records; there may be more")
+        raise ErrorList([*errors[:MAX_REPORTED_ERRORS], stopped])
+    if errors:
+        raise ErrorList(errors)
+
+
+@contextmanager
+def _replaced_when_complete(files: StoreFiles):
+    """Files under temporary names; when the block succeeds they take their names, when it fails they go.
+
+    The old description and index go first and the new ones come last, so that no moment shows parts of two corpora as
+    one, nor a corpus without its mask.
+    """
+    partial = StoreFiles(f"{files.prefix}.partial-{os.getpid()}")
+    try:
+        files.bin.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        files.meta.unlink(missing_ok=True)
+        files.idx.unlink(missing_ok=True)
+        files.loss_mask.unlink(missing_ok=True)
+        for source, target in zip(_in_order(partial), _in_order(files), strict=True):
+            if source.exists():
+                source.replace(target)
+    except OSError as error:
+        raise DataError(
+            f"{files.prefix}: the corpus cannot be written",
+            str(error),
+            "check free space and permissions of the folder",
+        ) from error
+    finally:
+        for path in _in_order(partial):
+            path.unlink(missing_ok=True)
+
+
+def _in_order(files: StoreFiles) -> tuple[Path, ...]:
+    return files.loss_mask, files.bin, files.idx, files.meta

@@ -1,0 +1,66 @@
+"""The training command: configuration in, trained student out, exit code to the caller."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mkd.config.load import LoadedConfig, format_config, load_config, save_config
+from mkd.errors import EXIT_DONE, MkdError
+
+
+def main(argv: list[str]) -> int:
+    """Run `pretrain_kd.py argv`; returns the exit code. User errors are printed once, on rank 0."""
+    try:
+        run(load_config(argv))
+    except MkdError as error:
+        if _is_rank_0():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return EXIT_DONE
+
+
+def run(loaded: LoadedConfig) -> None:
+    """Plan, show, build, train, export. Everything that can be refused is refused before processes talk to each other."""
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.setup import build_run, log_folder, plan_run
+
+    platform = detect()
+    plan = plan_run(loaded.config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    if _is_rank_0():
+        print(format_config(loaded), plan.describe(), platform.describe(), sep="\n", flush=True)
+    if loaded.config.dry_run:
+        return
+    if _is_rank_0():
+        folder = log_folder(loaded.config)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(loaded, folder / "config.yaml")
+    current = build_run(plan, platform)
+    try:
+        train(current)
+        if loaded.config.checkpoint.export_hf:
+            export(current, Path(loaded.config.checkpoint.export_hf))
+    finally:
+        current.reporter.close()
+    current.engine.context.leave()
+
+
+def export(current, folder: Path) -> None:
+    """Write the student as a Hugging Face folder."""
+    from mkd.checkpoint.hf_writer import export_hf
+
+    with current.engine.parameters_gathered():
+        export_hf(
+            [(chunk, chunk.first_layer) for chunk in current.state.models],
+            current.state.models[0].shape,
+            folder,
+            context=current.engine.context,
+            reference_dir=current.hf_dir,
+        )
+    current.reporter.note(f"exported the student to {folder}")
+
+
+def _is_rank_0() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,8 @@
+"""Distil a teacher into a student: `torchrun --nproc-per-node N pretrain_kd.py --teacher-hf A --student-hf B --data-path T`."""
+
+import sys
+
+from mkd.train.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

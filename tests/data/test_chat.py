@@ -1,0 +1,133 @@
+"""Loss masks of conversations under the kinds of template that exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.data.tokenizer import HuggingFaceTokenizer
+from mkd.errors import DataError
+from tests.data.conftest import train_hf_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which fox?"},
+    {"role": "assistant", "content": "The quick brown fox."},
+    {"role": "user", "content": "And the dog?"},
+    {"role": "assistant", "content": "Lazy."},
+]
+OPEN = "{{ '<|im_start|>' + m['role'] + '\n' }}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+# As Qwen3: reasoning of earlier turns is dropped, an empty one is written into the last turn.
+DROPS_REASONING = (
+    "{% for m in messages %}" + OPEN + "{% if m['role'] == 'assistant' %}"
+    "{% set answer = m['content'].split('</think>')[-1] | trim %}"
+    "{% if loop.last %}{{ '<think>\n' + (m['content'].split('</think>')[0] | replace('<think>', '') | trim"
+    " if '</think>' in m['content'] else '') + '\n</think>\n\n' }}{% endif %}{{ answer }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
+)
+# As Phi-3: EOS at the very end, wherever that is.
+EOS_AT_THE_END = (
+    "{% for m in messages %}" + OPEN + "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+# As Llama 2: no marker before an answer, a blank before the end-of-turn token.
+INSTRUCTION = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+# As reasoning models: prompts with more than a finished turn keeps.
+PROMPTS_REASONING = (
+    "{% for m in messages %}" + OPEN + "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+# Every turn changes all others, so that only marks can tell.
+COUNTS = "{% for m in messages %}" + OPEN + "{{ messages | map(attribute='content') | join | length }}"
+COUNTS_UNMARKED = COUNTS + "{{ m['content'] | upper }}{{ '<|im_end|>\n' }}{% endfor %}"
+COUNTS_MARKED = (
+    COUNTS + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | upper }}{{ '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+
+
+def predicted_text(template, messages):
+    """The parts of the conversation that have loss, after checking that the ids are the template's own."""
+    hf = train_hf_tokenizer(template)
+    tokenizer = HuggingFaceTokenizer(hf)
+    ids, mask = tokenizer.apply_chat_template(messages)
+    assert ids == hf.apply_chat_template(messages)["input_ids"] and len(ids) == len(mask) and set(mask) <= {0, 1}
+    parts, previous = [], 0
+    for token, predicted in zip(ids, mask, strict=True):
+        if predicted:
+            parts = parts if previous else [*parts, []]
+            parts[-1].append(token)
+        previous = predicted
+    return [tokenizer.decode(part) for part in parts]
+
+
+def test_assistant_turns_with_their_end_of_turn_token(tokenizer):
+    ids, mask = tokenizer.apply_chat_template(CHAT)
+    text = tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhich fox?<|im_end|>")
+    predicted = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert predicted == "The quick brown fox.<|im_end|>Lazy.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (EOS_AT_THE_END, ["The quick brown fox.<|im_end|>", "Lazy.<|im_end|>"]),
+        (DROPS_REASONING, ["The quick brown fox.<|im_end|>", "<think>\n\n</think>\n\nLazy.<|im_end|>"]),
+        (INSTRUCTION, [" The quick brown fox. <|endoftext|>", " Lazy. <|endoftext|>"]),
+        (PROMPTS_REASONING, ["The quick brown fox.<|im_end|>", "Lazy.<|im_end|>"]),
+        (PLAIN, ["The quick brown fox.", "Lazy."]),
+        (COUNTS_MARKED, ["THE QUICK BROWN FOX.<|im_end|>", "LAZY.<|im_end|>"]),
+    ],
+    ids=["eos at the end", "drops reasoning", "instruction", "prompts reasoning", "no control tokens", "marked"],
+)
+def test_kinds_of_template(template, expected):
+    assert predicted_text(template, CHAT) == expected
+
+
+def test_reasoning_has_loss_where_the_template_keeps_it():
+    messages = [
+        *CHAT[1:2],
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nThe brown one."},
+        *CHAT[3:4],
+        {"role": "assistant", "content": "<think>\nwell\n</think>\n\nLazy."},
+    ]
+    expected = ["The brown one.<|im_end|>", "<think>\nwell\n</think>\n\nLazy.<|im_end|>"]
+    assert predicted_text(DROPS_REASONING, messages) == expected
+
+
+@pytest.mark.parametrize("content", ["", "  padded \n\n", "caf\u00e9 \U0001f600", "assistantturn", "user", "Which fox?"])
+def test_contents_that_could_confuse_the_search(content):
+    messages = [{"role": "user", "content": content or "x"}, {"role": "assistant", "content": content}, *CHAT[3:]]
+    assert predicted_text(EOS_AT_THE_END, messages) == [content + "<|im_end|>", "Lazy.<|im_end|>"]
+
+
+def test_assistant_first_and_twice_in_a_row():
+    messages = [{"role": "assistant", "content": "Hello."}, CHAT[2], CHAT[3]]
+    assert predicted_text(EOS_AT_THE_END, messages) == ["Hello.<|im_end|>", "The quick brown fox.<|im_end|>"]
+
+
+def test_a_conversation_without_an_answer_has_no_loss():
+    assert predicted_text(EOS_AT_THE_END, CHAT[:2]) == []
+
+
+def test_template_that_hides_its_turns_is_refused():
+    with pytest.raises(DataError) as caught:
+        predicted_text(COUNTS_UNMARKED, CHAT)
+    assert "message 3: the assistant turn cannot be found" in str(caught.value)
+    assert "rewrites" in caught.value.why and "{% generation %}" in caught.value.do
+
+
+def test_template_that_refuses_a_conversation():
+    with pytest.raises(DataError, match="(?s)refuses the conversation: no system role.*why:.*do: "):
+        predicted_text("{{ raise_exception('no system role') }}", CHAT)
+
+
+def test_tokenizer_without_template():
+    with pytest.raises(DataError, match="(?s)has no chat template.*why:.*do: .*instruction-tuned"):
+        predicted_text(None, CHAT)

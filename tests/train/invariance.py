@@ -1,0 +1,235 @@
+"""The headline table: loss, every gradient, evaluation and five updates are the same under every layout.
+
+One fixed global batch of packed documents with random masks; the teacher is deeper and wider than the student and its
+vocabulary is larger. Each layout runs the real engine on gloo ranks and is compared with one process. `make invariance` prints
+the table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import RankPool
+from tests.tiny_models import make_model
+
+SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table. `permuted`: the documents of every pack in another order."""
+
+    name: str
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    micro: int = 1
+    flags: tuple[str, ...] = ()
+    permuted: bool = False
+
+    def argv(self, student: Path, teacher: Path) -> list[str]:
+        argv = ["--student-hf", str(student), "--teacher-hf", str(teacher), "--data-path", "unused"]
+        argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
+        argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "1.0", "--weight-decay", "0.1"]
+        argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
+        argv += ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        if self.vp > 1:
+            argv += ["--num-virtual-stages-per-pipeline-rank", str(self.vp)]
+        return argv + list(self.flags)
+
+
+SP, DISTRIBUTED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
+OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
+UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")
+SINGLE = Layout("one process")
+LAYOUTS = (
+    Layout("TP2", 2, tp=2),
+    Layout("TP2 + sequence parallel", 2, tp=2, flags=SP),
+    Layout("TP4", 4, tp=4),
+    Layout("TP4 + sequence parallel", 4, tp=4, flags=SP),
+    Layout("PP2", 2, pp=2),
+    Layout("PP4", 4, pp=4),
+    Layout("PP2 VPP2", 2, pp=2, vp=2),
+    Layout("PP4 VPP2", 4, pp=4, vp=2),
+    Layout("PP2 uneven", 2, pp=2, flags=UNEVEN),
+    Layout("TP2 PP2", 4, tp=2, pp=2, flags=SP),
+    Layout("DP2", 2),
+    Layout("DP2 + distributed optimizer", 2, flags=DISTRIBUTED),
+    Layout("DP2 + overlapped communication", 2, flags=OVERLAP),
+    Layout("DP4", 4),
+    Layout("DP4 + distributed optimizer", 4, flags=DISTRIBUTED),
+    Layout("TP2 PP2 DP2", 8, tp=2, pp=2),
+    Layout("TP2 PP2 VPP2 DP2 + SP, distributed", 8, tp=2, pp=2, vp=2, flags=SP + DISTRIBUTED),
+    Layout("micro-batch 2", micro=2),
+    Layout("micro-batch 4", micro=4),
+    Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
+    Layout("documents permuted", permuted=True),
+    Layout("TP2 documents permuted", 2, tp=2, permuted=True),
+)
+
+
+def make_pair(folder: Path) -> tuple[Path, Path]:
+    """Student (8 layers, tied embeddings, 3 key/value heads) and teacher (16 layers, wider, larger vocabulary)."""
+    student = make_model(
+        folder / "student", "qwen3", seed=1, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3,
+        head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    teacher = make_model(
+        folder / "teacher", "llama", seed=2, num_hidden_layers=16, hidden_size=64, intermediate_size=128,
+        num_attention_heads=8, num_key_value_heads=4, vocab_size=330,
+    )  # fmt: skip
+    return student, teacher
+
+
+def fixed_packs(permuted: bool) -> list:
+    """The global batch: documents of random lengths and masks; one pack has no loss token, one is full to the end."""
+    from mkd.data.batch import Pack
+
+    random, shuffle = np.random.default_rng(0), np.random.default_rng(1)
+    packs = []
+    for index in range(NUM_PACKS):
+        borders = np.sort(random.choice(np.arange(2, SEQ_LENGTH - 2), size=3, replace=False))
+        lengths = np.diff([0, *borders, SEQ_LENGTH if index == 0 else SEQ_LENGTH - 2])
+        documents = []
+        for length in lengths:
+            ids = random.integers(0, 307, size=length + 1)
+            mask = (random.random(length) < 0.7) * (index != 3)
+            mask[-1] = 0
+            documents.append((ids[:-1], ids[1:], mask))
+        if permuted:
+            documents = [documents[i] for i in shuffle.permutation(len(documents))]
+        lengths = np.array([len(ids) for ids, _, _ in documents])
+        spans = lengths.copy()
+        spans[-1] += SEQ_LENGTH - lengths.sum()
+        columns = [np.concatenate(column) for column in zip(*documents, strict=True)]
+        tokens, labels, mask = (np.pad(column, (0, SEQ_LENGTH - len(column))) for column in columns)
+        packs.append(Pack(tokens, labels, mask.astype(np.float32), lengths, spans, index))
+    return packs
+
+
+def microbatches(layout: Layout, context) -> list:
+    """This data-parallel rank's share of the global batch."""
+    from mkd.data.batch import collate
+
+    packs = fixed_packs(layout.permuted)
+    groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
+    return [collate(group) for group in groups[context.dp_rank :: context.dp_size]]
+
+
+def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> dict:
+    """On every rank: sums of one step and of an evaluation; gradients and updated weights exported by name."""
+    from mkd.checkpoint.hf_writer import export_hf
+    from mkd.config.load import load_config
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.evaluate import evaluate
+    from mkd.train.objective import SUMS, Objective
+    from mkd.train.setup import build_engine, plan_run
+    from mkd.train.step import count_loss_tokens, train_step
+
+    plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
+    context = ParallelContext.create(
+        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
+    )
+    engine, state = build_engine(plan, context)
+    batches = microbatches(layout, context)
+    export = dict(context=context, reference_dir=student)
+    chunks = [(model, model.first_layer) for model in state.models]
+
+    evaluation = evaluate(engine, [batches])
+    engine.optimizer.zero_grad()
+    objective = Objective(engine.kd, context, 1.0 / count_loss_tokens(batches, context).float())
+    sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
+    with gradients_as_parameters(engine, context):
+        export_hf(chunks, plan.student.shape, out_dir / "gradients", **export)
+    for _ in range(NUM_UPDATES):
+        result = train_step(engine, batches, NUM_PACKS)
+    with engine.parameters_gathered():
+        export_hf(chunks, plan.student.shape, out_dir / "updated", **export)
+    return {"sums": dict(zip(SUMS, sums.tolist(), strict=True)), "evaluation": evaluation, "last": result.sums}
+
+
+class gradients_as_parameters:
+    """Inside, every student parameter's data is its reduced gradient."""
+
+    def __init__(self, engine, context):
+        self.engine, self.context, self.saved = engine, context, []
+
+    def __enter__(self):
+        for chunk in self.engine.chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                for buffer in chunk.buffers:
+                    for bucket in buffer.buckets:
+                        shard = bucket.grad_data.chunk(self.context.dp_size)[self.context.dp_rank].clone()
+                        torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=self.context.dp_group)
+            for parameter in chunk.parameters():
+                self.saved.append((parameter, parameter.data))
+                parameter.data = parameter.main_grad.clone()
+
+    def __exit__(self, *_):
+        for parameter, data in self.saved:
+            parameter.data = data
+
+
+def worst_relative_error(actual: Path, expected: Path, norm: float) -> tuple[float, str]:
+    """max over tensors of |difference| / |expected| in `norm` (inf or 2), and the tensor where it is."""
+    ours, theirs = load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    errors = {}
+    for name, reference in theirs.items():
+        difference = (ours[name] - reference).flatten()
+        errors[name] = float(difference.norm(norm) / reference.flatten().norm(norm))
+    name = max(errors, key=errors.get)
+    return errors[name], name
+
+
+def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict[str, float]:
+    """Relative errors of one layout against one process."""
+    results = pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout")
+    assert all(result == results[0] for result in results), "ranks report different sums"
+    names = ("loss", "ce", "kd")
+    gradient, gradient_name = worst_relative_error(folder / "layout" / "gradients", folder / "single" / "gradients", math.inf)
+    updated, updated_name = worst_relative_error(folder / "layout" / "updated", folder / "single" / "updated", 2)
+
+    def error(part: str) -> float:
+        return max(abs(results[0][part][n] - single[part][n]) / abs(single[part][n]) for n in names)
+
+    return {
+        "loss": error("sums"), "evaluation": error("evaluation"), "last step": error("last"),
+        "gradient": gradient, "updated": updated, "where": f"{gradient_name} / {updated_name}",
+    }  # fmt: skip
+
+
+def main() -> int:
+    pool = RankPool()
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        student, teacher = make_pair(folder)
+        (single,) = pool.run(run_layout, 1, SINGLE, student, teacher, folder / "single")
+        columns = ("loss", "gradient", "evaluation", "updated")
+        print(f"relative error to one process, fp32 (allowed {TOLERANCE:.0e})\n")
+        print(f"{'layout':36}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
+        for layout in LAYOUTS:
+            errors = compare(layout, pool, student, teacher, folder, single)
+            ok = all(errors[column] <= TOLERANCE for column in columns)
+            failed += not ok
+            values = "".join(f"{errors[column]:12.1e}" for column in columns)
+            print(f"{layout.name:36}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}", flush=True)
+    pool.close()
+    print(f"\n{len(LAYOUTS) - failed} of {len(LAYOUTS)} layouts within {TOLERANCE:.0e}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

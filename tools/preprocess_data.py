@@ -1,0 +1,66 @@
+"""Tokenise files of records into a Megatron .bin/.idx corpus: once, instead of at the start of every run.
+
+    python tools/preprocess_data.py --input a.jsonl b.parquet --output-prefix corpus/ab \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL_DIR --workers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.data.store_builder import StoreSummary, build_store  # noqa: E402
+from mkd.data.tokenizer import load_tokenizer  # noqa: E402
+from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE",
+        help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion")  # fmt: skip
+    add("--output-prefix", required=True, metavar="PREFIX",
+        help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin")  # fmt: skip
+    add("--tokenizer-type", default="HuggingFaceTokenizer",
+        help="HuggingFaceTokenizer (default) or SentencePieceTokenizer")  # fmt: skip
+    add("--tokenizer-model", required=True, metavar="DIR_OR_ID_OR_FILE",
+        help="folder or Hub id of a model, or a SentencePiece .model file")  # fmt: skip
+    add("--workers", type=int, default=1, metavar="N",
+        help="processes that tokenise (default 1); the result does not depend on it")  # fmt: skip
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
+        help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)")  # fmt: skip
+    return parser
+
+
+def preprocess(args: argparse.Namespace) -> StoreSummary:
+    if args.workers < 1:
+        raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
+    tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
+    workers = 0 if args.workers == 1 else args.workers  # a single worker needs no process of its own
+    return build_store(args.input, args.output_prefix, tokenizer, args.append_eod, workers)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    start = time.perf_counter()
+    try:
+        summary = preprocess(args)
+    except MkdError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    seconds = time.perf_counter() - start
+    print(
+        f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
+        f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
+    )
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
