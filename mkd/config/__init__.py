@@ -1,0 +1,1 @@
+"""The settings of a run: one schema behind the command line and the YAML file. Starts without torch."""

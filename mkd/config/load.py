@@ -1,21 +1,90 @@
-from mkd.config.schema import *
-from dataclasses import fields, dataclass
-@dataclass
+"""From the command line and a YAML file to a `Config` in which every value knows where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkd.config.flags import parse_command_line
+from mkd.config.options import FIRST_TEACHER, Option, build_config, section_options, section_types
+from mkd.config.schema import Config, TeacherConfig
+from mkd.config.yaml_file import YamlFile, read_yaml
+from mkd.errors import ErrorList
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
 class LoadedConfig:
+    """The settings of a run, and the origin of each: `default`, `FILE.yaml:LINE` or `--flag`, by path (`kd.kd_ratio`)."""
+
     config: Config
-def load_config(argv):
-    c=Config(); i=0
-    while i<len(argv):
-        n=argv[i][2:].replace('-','_')
-        if n.startswith('student_'): s,n=c.student,n[8:]
-        elif n.startswith('teacher_'):
-            if not c.teachers: c.teachers.append(TeacherConfig())
-            s,n=c.teachers[0],n[8:]
-        else:
-            s=next(s for s in (c.parallel,c.kd,c.training,c.data,c.optimizer,c.checkpoint,c.log) if hasattr(s,n))
-        t=str({f.name:f.type for f in fields(s)}[n])
-        if t.startswith('bool'): setattr(s,n,True); i+=1
-        else: setattr(s,n,(float if t.startswith('float') else int if t.startswith('int') else str)(argv[i+1])); i+=2
-    return LoadedConfig(c)
-def format_config(l): return str(l.config)
-def save_config(l,p): pass
+    origins: Mapping[str, str]
+
+
+def load_config(argv: Sequence[str]) -> LoadedConfig:
+    """Read the command line (without the program's name) and the YAML file it names with --config.
+
+    The command line wins over the file, the file over defaults. Raises one ErrorList with everything that is wrong.
+    """
+    command_line = parse_command_line(argv)
+    file = read_yaml(command_line.config_file) if command_line.config_file else YamlFile("")
+    errors = file.errors + command_line.errors
+    if errors:
+        raise ErrorList(errors)
+    given = file.values | command_line.values
+    has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
+    config = build_config({path: value for path, (value, _) in given.items()}, max(file.num_teachers, int(has_teacher)))
+    origins = {
+        option.path: given[option.path][1] if option.path in given else DEFAULT for option, _ in settings(config)
+    }
+    return LoadedConfig(config, origins)
+
+
+def settings(config: Config) -> Iterator[tuple[Option, Any]]:
+    """Every option with its value in `config`, in the order of the schema, root settings last."""
+    for section, cls in section_types().items():
+        if section != FIRST_TEACHER:
+            yield from _section(cls, section, getattr(config, section))
+            continue
+        for index, teacher in enumerate(config.teachers):
+            yield from _section(TeacherConfig, f"teachers[{index}]", teacher)
+    yield from _section(Config, "", config)
+
+
+def _section(cls: type, section: str, values: Any) -> Iterator[tuple[Option, Any]]:
+    for option in section_options(cls, section):
+        yield option, getattr(values, option.field)
+
+
+def format_config(loaded: LoadedConfig) -> str:
+    """One aligned line per setting: path, value, origin. For the start of a run."""
+    rows = [(option.path, _text(value), loaded.origins[option.path]) for option, value in settings(loaded.config)]
+    path_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{path:{path_width}}  {value:{value_width}}  {origin}" for path, value, origin in rows)
+
+
+def save_config(loaded: LoadedConfig, path: str | Path) -> None:
+    """Write a YAML file that `--config` reads back to the same `Config`; origins are comments."""
+    lines, section = [], ""
+    for option, value in settings(loaded.config):
+        if option.section != section:
+            section = option.section
+            lines += _heading(section)
+        indent = "    " if section.startswith("teachers") else "  " if section else ""
+        lines.append(f"{indent}{option.field}: {_text(value)}  # {loaded.origins[option.path]}")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _heading(section: str) -> list[str]:
+    if not section.startswith("teachers"):
+        return [f"{section}:"] if section else []
+    return ["teachers:", "  -"] if section == FIRST_TEACHER else ["  -"]
+
+
+def _text(value: Any) -> str:
+    """JSON, which is YAML too: `null`, `true`, `[\"a\", \"b\"]`, quoted text."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,35 +1,291 @@
-"""Interim."""
-from __future__ import annotations
-from dataclasses import dataclass, field
+"""The schema of a run: one dataclass per section. Every field's help text here is the help of its flag and YAML key.
 
-@dataclass
+`Config()` holds the defaults. A field is a flag of the same name (`--seq-length`) and a YAML key (`seq_length`); the fields
+of student and teachers carry their section's name (`--student-hf`, `--teacher-hf`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002
+    *,
+    choices: tuple[str, ...] | None = None,
+    planned: tuple[str, ...] = (),
+    flag: bool = True,
+) -> Any:
+    """A documented field. `planned` values are known but refused in this release; without `flag` it is YAML only."""
+    return field(default=default, metadata=dict(help=help, choices=choices, planned=planned, flag=flag))
+
+
+_LAYOUT = (
+    "decoder layers of each pipeline stage, when they do not divide evenly or the heads need room: 8,8,7,7, or Megatron's "
+    "form 'Et*8|t*8|t*7|t*7L'; with interleaving, all stages in model order"
+)
+
+
+@dataclass(frozen=True)
 class StudentConfig:
-    hf: str|None=None; load: str|None=None; pipeline_layout: str|None=None
-@dataclass
+    """The model that learns."""
+
+    hf: str | None = option(
+        None,
+        "Hugging Face folder or hub id of the student; with --student-load only its config and "
+        "tokenizer files are used",
+    )
+    load: str | None = option(
+        None,
+        "folder of Megatron distributed checkpoints with the student's first weights; to "
+        "continue a run of mkd use --load instead",
+    )
+    pipeline_layout: str | None = option(None, _LAYOUT)
+
+
+@dataclass(frozen=True)
 class TeacherConfig:
-    name: str|None=None; hf: str|None=None; load: str|None=None; weight: float=1.0; pipeline_layout: str|None=None
-@dataclass
+    """The frozen model that is imitated."""
+
+    name: str | None = option(None, "label of the teacher in logs", flag=False)
+    hf: str | None = option(
+        None,
+        "Hugging Face folder or hub id of the teacher; with --teacher-load only its config and "
+        "tokenizer files are used",
+    )
+    load: str | None = option(None, "folder of Megatron distributed checkpoints with the teacher's weights")
+    weight: float = option(1.0, "share of this teacher among several; 1 in this release", flag=False)
+    pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
-    tensor_model_parallel_size:int=1; pipeline_model_parallel_size:int=1; num_virtual_stages_per_pipeline_rank:int|None=None
-    sequence_parallel:bool=False; use_distributed_optimizer:bool=False; overlap_grad_reduce:bool=False; overlap_param_gather:bool=False; distributed_timeout_minutes:float=10
-@dataclass
+    """How both models are spread over processes. Data parallel = processes / (tensor x pipeline x context)."""
+
+    tensor_model_parallel_size: int = option(
+        1,
+        "processes that share every layer; raise it when a layer or the logits do "
+        "not fit one device, and stay inside one machine",
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "consecutive groups of layers on different processes; raise it when the models do not fit otherwise"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "interleaving, by the student's layers per virtual stage; the teacher gets as many stages. "
+        "It shrinks the pipeline bubble for more messages",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "interleaving, by virtual stages of each pipeline rank; the other way to ask for the same"
+    )
+    context_parallel_size: int = option(1, "processes that share every sequence; 1 in this release")
+    expert_model_parallel_size: int = option(1, "processes that share the experts; 1 in this release (dense models)")
+    sequence_parallel: bool = option(
+        False,
+        "also split norms and residuals over the tensor-parallel processes: less "
+        "memory, same result; no effect at tensor parallel size 1",
+    )
+    use_distributed_optimizer: bool = option(
+        False, "spread the optimizer state over data-parallel processes: less memory when there are several"
+    )
+    overlap_grad_reduce: bool = option(False, "reduce gradients over data parallel during backward; faster on GPUs")
+    overlap_param_gather: bool = option(
+        False,
+        "gather updated parameters during the next forward; needs "
+        "--use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    distributed_timeout_minutes: float = option(
+        10.0,
+        "minutes a process waits for the others before it fails; raise it for "
+        "slow file systems, lower it to notice hangs",
+    )
+
+
+@dataclass(frozen=True)
 class KDConfig:
-    kd_ratio: float=0.5; kd_temperature: float=1.0; kd_temperature_scaling: str="squared"; kd_divergence: str="forward_kl"
-@dataclass
+    """The objective: (1 - kd_ratio) x cross entropy + kd_ratio x divergence from the teacher."""
+
+    kd_ratio: float = option(
+        0.5,
+        "share of distillation in the loss, 0 to 1; 0 is plain training and never loads the "
+        "teacher, 1 never computes the cross entropy",
+    )
+    kd_temperature: float = option(
+        1.0,
+        "both models' logits are divided by it before the divergence; above 1 the "
+        "teacher's small probabilities count more",
+    )
+    kd_temperature_scaling: str = option(
+        "squared",
+        "factor on the divergence: temperature squared, which keeps its gradient's size, or none",
+        choices=("squared", "none"),
+    )
+    kd_divergence: str = option(
+        "forward_kl",
+        "what is minimised; forward_kl is KL(teacher || student)",
+        choices=("forward_kl",),
+        planned=("reverse_kl", "jsd"),
+    )
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
-    train_iters:int=10; micro_batch_size:int=1; global_batch_size:int|None=None; seq_length:int=2048; bf16:bool=False; seed:int=1234; eval_interval:int|None=None; eval_iters:int=10; exit_interval:int|None=None; recompute_granularity:str|None=None; recompute_method:str|None=None; recompute_num_layers:int|None=None; deterministic_mode:bool=False
-@dataclass
+    """Length, batch, precision and memory of a run."""
+
+    train_iters: int = option(0, "optimizer steps of the whole run, earlier ones of a resumed run included; required")
+    micro_batch_size: int = option(1, "packs that run through the models together; raise it while memory allows")
+    global_batch_size: int | None = option(
+        None, "packs of one optimizer step; not given: one micro-batch on every data-parallel rank"
+    )
+    seq_length: int = option(2048, "tokens of a pack, the unit that the batch sizes count; documents share packs")
+    bf16: bool = option(False, "run the models in bfloat16, with fp32 master weights; not given: fp32")
+    seed: int = option(1234, "seed of data order and random generators")
+    eval_interval: int | None = option(
+        None,
+        "optimizer steps between evaluations; one more comes before the first step and "
+        "one after the last. Not given or 0: never",
+    )
+    eval_iters: int = option(
+        10,
+        "global batches of one evaluation, at most; fewer than Megatron's 100, because packs of held-out text are full",
+    )
+    exit_interval: int | None = option(
+        None, "stop (and save) at the first iteration that it divides; not given: at the end"
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "stop (and save) after this many minutes; for time limits of a queue"
+    )
+    recompute_granularity: str | None = option(
+        None,
+        "save memory by computing the student's activations again in backward: of whole layers, or of attention only",
+        choices=("full", "selective"),
+    )
+    recompute_method: str | None = option(
+        None,
+        "with full recomputation: uniform units of layers, or the first layers of every stage (block)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = option(
+        None, "with full recomputation: layers of a uniform unit, or layers that block recomputes in every stage"
+    )
+    deterministic_mode: bool = option(False, "only kernels that give the same bits in every run; slower on GPUs")
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    data_path: str|None=None; valid_data_path: str|None=None; split: str="100,0,0"; tokenizer_type:str="HuggingFaceTokenizer"; tokenizer_model:str|None=None; pack:str="bfd"; overlong:str="split"; append_eod:bool=True; num_workers:int=0; data_cache_path:str|None=None; shuffle:bool=True
-@dataclass
+    """What is read, and how documents become packs."""
+
+    data_path: tuple[str, ...] = option(
+        (),
+        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ...; .jsonl or "
+        ".json records, or the prefix of a tokenised .bin/.idx pair",
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (), "held-out data, in the same form; then all of --data-path is for training"
+    )
+    split: str = option(
+        "100,0,0",
+        "proportions of the documents for training, validation and test, when there is no "
+        "--valid-data-path; 99,1,0 holds one in a hundred out",
+    )
+    tokenizer_type: str = option(
+        "HuggingFaceTokenizer",
+        "kind of tokenizer (Megatron's names)",
+        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer"),
+    )
+    tokenizer_model: str | None = option(
+        None, "tokenizer folder, hub id or SentencePiece .model file; not given: the student's"
+    )
+    pack: str = option(
+        "bfd",
+        "how documents fill packs: bfd (best fit, decreasing: hardly any padding), or none (one "
+        "document a pack, padded)",
+        choices=("bfd", "none"),
+    )
+    overlong: str = option(
+        "split",
+        "documents longer than --seq-length are split into pieces, truncated, or dropped",
+        choices=("split", "truncate", "drop"),
+    )
+    append_eod: bool = option(True, "end every document with the end-of-text token")
+    shuffle: bool = option(True, "draw packs in random order, another one in every epoch")
+    num_workers: int = option(
+        0,
+        "processes that prepare batches ahead; 0: the training process itself. Raise it to 1 or 2 "
+        "when a fast device waits for data",
+    )
+    data_cache_path: str | None = option(
+        None, "folder of tokenised text, visible to all processes; not given: data_cache in the log folder"
+    )
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
-    lr:float=1e-4; min_lr:float=0.0; lr_decay_style:str="cosine"; lr_decay_iters:int|None=None; lr_warmup_iters:int=0; lr_warmup_fraction:float|None=None; lr_wsd_decay_iters:int|None=None; lr_wsd_decay_style:str="exponential"; weight_decay:float=0.01; clip_grad:float=1.0; adam_beta1:float=0.9; adam_beta2:float=0.999; adam_eps:float=1e-8
-@dataclass
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = option(1e-4, "highest learning rate; 1e-4 suits a pruned student, a finished model wants about 1e-5")
+    min_lr: float = option(0.0, "learning rate that decay ends at, and never goes below")
+    lr_decay_style: str = option(
+        "cosine",
+        "course of the learning rate after warm-up",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = option(None, "iteration at which decay has ended; not given: --train-iters")
+    lr_warmup_iters: int = option(0, "first iterations, in which the learning rate rises linearly from 0")
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a fraction (0 to 1) of the decay iterations, instead of --lr-warmup-iters"
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential", "course of the last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD; required with it")
+    weight_decay: float = option(0.01, "decoupled weight decay; norms and biases have none")
+    clip_grad: float = option(1.0, "global gradient norm above which gradients are scaled down; 0: never")
+    adam_beta1: float = option(0.9, "decay of Adam's first moment")
+    adam_beta2: float = option(0.999, "decay of Adam's second moment; 0.95 to 0.99 reacts faster in short runs")
+    adam_eps: float = option(1e-8, "added to the denominator of Adam's step")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
-    save:str|None=None; load:str|None=None; save_interval:int|None=None; ckpt_step:int|None=None; export_hf:str|None=None
-@dataclass
+    """Where the student is written, and where a run continues."""
+
+    save: str | None = option(None, "folder for checkpoints; not given: none are written")
+    load: str | None = option(
+        None,
+        "folder of checkpoints to continue from; usually that of --save. While it holds none, "
+        "the run starts from the student's own weights",
+    )
+    save_interval: int | None = option(None, "optimizer steps between checkpoints; the last step is always saved")
+    ckpt_step: int | None = option(None, "iteration of --load to continue from; not given: the latest")
+    export_hf: str | None = option(None, "folder in which the trained student becomes a Hugging Face model")
+
+
+@dataclass(frozen=True)
 class LogConfig:
-    log_interval:int=1; log_dir:str|None=None; name:str="kd"; tensorboard_dir:str|None=None
-@dataclass
+    """What a run reports."""
+
+    log_interval: int = option(1, "optimizer steps between progress lines and metrics records, which hold their means")
+    log_dir: str | None = option(
+        None, "folder of metrics.jsonl and config.yaml; not given: that of --save, else runs/NAME"
+    )
+    name: str = option("kd", "name of the run, for its folder under runs/")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard events; not given: none")
+
+
+@dataclass(frozen=True)
 class Config:
-    student: StudentConfig=field(default_factory=StudentConfig); teachers: list=field(default_factory=list); parallel: ParallelConfig=field(default_factory=ParallelConfig); kd: KDConfig=field(default_factory=KDConfig); training: TrainingConfig=field(default_factory=TrainingConfig); data: DataConfig=field(default_factory=DataConfig); optimizer: OptimizerConfig=field(default_factory=OptimizerConfig); checkpoint: CheckpointConfig=field(default_factory=CheckpointConfig); log: LogConfig=field(default_factory=LogConfig); dry_run: bool=False
+    """All settings of a run. Teachers are a tuple: this release runs at most one."""
+
+    student: StudentConfig = StudentConfig()
+    teachers: tuple[TeacherConfig, ...] = ()
+    parallel: ParallelConfig = ParallelConfig()
+    kd: KDConfig = KDConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    dry_run: bool = option(False, "check everything, show the plan and end before any model is loaded")

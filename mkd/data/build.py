@@ -48,9 +48,7 @@ def open_datasets(
     flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
     flags |= dict.fromkeys(train.paths, "--data-path")
     preparation = _Preparation(tokenizer, vocab_size, append_eod, cache_dir, workers)
-    prefixes = _prepare_once(
-        lambda: {path: preparation.prefix(path, flag) for path, flag in flags.items()}, is_builder, share
-    )
+    prefixes = _prepare_once(lambda: {path: preparation.prefix(path, flag) for path, flag in flags.items()}, is_builder, share)
     open_packed = partial(
         PackedDataset,
         seq_length=seq_length,

@@ -45,8 +45,8 @@ def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[i
     The conversation is rendered again with a placeholder as the content of this one turn. What comes after the
     placeholder must be the tail of `text`, and that gives the end of the turn in place, whatever the template does to
     earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of the generation
-    prompt, because that is where generation starts; where a template prompts with more than it keeps, it is what
-    comes before the placeholder.
+    prompt, because that is where generation starts; where a template has none, or prompts with more than it keeps, it
+    is what comes before the placeholder.
     """
     placeholder = "assistantturn"
     while placeholder in text:
@@ -80,11 +80,12 @@ def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int
 
 
 def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
-    """What a model would be given to write the next turn; None where the template refuses to prompt here."""
+    """What a model would be given to write the next turn; None where the template has no prompt, or refuses one here."""
     if not messages:
         return None
     try:
-        return _render(hf, messages, add_generation_prompt=True)
+        prompt = _render(hf, messages, add_generation_prompt=True)
+        return None if prompt == _render(hf, messages) else prompt
     except DataError:
         return None
 

@@ -43,6 +43,7 @@ class PackedDataset:
         self._packs = pack_pieces(self._spans, seq_length, pack)
         self._vocab_size, self._pad_id = vocab_size, pad_id
         self.seq_length = seq_length
+        self.num_documents = last - first
         self.num_tokens = int(pieces.length.sum())
         self.num_loss_tokens = int(loss_tokens.sum())
 
@@ -97,6 +98,7 @@ class BlendedDataset:
     def __init__(self, members: Sequence[PackedDataset], weights: Sequence[float] | None = None):
         assert members and (weights is None or len(weights) == len(members))
         self.members, self.weights = list(members), weights
+        self.num_documents = sum(member.num_documents for member in members)
         self._offsets = np.concatenate([[0], np.cumsum([len(member) for member in members])])
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from mkd.data.documents import Document, Row, encode_record, parse_row, read_row
 from mkd.data.tokenizer import Tokenizer
 from mkd.errors import DataError, MkdError
 
-ROWS_PER_CHUNK = 256
+ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class EncodedChunk:
     errors: list[MkdError]
 
 
-def encode_files(
-    paths: Sequence[str], tokenizer: Tokenizer, append_eod: bool, workers: int = 0
-) -> Iterator[EncodedChunk]:
+def encode_files(paths: Sequence[str], tokenizer: Tokenizer, append_eod: bool, workers: int = 0) -> Iterator[EncodedChunk]:
     """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
 
     Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk.

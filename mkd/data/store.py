@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from mkd.errors import DataError
 
 FORMAT_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
 SCAN_TOKENS = 1 << 24  # tokens that are looked at together where a whole corpus is scanned
 
 
@@ -64,10 +65,11 @@ class TokenStore:
             )
         if files.bin.stat().st_size == 0:
             raise DataError(f"{files.bin} is empty", "there is nothing to train on", "tokenise the corpus again")
+        _check_index(files.idx)
         try:
             indexed = IndexedDataset(prefix)
-        except (AssertionError, ValueError, KeyError, struct.error) as error:
-            raise _damaged(files.idx, str(error) or type(error).__name__) from error
+        except AssertionError as error:
+            raise _damaged(files.idx, "its documents do not add up to its sequences") from error
         num_tokens = int(np.sum(indexed.sequence_lengths, dtype=np.int64))
         _check_size(files.bin, num_tokens * DType.size(indexed.index.dtype))
         meta, loss_mask = _read_meta(files.meta), None
@@ -163,6 +165,20 @@ def _read_meta(path: Path) -> dict:
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
         raise _damaged(path, f"this program reads format version {FORMAT_VERSION}")
     return meta
+
+
+def _check_index(path: Path) -> None:
+    """Megatron's reader takes the numbers of the header on trust."""
+    with path.open("rb") as file:
+        header = file.read(INDEX_HEADER.size)
+    if len(header) < INDEX_HEADER.size:
+        raise _damaged(path, f"it has {len(header)} bytes, less than a header")
+    magic, version, dtype_code, sequences, documents = INDEX_HEADER.unpack(header)
+    if magic != b"MMIDIDX\0\0" or version != 1 or dtype_code not in {dtype.value for dtype in DType}:
+        raise _damaged(path, "it does not start as a Megatron index does")
+    expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
+    if path.stat().st_size not in (expected, expected + sequences):  # multimodal indices have a byte more per sequence
+        raise _damaged(path, f"it has {path.stat().st_size} bytes where its header says {expected}")
 
 
 def _check_size(path: Path, expected: int) -> None:

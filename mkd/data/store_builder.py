@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,9 +48,7 @@ def build_store(
     with _replaced_when_complete(files) as partial:
         summary = _write_tokens(encode_files(inputs, tokenizer, append_eod, workers), partial, tokenizer.vocab_size)
         if not summary.tokens:
-            raise DataError(
-                f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files"
-            )
+            raise DataError(f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files")
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
@@ -135,8 +133,9 @@ def _replaced_when_complete(files: StoreFiles):
             "check free space and permissions of the folder",
         ) from error
     finally:
-        for path in _in_order(partial):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may not be there
+            for path in _in_order(partial):
+                path.unlink(missing_ok=True)
 
 
 def _in_order(files: StoreFiles) -> tuple[Path, ...]:

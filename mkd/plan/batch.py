@@ -1,7 +1,85 @@
+"""The batch arithmetic: how a global batch of packs becomes micro-batches of data-parallel ranks."""
+
+from __future__ import annotations
+
 from dataclasses import dataclass
-@dataclass
+from typing import Any
+
+from mkd.errors import UsageError
+
+
+@dataclass(frozen=True)
 class BatchPlan:
-    micro_batch_size:int; global_batch_size:int
+    """Sizes of one optimizer step. A sample is one pack of `seq_length` tokens; batch sizes count packs."""
+
+    micro_batch_size: int  # packs of one micro-batch, run together as one row of micro_batch_size * seq_length tokens
+    num_microbatches: int  # of each data-parallel rank
+    data_parallel: int
+    seq_length: int  # tokens of a pack
+
+    @property
+    def global_batch_size(self) -> int:
+        """Packs of one optimizer step."""
+        return self.micro_batch_size * self.num_microbatches * self.data_parallel
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_length
+
+    def equation(self) -> str:
+        """The arithmetic, for the start of a run."""
+        packs = "pack" if self.global_batch_size == 1 else "packs"
+        return (
+            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x {self.num_microbatches} "
+            f"micro-batches x {self.data_parallel} data-parallel; "
+            f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
+        )
+
     @classmethod
-    def from_config(cls,c,w): return cls(c.training.micro_batch_size,c.training.global_batch_size)
-    def equation(self): return ""
+    def create(
+        cls, *, micro_batch_size: int, global_batch_size: int | None, data_parallel: int, seq_length: int
+    ) -> BatchPlan:
+        """`global_batch_size` None: one micro-batch per data-parallel rank. Raises UsageError where it does not divide."""
+        unit = micro_batch_size * data_parallel
+        num_microbatches, rest = divmod(unit if global_batch_size is None else global_batch_size, unit)
+        if rest:
+            nearest = [n * unit for n in (num_microbatches, num_microbatches + 1) if n]
+            raise UsageError(
+                f"global-batch-size {global_batch_size} is not divisible by micro-batch-size {micro_batch_size} x "
+                f"data-parallel {data_parallel} = {unit}",
+                "every data-parallel rank runs the same number of whole micro-batches in a step",
+                f"use {' or '.join(map(str, nearest))}",
+            )
+        return cls(micro_batch_size, num_microbatches, data_parallel, seq_length)
+
+    @classmethod
+    def from_config(cls, config: Any, world_size: int) -> BatchPlan:
+        """The plan of an `mkd.config.schema.Config` on `world_size` processes. Raises UsageError as `create`."""
+        parallel, training = config.parallel, config.training
+        model_parallel = model_parallel_size(
+            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+        )
+        return cls.create(
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=training.global_batch_size,
+            data_parallel=data_parallel_size(world_size, model_parallel),
+            seq_length=training.seq_length,
+        )
+
+
+def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
+    """Processes that hold one replica of the pair."""
+    return tensor * pipeline * context
+
+
+def data_parallel_size(world_size: int, model_parallel: int) -> int:
+    """Replicas that `world_size` processes make. Raises UsageError when some processes would be left over."""
+    if world_size % model_parallel:
+        raise UsageError(
+            f"{world_size} processes do not divide into replicas of {model_parallel} "
+            "(tensor x pipeline x context parallel size)",
+            "every process belongs to exactly one replica of the models",
+            f"start a multiple of {model_parallel} processes (torchrun --nproc-per-node x --nnodes), "
+            "or change the parallel sizes",
+        )
+    return world_size // model_parallel

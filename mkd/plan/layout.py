@@ -1,15 +1,18 @@
-"""How the decoder layers of one model are split over pipeline stages."""
+"""How the decoder layers of one model are split over pipeline ranks and their virtual stages."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mkd.errors import UsageError
 
+STUDENT_FLAG = "--student-pipeline-layout"
+
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Layers per stage in model order: stage `virtual_stage * pipeline_parallel + pipeline_rank`."""
+    """Layers per stage in model order; the stage of a chunk is `virtual_stage * pipeline_parallel + pipeline_rank`."""
 
     layers: tuple[int, ...]
     pipeline_parallel: int
@@ -19,27 +22,131 @@ class PipelineLayout:
         assert len(self.layers) == self.pipeline_parallel * self.virtual_stages
 
     @classmethod
-    def even(cls, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1) -> PipelineLayout:
-        """The same number of layers everywhere. Raises UsageError when that is impossible."""
+    def even(
+        cls, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
+    ) -> PipelineLayout:
+        """The same number of layers on every stage.
+
+        Raises UsageError when that is impossible; it names `flag`, the one that takes an uneven split.
+        """
         stages = pipeline_parallel * virtual_stages
-        if num_layers % stages:
+        layers, rest = divmod(num_layers, stages)
+        if rest:
+            split = f"{pipeline_parallel} pipeline stages"
+            if virtual_stages > 1:
+                split += f" x {virtual_stages} virtual stages = {stages}"
             raise UsageError(
-                f"{num_layers} layers do not divide over {stages} pipeline stages", "every stage needs whole layers", ""
+                f"{num_layers} layers do not divide over {split}",
+                "an even split would leave out the remainder, and mkd never drops a layer",
+                f"use {flag} {nearly_even(num_layers, stages)}" if layers else "use fewer pipeline stages",
             )
-        return cls((num_layers // stages,) * stages, pipeline_parallel, virtual_stages)
+        return cls((layers,) * stages, pipeline_parallel, virtual_stages)
 
     @classmethod
-    def parse(cls, text, num_layers, pipeline_parallel, virtual_stages=1):
-        return cls(tuple(int(x) for x in text.split(",")), pipeline_parallel, virtual_stages)
+    def parse(
+        cls, text: str, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
+    ) -> PipelineLayout:
+        """Read `8,8,7,7` (layers per stage) or Megatron's `Et*8|t*8|t*7|t*7L`, where `(...)*n` repeats.
+
+        Raises UsageError for a text that is neither, or that does not fit the model and the pipeline. A stage without
+        layers is accepted where it holds the embedding (the first one) or the head (the last one).
+        """
+        stages = pipeline_parallel * virtual_stages
+        layers = _parse_counts(text) or _parse_megatron(text, flag)
+        example = nearly_even(num_layers, stages) if num_layers >= stages else None
+        do = f"use for example {flag} {example}" if example else "use fewer pipeline stages"
+        if len(layers) != stages:
+            raise UsageError(
+                f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}",
+                f"every one of {pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages needs an entry",
+                do,
+            )
+        if sum(layers) != num_layers:
+            raise UsageError(
+                f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}",
+                "every layer of the model belongs to exactly one stage",
+                do,
+            )
+        if 0 in layers[1:-1]:
+            raise UsageError(
+                f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer",
+                "only the first stage (embedding) and the last one (head) have work without layers",
+                do,
+            )
+        return cls(layers, pipeline_parallel, virtual_stages)
+
+    @classmethod
+    def create(
+        cls,
+        text: str | None,
+        num_layers: int,
+        pipeline_parallel: int,
+        virtual_stages: int = 1,
+        flag: str = STUDENT_FLAG,
+    ) -> PipelineLayout:
+        """`parse` where the user gave a layout, else `even`."""
+        sizes = (num_layers, pipeline_parallel, virtual_stages, flag)
+        return cls.parse(text, *sizes) if text else cls.even(*sizes)
 
     def to_megatron(self) -> list[list[str]]:
-        """Megatron's `pipeline_model_parallel_layout`, one list per stage."""
+        """The list form of Megatron's `pipeline_model_parallel_layout`: one list of layer kinds per stage."""
         stages = [["decoder"] * count for count in self.layers]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         return stages
 
     def for_rank(self, pipeline_rank: int, virtual_stage: int = 0) -> tuple[int, int]:
-        """(first layer, number of layers) of one chunk."""
+        """(first layer, number of layers) of one chunk; layers count from 0."""
         stage = virtual_stage * self.pipeline_parallel + pipeline_rank
         return sum(self.layers[:stage]), self.layers[stage]
+
+
+def nearly_even(num_layers: int, stages: int) -> str:
+    """`8,8,7,7` for 30 layers on 4 stages."""
+    layers, rest = divmod(num_layers, stages)
+    return ",".join(str(layers + (stage < rest)) for stage in range(stages))
+
+
+def count_virtual_stages(
+    num_layers: int,  # of the student
+    pipeline_parallel: int,
+    layers_per_virtual_stage: int | None = None,
+    num_virtual_stages: int | None = None,
+) -> int:
+    """Model chunks of each pipeline rank, from Megatron's two ways to ask for interleaving; 1 for none.
+
+    `--num-layers-per-virtual-pipeline-stage N` counts the student's layers; the teacher gets the same number of virtual
+    stages. Raises UsageError where N does not divide the student's layers of a rank.
+    """
+    if layers_per_virtual_stage is None:
+        return num_virtual_stages or 1
+    per_rank, rest = divmod(num_layers, pipeline_parallel)
+    if rest or per_rank % layers_per_virtual_stage:
+        raise UsageError(
+            f"num-layers-per-virtual-pipeline-stage {layers_per_virtual_stage} does not divide the student's "
+            f"{num_layers} layers / {pipeline_parallel} pipeline stages",
+            "every virtual stage of the student would have to hold that many layers",
+            f"use --num-virtual-stages-per-pipeline-rank with {STUDENT_FLAG}",
+        )
+    return per_rank // layers_per_virtual_stage
+
+
+def _parse_counts(text: str) -> tuple[int, ...] | None:
+    """`8, 8, 7, 7` -> (8, 8, 7, 7); None for another notation."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(map(int, parts)) if all(re.fullmatch(r"\d+", part) for part in parts) else None
+
+
+def _parse_megatron(text: str, flag: str) -> tuple[int, ...]:
+    """Decoder layers per stage of Megatron's string form: E embedding, t decoder layer, L loss, `|` between stages."""
+    expanded = re.sub(r"[,\s]", "", text)
+    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtL|])\*(\d+)"):
+        expanded = re.sub(repeated, lambda match: match[1] * int(match[2]), expanded)
+    if not re.fullmatch(r"E[t|]*L", expanded):
+        raise UsageError(
+            f"{flag} {text} is not a layout",
+            "it is either a list of layers per stage, or Megatron's string form, where E (embedding) comes first, L (loss) "
+            "last, t is a decoder layer, | ends a stage and *n repeats",
+            f"use for example {flag} 8,8,7,7 or 'Et*8|t*8|t*7|t*7L'",
+        )
+    return tuple(stage.count("t") for stage in expanded.split("|"))

@@ -16,7 +16,10 @@ from mkd.plan.flops import distillation_flops
 from mkd.plan.model_shape import ModelShape
 from mkd.train.step import StepResult
 
-_KEYS = {"ce": "ce_loss", "kd": "kd_loss"}  # sum -> metric, where the names differ
+_LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {
+    name: name for name in ("teacher_ce", "teacher_entropy", "top1_agreement")
+}
+"""Sum (see `objective.SUMS`) -> metric key."""
 
 
 @dataclass
@@ -79,16 +82,17 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        self.logger.write(record)
+        """The line shows what was computed; the record has every loss key, null where this run does not compute it."""
+        absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
+        self.logger.write(record | absent)
         if self.context.rank == 0:
             print(line, flush=True)
 
     def _computed(self, sums: dict[str, float], with_ce: bool) -> dict[str, float]:
-        """Without the sums that this run does not compute; they are written as null."""
-        absent = set() if self.kd_ratio > 0 else {"teacher_ce", "teacher_entropy", "top1_agreement"}
-        if not with_ce:
-            absent.add("ce")
-        return {_KEYS.get(name, name): math.nan if name in absent else value for name, value in sums.items()}
+        """Sums by metric key, without those that this run does not compute."""
+        absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
+        absent |= set() if with_ce else {"ce"}
+        return {_LOSS_KEYS.get(name, name): value for name, value in sums.items() if name not in absent}
 
     @property
     def _ranks_per_replica(self) -> int:

@@ -10,12 +10,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mkd.checkpoint.distributed import HF_FOLDER, TrainingPosition, TrainingState, find_checkpoint, load_checkpoint
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf
-from mkd.config.schema import Config
-from mkd.config.validate import validate
+from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.config.validate import layout_of, validate, virtual_stages
 from mkd.data.build import open_datasets
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.data.tokenizer import Tokenizer, load_tokenizer
-from mkd.errors import CheckpointError, ErrorList, UsageError
+from mkd.errors import CheckpointError, ErrorList, MkdError, UsageError
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.models.builder import build_chunks, common_padded_vocab_size, pair_stages
 from mkd.models.language_model import LanguageModel
@@ -65,43 +65,47 @@ class Plan:
 
 def plan_run(config: Config, world_size: int) -> Plan:
     """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
-    student = locate_model("student", config.student.hf, config.student.load, config.checkpoint.ckpt_step)
+    problems: list[MkdError] = []
+    student = locate_model(problems, "student", config.student, config.checkpoint.ckpt_step)
     teacher = None
     if config.kd.kd_ratio > 0 and config.teachers:
-        teacher = locate_model("teacher", config.teachers[0].hf, config.teachers[0].load, None)
-    problems = validate(config, world_size, student.shape, teacher.shape if teacher else None)
+        teacher = locate_model(problems, "teacher", config.teachers[0], None)
+    problems += validate(config, world_size, student.shape if student else None, teacher.shape if teacher else None)
     if problems:
         raise ErrorList(problems)
-    parallel = config.parallel
-    virtual_stages = parallel.num_virtual_stages_per_pipeline_rank or 1
-
-    def layout(shape: ModelShape, text: str | None) -> PipelineLayout:
-        sizes = (shape.num_layers, parallel.pipeline_model_parallel_size, virtual_stages)
-        return PipelineLayout.parse(text, *sizes) if text else PipelineLayout.even(*sizes)
-
+    stages = virtual_stages(config, student.shape)
     return Plan(
         config=config,
         student=student,
         teacher=teacher,
         batch=BatchPlan.from_config(config, world_size),
-        virtual_stages=virtual_stages,
-        student_layout=layout(student.shape, config.student.pipeline_layout),
-        teacher_layout=layout(teacher.shape, config.teachers[0].pipeline_layout) if teacher else None,
+        virtual_stages=stages,
+        student_layout=layout_of(config, "student", student.shape, stages),
+        teacher_layout=layout_of(config, "teacher", teacher.shape, stages) if teacher else None,
     )
 
 
-def locate_model(role: str, hf: str | None, load: str | None, step: int | None) -> ModelSource:
-    """Find a model's files and read its shape and tensor headers, no weights yet."""
-    if load is None:
-        folder = resolve_hf(hf)
-        source = ModelSource(ModelShape.from_hf_dir(folder), folder, HFCheckpoint(folder), None)
-        check_hf_checkpoint(source.shape, source.hf)
-        return source
-    checkpoint = find_checkpoint(Path(load), step)
-    if checkpoint is None:
-        raise CheckpointError(f"--{role}-load {load} holds no checkpoint", "", "name a folder that --save has written to")
-    assets = resolve_hf(hf) if hf else checkpoint / HF_FOLDER
-    return ModelSource(ModelShape.from_hf_dir(assets), assets, None, checkpoint)
+def locate_model(
+    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig, step: int | None
+) -> ModelSource | None:
+    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
+    if not (source.hf or source.load):
+        return None
+    try:
+        if source.load is None:
+            folder = resolve_hf(source.hf)
+            shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
+            check_hf_checkpoint(shape, checkpoint)
+            return ModelSource(shape, folder, checkpoint, None)
+        folder = find_checkpoint(Path(source.load), step)
+        if folder is None:
+            what = f"--{role}-load {source.load} holds no checkpoint"
+            raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
+        assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
+        return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
+    except MkdError as error:
+        problems.append(error)
+        return None
 
 
 def build_run(plan: Plan, platform: Platform) -> Run:

@@ -7,12 +7,13 @@ import torch
 
 from mkd.checkpoint.hf_names import find_map, hf_tensor_shapes
 from mkd.plan.model_shape import ModelShape
-from tests.checkpoint.tiny_hf import VARIANTS, all_tensors, save_tiny
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.tiny_models import FAMILIES, make_model
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request, tmp_path_factory):
-    folder = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    folder = make_model(tmp_path_factory.mktemp(request.param), request.param)
     return ModelShape.from_hf_dir(folder), all_tensors(folder)
 
 
@@ -97,7 +98,10 @@ def test_vocabulary_rows_are_padded_to_whatever_the_model_has(tiny, tp_size):
     shape, tensors = tiny
     head = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
     for rows in (shape.padded_vocab_size(tp_size), shape.padded_vocab_size(tp_size) + 128 * tp_size):
-        for parameter, source in [("embedding.word_embeddings.weight", "model.embed_tokens.weight"), ("output_layer.weight", head)]:
+        for parameter, source in [
+            ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+            ("output_layer.weight", head),
+        ]:
             expected = pad(tensors[source], rows).chunk(tp_size)
             for rank in range(tp_size):
                 shard = shard_of(shape, tensors, parameter, rows // tp_size, rank, tp_size)
@@ -133,11 +137,12 @@ def test_parameters_without_a_source_have_no_map(tiny):
 def test_shards_that_do_not_hold_whole_blocks_do_not_fit(tiny):
     shape, _ = tiny
     qkv = find_map(shape, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
-    rows = (shape.heads_per_group + 2) * shape.head_dim
-    assert qkv.fits((2 * rows, 48), tp_size=2)
-    assert not qkv.fits((2 * rows - 1, 48), tp_size=2)
-    assert not qkv.fits((rows, 48), tp_size=2)  # 2 of the 3 groups
-    assert not qkv.fits((3 * rows, 48), tp_size=2)  # a group more than the padding needs
-    assert not qkv.fits((2 * rows, 32), tp_size=2)
-    assert not qkv.fits((2 * rows,), tp_size=2)
+    group = (shape.heads_per_group + 2) * shape.head_dim
+    rows = shape.padded_query_groups(2) // 2 * group
+    assert qkv.fits((rows, 48), tp_size=2)
+    assert not qkv.fits((rows - 1, 48), tp_size=2)
+    assert not qkv.fits((rows - group, 48), tp_size=2)
+    assert not qkv.fits((rows + group, 48), tp_size=2)
+    assert not qkv.fits((rows, 32), tp_size=2)
+    assert not qkv.fits((rows,), tp_size=2)
     assert not find_map(shape, "decoder.layers.0.self_attention.linear_proj.weight", 0).fits((48,), tp_size=1)

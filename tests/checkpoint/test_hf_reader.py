@@ -17,12 +17,13 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
-from tests.checkpoint.tiny_hf import all_tensors, save_tiny
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.tiny_models import make_model
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture
@@ -59,15 +60,26 @@ def test_slices_are_those_of_the_whole_tensors_and_are_counted(folder):
     assert checkpoint.headers.keys() == tensors.keys() and checkpoint.bytes_read == 0
     name = "model.layers.2.mlp.down_proj.weight"
     assert torch.equal(checkpoint.read(name, 0, 5, 7), tensors[name][5:12])
-    assert checkpoint.bytes_read == 7 * 64 * 4
+    assert checkpoint.bytes_read == 7 * 96 * 4
     assert torch.equal(checkpoint.read(name, 1, 30, 2), tensors[name][:, 30:32])
-    assert checkpoint.bytes_read == 7 * 64 * 4 + 48 * 2 * 4
+    assert checkpoint.bytes_read == 7 * 96 * 4 + 48 * 2 * 4
     assert torch.equal(checkpoint.read("model.norm.weight", 0, 1, 3), tensors["model.norm.weight"][1:4])
 
 
 @pytest.mark.parametrize(
     "value",
-    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b.safetensors", "a\0.safetensors", 7, None, ["x"]],
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        "a\\b.safetensors",
+        "a\0.safetensors",
+        7,
+        None,
+        ["x"],
+    ],
 )
 def test_weight_map_may_only_name_files_of_the_folder(folder, value):
     edit_index(folder, **{"model.norm.weight": value})
@@ -153,13 +165,13 @@ def test_index_that_names_a_tensor_its_shard_lacks(folder):
 
 def test_every_mismatch_is_reported_before_anything_is_read(folder):
     config = json.loads((folder / "config.json").read_text())
-    config.update(intermediate_size=80, num_hidden_layers=3)
+    config.update(intermediate_size=112, num_hidden_layers=3)
     (folder / "config.json").write_text(json.dumps(config))
     problems = problems_of(folder)
     wrong_shape = [p.what for p in problems if "has shape" in p.what]
     unexpected = [p.what for p in problems if "is not expected" in p.what]
     assert len(wrong_shape) == 9 and len(unexpected) == 9 == len(problems) - 9
-    assert f"{folder}: tensor model.layers.0.mlp.up_proj.weight has shape [64, 48], expected [80, 48]" in wrong_shape
+    assert f"{folder}: tensor model.layers.0.mlp.up_proj.weight has shape [96, 48], expected [112, 48]" in wrong_shape
     assert all(p.why and p.do for p in problems)
 
 
@@ -204,16 +216,18 @@ def test_neither_folder_nor_hub_id(source):
     assert source in caught.value.what and caught.value.why and caught.value.do
 
 
-def load(folder, tp, dtype=torch.float32, shape_changes=None):
+def load(folder, tp, dtype=torch.float32, change=None):
     """Bytes that this rank read, its parameters, or the text of the error."""
     context = ParallelContext.create(detect(), tensor_parallel=tp)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
     (chunk,) = build_chunks(shape, layout, ModelOptions(dtype=dtype), context)
     checkpoint = HFCheckpoint(folder)
-    if shape_changes == "extra parameter":
+    for parameter in chunk.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))  # whatever is not written shows
+    if change == "extra parameter":
         chunk.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))
-    if shape_changes == "no norm":
+    if change == "no norm":
         chunk.decoder.layers[1].input_layernorm = torch.nn.Identity()
     try:
         load_hf_weights(chunk, shape, checkpoint, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
@@ -227,9 +241,22 @@ def test_each_of_two_ranks_reads_about_half(ranks, folder):
     ((alone, _),) = ranks.run(load, 1, folder, 1)
     assert alone == total
     shares = [read / total for read, _ in ranks.run(load, 2, folder, 2)]
-    # norms are read by both; rank 0 has 256 of the 300 vocabulary rows and 2 of the 3 attention groups
+    # norms are read by both; rank 0 has 256 of the 307 vocabulary rows and 2 of the 3 attention groups
     assert 1.0 < sum(shares) < 1.01 and max(shares) < 0.76
-    assert 0.25 < min(shares)
+    assert min(shares) > 0.25
+
+
+def test_padding_is_zero_and_nothing_is_left_unwritten(ranks, folder):
+    (_, first), (_, second) = ranks.run(load, 2, folder, 2)
+    for parameters in (first, second):
+        assert all(parameter.isfinite().all() for parameter in parameters.values())
+    group, width = (2 + 2) * 8, 2 * 8  # rows of a query/key/value group, columns of its two heads
+    attention = "decoder.layers.0.self_attention."
+    assert second[attention + "linear_qkv.weight"][:group].abs().min() > 0
+    assert second[attention + "linear_qkv.weight"][group:].abs().max() == 0
+    assert second[attention + "linear_proj.weight"][:, :width].abs().min() > 0
+    assert second[attention + "linear_proj.weight"][:, width:].abs().max() == 0
+    assert second["output_layer.weight"][307 - 256 :].abs().max() == 0
 
 
 def test_weights_arrive_in_the_models_dtype(ranks, folder):
@@ -238,7 +265,7 @@ def test_weights_arrive_in_the_models_dtype(ranks, folder):
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(parameters["decoder.layers.1.mlp.linear_fc2.weight"], tensors[name].bfloat16())
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
-    assert parameters["embedding.word_embeddings.weight"][300:].abs().max() == 0
+    assert parameters["embedding.word_embeddings.weight"][307:].abs().max() == 0
 
 
 def test_parameter_without_source_is_an_error(ranks, folder):
@@ -253,14 +280,13 @@ def test_tensor_without_parameter_is_an_error(ranks, folder):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_stored_head_of_a_tied_model_must_equal_the_embedding(ranks, tmp_path, equal):
-    save_tiny("qwen2_tied", tmp_path, max_shard_size="1GB")
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = all_tensors(make_model(tmp_path, "qwen2"))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     if not equal:
-        tensors["lm_head.weight"][299, 47] += 1
+        tensors["lm_head.weight"][306, 47] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     ((_, result),) = ranks.run(load, 1, tmp_path, 1)
     if equal:
-        assert torch.equal(result["embedding.word_embeddings.weight"][:300], tensors["lm_head.weight"])
+        assert torch.equal(result["embedding.word_embeddings.weight"][:307], tensors["lm_head.weight"])
     else:
         assert "lm_head.weight differs from model.embed_tokens.weight" in result and "tie_word_embeddings" in result

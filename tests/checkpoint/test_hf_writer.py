@@ -23,7 +23,8 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
-from tests.checkpoint.tiny_hf import VARIANTS, all_tensors, save_tiny
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.tiny_models import FAMILIES, make_model
 
 LAYOUTS = {  # world size, (tensor parallel, layers of each stage, virtual stages)
     "tp1": (1, (1, (4,), 1)),
@@ -82,21 +83,21 @@ class limited_files:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """variant -> folder, made once."""
+    """family -> folder, made once."""
     folders = {}
 
-    def get(variant):
-        if variant not in folders:
-            folders[variant] = save_tiny(variant, tmp_path_factory.mktemp(variant))
-            (folders[variant] / "tokenizer.json").write_text("{}")
-        return folders[variant]
+    def get(family):
+        if family not in folders:
+            folders[family] = make_model(tmp_path_factory.mktemp(family), family)
+            (folders[family] / "tokenizer.json").write_text("{}")
+        return folders[family]
 
     return get
 
 
 @pytest.fixture(scope="module")
 def digests():
-    """variant -> digests of its first export, which every other layout must repeat."""
+    """family -> digests of its first export, which every other layout must repeat."""
     return {}
 
 
@@ -110,18 +111,18 @@ def assert_same_tensors(found, expected):
     assert not different
 
 
-CASES = [(variant, name, *spec) for variant in VARIANTS for name, spec in LAYOUTS.items()]
-CASES += [("llama_biases_tied", name, *spec) for name, spec in MORE_LAYOUTS.items()]
+CASES = [(family, name, *spec) for family in FAMILIES for name, spec in LAYOUTS.items()]
+CASES += [("llama3.2", name, *spec) for name, spec in MORE_LAYOUTS.items()]
 
 
-@pytest.mark.parametrize(("variant", "name", "world_size", "layout"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("family", "name", "world_size", "layout"), CASES, ids=lambda value: str(value))
 def test_round_trip_is_bitwise_and_independent_of_the_layout(
-    ranks, originals, digests, tmp_path, variant, name, world_size, layout
+    ranks, originals, digests, tmp_path, family, name, world_size, layout
 ):
-    source, out = originals(variant), tmp_path / "out"
+    source, out = originals(family), tmp_path / "out"
     assert ranks.run(import_export, world_size, source, out, layout) == [None] * world_size
     assert_same_tensors(all_tensors(out), all_tensors(source))
-    assert digest(out) == digests.setdefault(variant, digest(out))
+    assert digest(out) == digests.setdefault(family, digest(out))
     assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
@@ -134,7 +135,7 @@ def test_vocabulary_padded_for_the_other_model_of_a_pair(ranks, originals, tmp_p
 def test_transformers_loads_the_export_and_computes_the_same(ranks, originals, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    source = originals("qwen2_tied")
+    source = originals("qwen2")
     ranks.run(import_export, 2, source, tmp_path, (2, (4,), 1))
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
@@ -157,7 +158,7 @@ def test_one_file_without_index_when_it_fits(ranks, originals, tmp_path):
 
 
 def test_the_dtype_key_of_older_configurations_is_kept(ranks, tmp_path):
-    source, out = save_tiny("llama", tmp_path / "old"), tmp_path / "out"
+    source, out = make_model(tmp_path / "old", "llama"), tmp_path / "out"
     config = json.loads((source / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
     (source / "config.json").write_text(json.dumps(config))

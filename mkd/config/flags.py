@@ -1,0 +1,120 @@
+"""The command line: argparse built from the schema, with errors of mkd's own family."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from mkd.config.megatron_flags import unsupported
+from mkd.config.options import Option, all_options, section_types
+from mkd.errors import MkdError, UsageError
+
+_USAGE = "torchrun --nproc-per-node N pretrain_kd.py [--config FILE.yaml] [--flag value ...]"
+_DESCRIPTION = (
+    "Distil a teacher language model into a student. The command line wins over the file, the file over defaults."
+)
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+
+
+@dataclass
+class CommandLine:
+    """What the command line gives: values by path, the YAML file, and everything that is wrong with it."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (value, flag)
+    config_file: str | None = None
+    errors: list[MkdError] = field(default_factory=list)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "", "see --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, with one group of flags per section. It keeps values as text: `parse_command_line` reads them."""
+    parser = _Parser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    run = parser.add_argument_group("run")
+    run.add_argument("--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/")
+    groups = {"": run}
+    for section, cls in section_types().items():
+        groups[section] = parser.add_argument_group(section.removesuffix("s[0]"), cls.__doc__)
+    for option in all_options():
+        if option.has_flag:
+            _add_flag(groups[option.section], option)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    arguments: dict[str, Any] = dict(dest=option.path, default=argparse.SUPPRESS, help=_help(option))
+    if option.kind is bool:
+        arguments["action"] = argparse.BooleanOptionalAction
+    else:
+        arguments["nargs"] = "+" if option.kind is tuple else 1
+        arguments["metavar"] = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
+    group.add_argument(option.flag, **arguments)
+
+
+def _help(option: Option) -> str:
+    is_silent = option.default is None or option.default == () or "required" in option.help
+    text = option.help if is_silent else f"{option.help} (default: {option.default})"
+    return text.replace("%", "%%")
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read `argv` (without the program's name). `--help` prints and exits; everything else that is wrong is collected."""
+    result = CommandLine()
+    known = [argument for group in _by_flag(argv) if _is_known(group, result.errors) for argument in group]
+    try:
+        given = vars(build_parser().parse_args(known))
+    except UsageError as error:
+        result.errors.append(error)
+        return result
+    result.config_file = given.pop("config")
+    options = {option.path: option for option in all_options()}
+    for path, value in given.items():
+        option = options[path]
+        try:
+            parsed = value if option.kind is bool else option.parse(value, option.flag)
+        except UsageError as error:
+            result.errors.append(error)
+            continue
+        result.values[path] = (parsed, "--no-" + option.flag[2:] if parsed is False else option.flag)
+    return result
+
+
+def _by_flag(argv: Sequence[str]) -> list[list[str]]:
+    """`argv` cut before every flag: each part is a flag (`--flag` or `--flag=value`) and the values behind it."""
+    groups: list[list[str]] = [[]]
+    for argument in argv:
+        if argument.startswith("--"):
+            groups.append([])
+        groups[-1].append(argument)
+    return groups
+
+
+def _is_known(group: list[str], errors: list[MkdError]) -> bool:
+    """Whether argparse shall see this part of the command line; otherwise its error is added to `errors`."""
+    flag = group[0].partition("=")[0] if group else ""
+    flags = known_flags()
+    if not flag.startswith("--") or flag in flags:
+        return True
+    errors.append(unsupported(flag, flag) or _unknown(flag, flags))
+    return False
+
+
+def known_flags() -> list[str]:
+    """Every flag that the parser takes."""
+    options = [option for option in all_options() if option.has_flag]
+    negations = ["--no-" + option.flag[2:] for option in options if option.kind is bool]
+    return ["--help", "--config", *(option.flag for option in options), *negations]
+
+
+def _unknown(flag: str, flags: list[str]) -> UsageError:
+    nearest = difflib.get_close_matches(flag, flags, n=1)
+    do = f"did you mean {nearest[0]}?" if nearest else "see --help"
+    return UsageError(f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do)

@@ -1,0 +1,179 @@
+"""The YAML file: same names as the flags, grouped in sections for people; every value remembers its line.
+
+The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema decides how a
+scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the top level, and inside its own
+section also without the section's name (`ratio`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mkd.config.megatron_flags import unsupported
+from mkd.config.options import Option, all_options, section_options, section_types
+from mkd.config.schema import TeacherConfig
+from mkd.errors import MkdError, UsageError
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq")}
+_COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as a YAML list
+
+
+@dataclass
+class YamlFile:
+    """What a file gives: values by path with their `FILE:LINE`, and everything that is wrong with it."""
+
+    path: str
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (value, FILE:LINE)
+    num_teachers: int = 0
+    errors: list[MkdError] = field(default_factory=list)
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.path}:{node.start_mark.line + 1}"
+
+    def fail(self, node: yaml.Node, what: str, why: str = "", do: str = "") -> None:
+        self.errors.append(UsageError(f"{self.place(node)}: {what}", why, do))
+
+
+def read_yaml(path: str) -> YamlFile:
+    """Read a configuration file. Nothing is raised: problems are in the result's `errors`."""
+    file = YamlFile(path)
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        file.errors.append(
+            UsageError(f"--config {path} cannot be read: {reason}", "", "check the path and its encoding")
+        )
+        return file
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        problem = getattr(error, "problem", None) or error
+        file.errors.append(UsageError(f"{place}: not valid YAML: {problem}", "", "correct the syntax there"))
+        return file
+    if root is not None:
+        _read_section(file, root, "")
+    return file
+
+
+def _read_section(file: YamlFile, node: yaml.Node, section: str) -> None:
+    """Read the keys of one section, or of the top level (`""`), which also has the sections."""
+    for key, key_node, value in _entries(file, node, section or "the file"):
+        if not section and key == "teachers":
+            _read_teachers(file, value)
+        elif not section and key in section_types():
+            if not _is_null(value):
+                _read_section(file, value, key)
+        else:
+            _read_value(file, key, key_node, value, section)
+
+
+def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
+    if _is_null(node):
+        return
+    if not isinstance(node, yaml.SequenceNode):
+        file.fail(node, "teachers is not a list", "every entry describes one teacher", "write `teachers: [{hf: DIR}]`")
+        return
+    file.num_teachers = len(node.value)
+    for index, entry in enumerate(node.value):
+        _read_section(file, entry, f"teachers[{index}]")
+
+
+def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """(key, its node, value node) of a mapping; duplicate keys and what is no mapping become errors."""
+    if not isinstance(node, yaml.MappingNode):
+        file.fail(
+            node, f"{name} is not a mapping", "settings are written as `name: value`", "indent them below the section"
+        )
+        return
+    lines: dict[str, int] = {}
+    for key_node, value in node.value:
+        key = str(key_node.value)
+        if key in lines:
+            file.fail(key_node, f"{key} is given twice", f"line {lines[key]} has it already", "keep one of them")
+            continue
+        lines[key] = key_node.start_mark.line + 1
+        tag = next((n.tag for n in (node, value) if n.tag not in _PLAIN_TAGS), None)
+        if tag is not None:
+            why = "only plain values are read, so that a configuration cannot run code"
+            file.fail(value, f"{key} has the tag {tag.replace(_TAG, '!!')}", why, "remove the tag")
+            continue
+        yield key, key_node, value
+
+
+def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, section: str) -> None:
+    option = _find(key, section)
+    if option is None:
+        place = file.place(key_node)
+        error = unsupported("--" + key.replace("_", "-"), f"{place}: {key}")
+        file.errors.append(error or _unknown(place, key, section))
+        return
+    try:
+        value = _parse(option, node, f"{file.place(node)}: {key}")
+    except UsageError as error:
+        file.errors.append(error)
+        return
+    earlier, origin = file.values.setdefault(option.path, (value, file.place(node)))
+    if earlier != value:
+        what = f"{key} is {_shown(value)}, but {origin} says {_shown(earlier)}"
+        file.fail(key_node, what, f"both set {option.name}", "keep one of them")
+
+
+def _parse(option: Option, node: yaml.Node, label: str) -> Any:
+    if _is_null(node):
+        if option.optional:
+            return None
+        if option.kind is tuple:
+            return ()
+        raise UsageError(f"{label} has no value", "", "give one, or remove the line")
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
+        raise UsageError(f"{label} is not a plain value", f"{option.name} is {option.help}", "write `name: value`")
+    texts = [item.value for item in items]
+    if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
+        if option.field not in _COMMA_LISTS:
+            raise UsageError(f"{label} is a list", f"{option.name} has one value", "write `name: value`")
+        texts = [",".join(texts)]
+    return option.parse(texts, label)
+
+
+def _find(key: str, section: str) -> Option | None:
+    """The option that `key` means in `section`: its own settings first, then the flag names of all of them."""
+    for option in _own_options(section):
+        if key in (option.field, option.name) or f"{section}_{key}" == option.field:
+            return option
+    if section.startswith("teachers"):
+        return None
+    return next((option for option in all_options() if option.name == key), None)
+
+
+def _own_options(section: str) -> list[Option]:
+    if not section:
+        return []
+    return section_options(TeacherConfig if section.startswith("teachers") else section_types()[section], section)
+
+
+def _unknown(place: str, key: str, section: str) -> UsageError:
+    names = [option.field for option in _own_options(section)]
+    if not section.startswith("teachers"):
+        sections = [] if section else ["teachers", *section_types()]
+        names += [*sections, *(option.name for option in all_options())]
+    nearest = difflib.get_close_matches(key, names, n=1)
+    do = f"did you mean {nearest[0]}?" if nearest else "see --help for all names"
+    where = f" in {section}" if section else ""
+    return UsageError(f"{place}: unknown key {key}{where}", "an unknown setting would be ignored", do)
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.flags import build_parser, known_flags, parse_command_line
+
+REQUIRED_FLAGS = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank", "--context-parallel-size", "--expert-model-parallel-size", "--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters", "--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--weight-decay", "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps", "--bf16", "--seed", "--data-path", "--valid-data-path", "--split", "--tokenizer-type", "--tokenizer-model", "--save", "--load", "--save-interval", "--ckpt-step", "--eval-interval", "--eval-iters", "--log-interval", "--tensorboard-dir", "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--exit-duration-in-mins", "--exit-interval", "--distributed-timeout-minutes", "--num-workers", "--student-hf", "--teacher-hf", "--student-load", "--teacher-load", "--kd-ratio", "--kd-temperature", "--kd-temperature-scaling", "--kd-divergence", "--teacher-pipeline-layout", "--student-pipeline-layout", "--export-hf", "--dry-run", "--pack", "--overlong", "--append-eod", "--no-append-eod", "--no-shuffle"]
+
+
+def values(*argv: str) -> dict:
+    result = parse_command_line(argv)
+    assert not result.errors, result.errors
+    return {path: value for path, (value, _) in result.values.items()}
+
+
+def problem(*argv: str):
+    (error,) = parse_command_line(argv).errors
+    return error
+
+
+def test_the_public_contract_is_known():
+    assert not set(REQUIRED_FLAGS) - set(known_flags())
+    assert set(known_flags()) <= set(build_parser()._option_string_actions)
+
+
+def test_values_have_their_types_and_origins():
+    argv = ["--lr", "1e-5", "--seq-length=64", "--bf16", "--no-append-eod", "--teacher-hf", "T", "--exit-interval", "3"]
+    result = parse_command_line(argv)
+    assert result.values == {
+        "optimizer.lr": (1e-5, "--lr"),
+        "training.seq_length": (64, "--seq-length"),
+        "training.bf16": (True, "--bf16"),
+        "data.append_eod": (False, "--no-append-eod"),
+        "teachers[0].hf": ("T", "--teacher-hf"),
+        "training.exit_interval": (3, "--exit-interval"),
+    }
+
+
+def test_lists_stop_at_the_next_flag():
+    assert values("--data-path", "0.3", "a", "0.7", "b", "--seed", "1")["data.data_path"] == ("0.3", "a", "0.7", "b")
+    assert values("--data-path", "a.jsonl")["data.data_path"] == ("a.jsonl",)
+
+
+def test_config_file_is_not_a_setting():
+    result = parse_command_line(["--config", "x.yaml"])
+    assert result.config_file == "x.yaml" and not result.values
+
+
+def test_unknown_flag_names_the_nearest():
+    error = problem("--tensor-parallel-size", "2")
+    assert error.what == "--tensor-parallel-size is not a flag of mkd"
+    assert error.do == "did you mean --tensor-model-parallel-size?"
+    assert problem("--xyzzy").do == "see --help"
+
+
+def test_no_abbreviations():
+    assert problem("--seq", "3").what == "--seq is not a flag of mkd"
+
+
+def test_a_misspelt_flag_with_values_does_not_hide_the_others():
+    result = parse_command_line(["--data-paths", "a", "b", "--lr", "3e-4", "--num-layers", "12", "--seq-length", "x"])
+    assert result.values == {"optimizer.lr": (3e-4, "--lr")}
+    assert [error.what.split(":")[0] for error in result.errors] == [
+        "--data-paths is not a flag of mkd",
+        "--num-layers",
+        "--seq-length",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--seq-length", "abc"], "--seq-length: 'abc' is not a whole number"),
+        (["--seq-length", "1.5"], "--seq-length: '1.5' is not a whole number"),
+        (["--lr", "fast"], "--lr: 'fast' is not a number"),
+        (["--lr", "nan"], "--lr: 'nan' is not a number"),
+        (["--pack", "ffd"], "--pack: 'ffd' is not a known value"),
+        (["--kd-divergence", "jsd"], "--kd-divergence: jsd is not supported yet"),
+        (["--kd-divergence", "reverse_kl"], "--kd-divergence: reverse_kl is not supported yet"),
+        (["--lr"], "argument --lr: expected 1 argument"),
+        (["--bf16", "true"], "unrecognized arguments: true"),
+        (["stray"], "unrecognized arguments: stray"),
+        (["-x"], "unrecognized arguments: -x"),
+    ],
+)
+def test_wrong_values(argv, what):
+    error = problem(*argv)
+    assert error.what == what
+    assert error.do and error.exit_code == 64
+
+
+def test_choices_are_listed():
+    assert problem("--pack", "ffd").do == "use bfd or none"
+    assert problem("--kd-divergence", "jsd").do == "use forward_kl"
+    assert problem("--kd-divergence", "tvd").do == "use forward_kl"
+
+
+def test_help_is_grouped_and_ends_with_0(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for title in ("student:", "teacher:", "parallel:", "kd:", "training:", "data:", "optimizer:", "checkpoint:", "log:"):
+        assert f"\n{title}\n" in text
+    assert "(default: 2048)" in text and "%" not in text.replace("%%", "")

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mkd.config.load import format_config, load_config, save_config, settings
+from mkd.config.schema import Config
+from mkd.config.validate import validate
+from mkd.errors import ErrorList
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32}
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "student: {hf: s}\nteachers: [{name: big, hf: t}]\noptimizer:\n  lr: 1e-5\n  weight_decay: 0.3\n"
+        "data_path: [0.3, a, 0.7, 'b: #c']\nname: 'null'\nbf16: true\n",
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def test_command_line_wins_over_yaml_wins_over_defaults(yaml_file):
+    loaded = load_config(["--config", yaml_file, "--lr", "3e-4", "--no-bf16", "--teacher-load", "ckpt"])
+    assert loaded.config.optimizer.lr == 3e-4 and loaded.origins["optimizer.lr"] == "--lr"
+    assert loaded.config.optimizer.weight_decay == 0.3
+    assert loaded.origins["optimizer.weight_decay"] == f"{yaml_file}:5"
+    assert loaded.config.optimizer.clip_grad == 1.0 and loaded.origins["optimizer.clip_grad"] == "default"
+    assert loaded.config.training.bf16 is False and loaded.origins["training.bf16"] == "--no-bf16"
+    (teacher,) = loaded.config.teachers
+    assert (teacher.name, teacher.hf, teacher.load) == ("big", "t", "ckpt")
+    assert loaded.origins["teachers[0].load"] == "--teacher-load"
+
+
+def test_nothing_given_is_the_defaults():
+    loaded = load_config([])
+    assert loaded.config == Config() and set(loaded.origins.values()) == {"default"}
+
+
+def test_teacher_flags_make_the_first_teacher():
+    assert load_config(["--teacher-hf", "t", "--teacher-pipeline-layout", "3,5"]).config.teachers[0].pipeline_layout == "3,5"
+
+
+def test_problems_of_file_and_command_line_come_together(yaml_file):
+    Path(yaml_file).write_text("lrr: 3\nseq_length: x\n", encoding="utf-8")
+    with pytest.raises(ErrorList) as caught:
+        load_config(["--config", yaml_file, "--fp16", "--sed", "3"])
+    assert len(caught.value.errors) == 4 and caught.value.exit_code == 64
+    text = str(caught.value)
+    for part in ("4 problems:", "did you mean lr?", "run.yaml:2: seq_length", "--fp16: known", "did you mean --seed?"):
+        assert part in text
+
+
+def test_saved_config_loads_back(yaml_file, tmp_path):
+    argv = ["--config", yaml_file, "--dry-run", "--seed", "7", "--split", "98,1,1", "--name", "a b 'x' \"y\" #z"]
+    loaded = load_config(argv)
+    saved = tmp_path / "saved.yaml"
+    save_config(loaded, saved)
+    again = load_config(["--config", str(saved)])
+    assert again.config == loaded.config
+    assert all(origin.startswith(str(saved)) for origin in again.origins.values())
+    text = saved.read_text(encoding="utf-8")
+    assert f"  lr: 1e-05  # {yaml_file}:4" in text
+    assert "  seed: 7  # --seed" in text and "  clip_grad: 1.0  # default" in text
+
+
+@pytest.mark.parametrize("teachers", ["[]", "[{hf: a}, {load: b, weight: 0.5}]"])
+def test_any_number_of_teachers_is_saved(tmp_path, teachers):
+    source, saved = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    source.write_text(f"teachers: {teachers}\n", encoding="utf-8")
+    loaded = load_config(["--config", str(source)])
+    save_config(loaded, saved)
+    assert load_config(["--config", str(saved)]).config == loaded.config
+
+
+def test_format_shows_every_value_once_and_aligned(yaml_file):
+    loaded = load_config(["--config", yaml_file, "--seed", "7"])
+    lines = format_config(loaded).splitlines()
+    assert len(lines) == len(list(settings(loaded.config))) == len(loaded.origins)
+    assert {line.split()[0]: line.split()[-1] for line in lines} == dict(loaded.origins)
+    (seed,) = (line for line in lines if line.startswith("training.seed "))
+    assert seed.split() == ["training.seed", "7", "--seed"]
+    column = seed.index("--seed")
+    assert all(line[column - 1] == " " and line[column] != " " for line in lines)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_valid(path):
+    config = load_config(["--config", str(path)]).config
+    assert validate(config, WORLD_SIZES[path.name]) == []
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES} == set(WORLD_SIZES)

@@ -1,0 +1,188 @@
+"""From flags to data sets: caches, splits, and errors that all processes see."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from mkd.data.build import open_datasets
+from mkd.data.store_builder import build_store
+from mkd.data.tokenizer import HuggingFaceTokenizer
+from mkd.errors import DataError, UsageError
+from tests.data.conftest import train_hf_tokenizer
+
+
+@pytest.fixture
+def open_data(tokenizer, tmp_path):
+    def open_(*data_path, **options):
+        cache = str(tmp_path / "cache")
+        options = {"tokenizer": tokenizer, "seq_length": 16, "vocab_size": 350, "cache_dir": cache, **options}
+        return open_datasets(data_path=list(data_path), **options)
+
+    return open_
+
+
+@pytest.fixture
+def texts(write_jsonl):
+    return write_jsonl("texts.jsonl", *({"text": f"The fox {i}"} for i in range(40)))
+
+
+def cached(tmp_path):
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+
+
+def loss_tokens(dataset):
+    return sum(int(dataset[i].loss_mask.sum()) for i in range(len(dataset)))
+
+
+def test_a_raw_file_is_tokenised_once(open_data, texts, tmp_path, tokenizer):
+    train, valid = open_data(texts)
+    expected = sum(len(tokenizer.encode(f"The fox {i}")) for i in range(40))
+    assert valid is None and loss_tokens(train) == expected
+    before = cached(tmp_path)
+    open_data(texts)
+    assert cached(tmp_path) == before and len(before) == 3
+
+
+def test_the_cache_sees_content_settings_and_tokenizer(open_data, texts, tmp_path):
+    open_data(texts)
+    open_data(texts, append_eod=False)
+    open_data(texts, tokenizer=HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)))
+    Path(texts).write_text('{"text": "Another text"}\n')
+    open_data(texts)
+    assert len(cached(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "meta.json"])
+def test_a_torn_cache_is_built_again(open_data, texts, tmp_path, end):
+    train, _ = open_data(texts)
+    (file,) = (tmp_path / "cache").glob(f"*.{end}")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    again, _ = open_data(texts)
+    assert file.read_bytes() == content and loss_tokens(again) == loss_tokens(train)
+
+
+def test_split_by_documents(open_data, texts):
+    whole, _ = open_data(texts)
+    train, valid = open_data(texts, split="90,10,0")
+    assert (train.num_documents, valid.num_documents) == (36, 4)
+    assert loss_tokens(train) + loss_tokens(valid) == loss_tokens(whole)
+    assert open_data(texts, split="999,1,0")[1] is None  # not a document
+
+
+def test_validation_data_of_its_own(open_data, texts, write_jsonl, tokenizer):
+    held_out = write_jsonl("valid.jsonl", {"text": "lazy dog"})
+    train, valid = open_data(texts, valid_data_path=[held_out], split="50,50,0")
+    assert loss_tokens(train) == loss_tokens(open_data(texts)[0])
+    assert loss_tokens(valid) == len(tokenizer.encode("lazy dog"))
+
+
+def test_blend_of_raw_and_tokenised(open_data, texts, write_jsonl, tokenizer, tmp_path):
+    prefix = str(tmp_path / "tokens")
+    build_store([write_jsonl("b.jsonl", {"text": "dog"})], prefix, tokenizer, True)
+    train, _ = open_data("1", texts, "3", prefix)
+    assert train.weights == [1.0, 3.0] and len(train.members) == 2
+    train, _ = open_data(texts, prefix)
+    assert train.weights is None
+
+
+def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
+    prefix = str(tmp_path / "tokens")
+    build_store([texts], prefix, HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)), True)
+    with pytest.raises(DataError, match="(?s)was tokenised with another tokenizer.*why: .*do: .*preprocess_data.py"):
+        open_data(prefix)
+
+
+def test_token_ids_beyond_the_model_are_refused_at_once(open_data, make_store, texts):
+    with pytest.raises(DataError, match="document 1 has token id 350, the model knows 0 to 349"):
+        open_data(make_store([[1, 2], [3, 350]]).prefix)
+    with pytest.raises(DataError, match="the model knows 0 to 99"):
+        open_data(texts, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("missing.jsonl", "missing.jsonl: nothing found"), ("missing", "looked for missing.bin with missing.idx")],
+)
+def test_missing_paths(open_data, texts, path, message):
+    with pytest.raises(DataError, match=message):
+        open_data(path)
+    with pytest.raises(DataError, match=f"--valid-data-path {path}: nothing found"):
+        open_data(texts, valid_data_path=[path])
+
+
+def test_nothing_left_for_training(open_data, texts):
+    with pytest.raises(DataError, match="(?s)--split 0,1,0 leaves no document for training.*why: .*do: "):
+        open_data(texts, split="0,1,0")
+    with pytest.raises(UsageError, match="--split x is not a split"):
+        open_data(texts, split="x")
+
+
+def test_an_all_masked_file_is_refused(open_data, write_jsonl):
+    path = write_jsonl("a.jsonl", {"messages": [{"role": "user", "content": "no answer"}]})
+    with pytest.raises(DataError, match="no loss tokens"):
+        open_data(path)
+
+
+class Ranks:
+    """`share` of two threads that stand for processes: rank 1 waits for what rank 0 has."""
+
+    def __init__(self):
+        self.ready, self.value = threading.Event(), None
+
+    def share_of(self, rank):
+        def share(value):
+            if rank == 0:
+                self.value = value
+                self.ready.set()
+            assert self.ready.wait(30)
+            return self.value
+
+        return share
+
+
+def run_two_ranks(open_data, *paths, **options):
+    ranks, outcomes = Ranks(), [None, None]
+
+    def run(rank):
+        try:
+            outcomes[rank] = open_data(*paths, is_builder=rank == 0, share=ranks.share_of(rank), **options)
+        except DataError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def test_other_processes_open_what_the_builder_made(open_data, texts):
+    (first, _), (second, _) = run_two_ranks(open_data, texts)
+    assert len(first) == len(second) and loss_tokens(first) == loss_tokens(second)
+
+
+def test_an_error_of_the_builder_is_raised_by_all(open_data, write_jsonl):
+    outcomes = run_two_ranks(open_data, write_jsonl("a.jsonl", b"{"))
+    assert all(isinstance(error, DataError) and "a.jsonl:1: not valid JSON" in error.what for error in outcomes)
+
+
+def test_even_an_unexpected_error_of_the_builder_reaches_all(open_data, texts):
+    class Broken(HuggingFaceTokenizer):
+        def encode(self, text):
+            raise ZeroDivisionError("broken")
+
+    outcomes = run_two_ranks(open_data, texts, tokenizer=Broken(train_hf_tokenizer()))
+    assert all("preparing the data failed: ZeroDivisionError: broken" in str(error) for error in outcomes)
+
+
+def test_description_of_a_cache(open_data, texts, tmp_path, tokenizer):
+    open_data(texts)
+    (meta,) = (tmp_path / "cache").glob("texts-*.meta.json")
+    content = json.loads(meta.read_text())
+    assert content["tokenizer_fingerprint"] == tokenizer.fingerprint and content["documents"] == 40

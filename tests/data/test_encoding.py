@@ -1,0 +1,40 @@
+"""Files to chunks: the order, whatever the number of workers, and errors that name their place."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mkd.data.encoding import ROWS_PER_CHUNK, encode_files
+
+
+def joined(chunks):
+    chunks = list(chunks)
+    arrays = [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "loss", "lengths")]
+    return arrays, [str(error) for chunk in chunks for error in chunk.errors]
+
+
+def test_order_and_errors_do_not_depend_on_workers(tokenizer, write_jsonl):
+    first = write_jsonl("a.jsonl", *({"text": f"fox {i} " * (i % 7)} for i in range(3 * ROWS_PER_CHUNK + 5)))
+    second = write_jsonl("b.jsonl", *({"prompt": f"{i}", "completion": "dog"} for i in range(9)), b"{")
+    alone, errors = joined(encode_files([first, second], tokenizer, True))
+    state = torch.get_rng_state()
+    shared, shared_errors = joined(encode_files([first, second], tokenizer, True, workers=2))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, shared, strict=True))
+    assert len(alone[2]) == 3 * ROWS_PER_CHUNK + 14
+    assert errors == shared_errors and errors[0].startswith(f"{second}:10: not valid JSON")
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_document_is_where_its_line_is(tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", {"text": "one"}, {"text": ""}, {"text": "three"})
+    (chunk,) = encode_files([path], tokenizer, True)
+    parts = np.split(chunk.ids, np.cumsum(chunk.lengths)[:-1])
+    assert [tokenizer.decode(part) for part in parts] == ["one<|endoftext|>", "<|endoftext|>", "three<|endoftext|>"]
+
+
+def test_an_unreadable_file_is_an_error_of_its_own(tokenizer, write_jsonl, tmp_path):
+    good = write_jsonl("a.jsonl", {"text": "one"})
+    (tmp_path / "b.parquet").write_bytes(b"junk")
+    arrays, errors = joined(encode_files([str(tmp_path / "b.parquet"), good], tokenizer, True))
+    assert len(arrays[2]) == 1 and len(errors) == 1 and "b.parquet is not a valid parquet file" in errors[0]

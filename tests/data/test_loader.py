@@ -1,0 +1,136 @@
+"""Streams of micro-batches: data parallelism, resuming, workers, evaluation."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.loader import EvalStream, TrainStream
+from mkd.errors import DataError
+
+TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+
+
+@pytest.fixture
+def dataset(make_store):
+    """23 packs in two members, mixed 3:1."""
+    members = [
+        PackedDataset(
+            make_store([[i + 100 * m] * 6 for i in range(n)], name=f"m{m}"),
+            seq_length=8,
+            vocab_size=1000,
+            pad_id=0,
+        )
+        for m, n in enumerate((17, 6))
+    ]
+    return BlendedDataset(members, [3, 1])
+
+
+def steps(dataset, count, **options):
+    """Samples of `count` steps: [step][micro-batch] -> sample ids."""
+    options = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 5, **options}
+    stream = TrainStream(dataset, **options)
+    return [[batch.sample_ids for batch in stream.next_step()] for _ in range(count)]
+
+
+def test_microbatches_are_the_sample_order_in_turn(dataset):
+    order = dataset.sample_order(5, True)(0, 24).reshape(3, 4, 2).tolist()
+    assert steps(dataset, 3) == [[tuple(row) for row in step] for step in order]
+
+
+@pytest.mark.parametrize(("micro", "dp"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+def test_every_layout_has_the_same_samples_in_every_step(dataset, micro, dp):
+    ranks = [steps(dataset, 6, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=dp) for rank in range(dp)]
+    for step, expected in enumerate(steps(dataset, 6)):
+        samples = Counter(i for rank in ranks for batch in rank[step] for i in batch)
+        assert samples == Counter(i for batch in expected for i in batch)
+
+
+def test_samples_are_dealt_out_as_megatron_does(dataset):
+    whole = dataset.sample_order(5, True)(0, 8).tolist()
+    rank1 = steps(dataset, 1, data_parallel_rank=1, data_parallel_size=2)
+    assert rank1 == [[tuple(whole[2:4]), tuple(whole[6:8])]]
+
+
+@pytest.mark.parametrize("consumed", [8, 40, 24_000])
+def test_resuming_anywhere_goes_on_with_the_same_samples(dataset, consumed):
+    before = consumed - 8
+    assert steps(dataset, 4, consumed_samples=before)[1:] == steps(dataset, 3, consumed_samples=consumed)
+
+
+def test_resuming_with_another_layout_goes_on_with_the_same_samples(dataset):
+    one = steps(dataset, 2, consumed_samples=16)
+    ranks = [
+        steps(dataset, 2, consumed_samples=16, micro_batch_size=1, data_parallel_rank=r, data_parallel_size=4) for r in range(4)
+    ]
+    for step in range(2):
+        assert Counter(sum(one[step], ())) == Counter(i for rank in ranks for batch in rank[step] for i in batch)
+
+
+def test_consumed_samples_counts_steps_taken_not_read_ahead(dataset):
+    stream = TrainStream(dataset, micro_batch_size=2, global_batch_size=8, consumed_samples=16)
+    stream.next_step()
+    assert stream.consumed_samples == 24
+
+
+def test_batches_do_not_depend_on_workers(dataset):
+    options = dict(micro_batch_size=2, global_batch_size=8, seed=1)
+    alone, ahead = TrainStream(dataset, **options), TrainStream(dataset, num_workers=2, **options)
+    for _ in range(5):
+        for a, b in zip(alone.next_step(), ahead.next_step(), strict=True):
+            assert a.sample_ids == b.sample_ids and a.num_loss_tokens == b.num_loss_tokens
+            assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_global_random_states_are_left_alone(dataset, workers):
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    TrainStream(dataset, micro_batch_size=2, global_batch_size=8, num_workers=workers).next_step()
+    list(EvalStream(dataset, micro_batch_size=2, global_batch_size=8, eval_iters=1, num_workers=workers))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert (states[1], states[2]) == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_reading_arrive_as_they_are(make_store, workers):
+    dataset = PackedDataset(make_store([[1, 2], [3, 4000]]), seq_length=8, vocab_size=10, pad_id=0)
+    stream = TrainStream(dataset, micro_batch_size=1, global_batch_size=1, num_workers=workers)
+    with pytest.raises(DataError) as caught:
+        stream.next_step()
+    assert caught.value.what.endswith("document 1 has token id 4000, the model knows 0 to 9") and caught.value.do
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_evaluation_takes_every_pack_once_and_fills_up_with_empty_ones(dataset, dp):
+    streams = [
+        EvalStream(
+            dataset,
+            micro_batch_size=2,
+            global_batch_size=8,
+            eval_iters=100,
+            data_parallel_rank=rank,
+            data_parallel_size=dp,
+        )
+        for rank in range(dp)
+    ]
+    samples = Counter(i for stream in streams for step in stream for batch in step for i in batch.sample_ids)
+    assert samples == Counter({**dict.fromkeys(range(23), 1), -1: 1})
+    assert {len(step) for stream in streams for step in stream} == {4 // dp} and {len(s) for s in streams} == {3}
+
+
+def test_evaluation_restarts_and_is_limited(dataset):
+    stream = EvalStream(dataset, micro_batch_size=1, global_batch_size=4, eval_iters=2)
+    first, second = ([i for step in stream for batch in step for i in batch.sample_ids] for _ in range(2))
+    assert first == second == [0, 2, 5, 8, 11, 14, 17, 20]  # evenly spaced over both members
+
+
+def test_empty_packs_have_no_loss(dataset):
+    stream = EvalStream(dataset, micro_batch_size=8, global_batch_size=8, eval_iters=9)
+    last = list(stream)[-1][0]
+    assert last.sample_ids[-1] == -1 and last.loss_mask[0, -8:].sum() == 0
+    assert last.cu_seqlens_padded[-1] == 64 and last.cu_seqlens.diff()[-1] == 0

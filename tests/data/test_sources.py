@@ -1,0 +1,64 @@
+"""Blends, splits and paths as they are written on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
+from mkd.errors import DataError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("values", "blend"),
+    [
+        (["a"], Blend(("a",), None)),
+        (["a", "b"], Blend(("a", "b"), None)),
+        (["3", "a", "0.5", "b"], Blend(("a", "b"), (3.0, 0.5))),
+        (["1", "a", "2"], Blend(("1", "a", "2"), None)),
+    ],
+)
+def test_blends(values, blend):
+    assert parse_blend(values) == blend
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "--data-path is empty"),
+        (["1", "a", "b", "c"], "b stands where a positive weight is expected"),
+        (["0", "a"], "0 stands where"),
+        (["nan", "a"], "nan stands where"),
+        (["1", "a", "-2", "b"], "-2 stands where"),
+    ],
+)
+def test_malformed_blends(values, message):
+    with pytest.raises(UsageError) as caught:
+        parse_blend(values)
+    assert message in str(caught.value) and caught.value.do
+
+
+def test_splits():
+    assert parse_split("99,1,0") == (0.99, 1.0)
+    assert parse_split("969, 30, 1") == (0.969, 0.999)
+    assert parse_split("3,1") == (0.75, 1.0)
+    assert parse_split("1") == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2", "1,1,1,1", "nan,1", "inf"])
+def test_malformed_splits(split):
+    with pytest.raises(UsageError, match="(?s)is not a split.*why: .*do: .*99,1,0"):
+        parse_split(split)
+
+
+def test_prefixes_with_and_without_suffix(make_store):
+    prefix = make_store([[1, 2]]).prefix
+    assert {find_prefix(prefix + end) for end in ("", ".bin", ".idx")} == {prefix}
+    assert is_raw("a.jsonl") and is_raw("b/c.parquet") and not is_raw(prefix)
+
+
+def test_missing_path_lists_where_was_looked(tmp_path):
+    with pytest.raises(DataError) as caught:
+        find_prefix(str(tmp_path / "c.bin"), "--valid-data-path")
+    text = str(caught.value)
+    assert text.startswith("--valid-data-path ") and f"looked for {tmp_path}/c.bin.bin with" in text
+    assert f"{tmp_path}/c.bin with {tmp_path}/c.idx" in text and ".jsonl" in text and "do:" in text

@@ -1,0 +1,107 @@
+"""Raw files to corpora: content, independence of workers, and nothing half-done on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mkd.data.store import TokenStore
+from mkd.data.store_builder import MAX_REPORTED_ERRORS, StoreSummary, build_store, cache_key
+from mkd.data.tokenizer import HuggingFaceTokenizer
+from mkd.errors import EXIT_DATA, DataError, ErrorList
+from tests.data.conftest import train_hf_tokenizer
+
+MESSAGES = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", {"text": "The fox"}, {"text": ""}, MESSAGES, {"prompt": "p", "completion": "c"})
+    prefix = str(tmp_path / "new" / "corpus")
+    summary = build_store([path], prefix, tokenizer, True)
+    store = TokenStore.open(prefix)
+    ids, loss = store.document(2)
+    assert (ids.tolist(), loss.tolist()) == tuple(map(list, tokenizer.apply_chat_template(MESSAGES["messages"])))
+    targets = sum(int(store.document(i)[1][1:].sum()) for i in range(4))
+    highest = max(int(store.document(i)[0].max()) for i in range(4))
+    assert summary == StoreSummary(4, store.num_tokens, targets, highest)
+    meta = json.loads(Path(prefix + ".meta.json").read_text())
+    assert meta["tokenizer_fingerprint"] == tokenizer.fingerprint and meta["append_eod"] is True
+    assert meta["sources"] == [{"path": path, "bytes": Path(path).stat().st_size}] and meta["tokens"] == summary.tokens
+
+
+def test_text_alone_has_no_mask_file(tokenizer, write_jsonl, tmp_path):
+    build_store([write_jsonl("a.jsonl", {"text": "fox"})], str(tmp_path / "c" / "c"), tokenizer, False)
+    assert set(files_of(tmp_path / "c")) == {"c.bin", "c.idx", "c.meta.json"}
+    assert np.fromfile(tmp_path / "c/c.bin", dtype=np.uint16).tolist() == tokenizer.encode("fox")
+
+
+def test_bytes_do_not_depend_on_workers(tokenizer, write_jsonl, tmp_path):
+    records = [({"text": f"fox {i} " * (i % 9)}, MESSAGES)[i % 2] for i in range(1200)]
+    inputs = [write_jsonl("a.jsonl", *records), write_jsonl("b.jsonl", *records[:5])]
+    summaries = [build_store(inputs, str(tmp_path / f"{n}" / "c"), tokenizer, True, workers=n) for n in (0, 2)]
+    assert summaries[0] == summaries[1] and summaries[0].documents == 1205
+    assert files_of(tmp_path / "0") == files_of(tmp_path / "2")
+
+
+def test_a_failure_keeps_the_old_corpus_and_leaves_nothing_else(tokenizer, write_jsonl, tmp_path):
+    prefix = str(tmp_path / "c" / "c")
+    build_store([write_jsonl("a.jsonl", MESSAGES)], prefix, tokenizer, True)
+    before = files_of(tmp_path / "c")
+    with pytest.raises(DataError, match="b.jsonl:2: not valid JSON"):
+        build_store([write_jsonl("b.jsonl", {"text": "ok"}, b"{")], prefix, tokenizer, True)
+    assert files_of(tmp_path / "c") == before
+
+
+def test_replacing_a_masked_corpus_removes_its_mask(tokenizer, write_jsonl, tmp_path):
+    prefix = str(tmp_path / "c" / "c")
+    build_store([write_jsonl("a.jsonl", MESSAGES)], prefix, tokenizer, True)
+    build_store([write_jsonl("a.jsonl", {"text": "fox"})], prefix, tokenizer, True)
+    assert set(files_of(tmp_path / "c")) == {"c.bin", "c.idx", "c.meta.json"}
+
+
+def test_several_malformed_records_are_reported_at_once(tokenizer, write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", b"{", {"text": "ok"}, {"body": 1}, {"text": None})
+    with pytest.raises(ErrorList) as caught:
+        build_store([path], str(tmp_path / "c"), tokenizer, True)
+    text = str(caught.value)
+    assert text.startswith("3 problems:") and caught.value.exit_code == EXIT_DATA
+    assert all(f"{path}:{line}: " in text for line in (1, 3, 4)) and text.count("why:") == text.count("do:") == 3
+
+
+def test_at_most_ten_malformed_records_are_reported(tokenizer, write_jsonl, tmp_path):
+    with pytest.raises(ErrorList) as caught:
+        build_store([write_jsonl("a.jsonl", *[b"{"] * 5000)], str(tmp_path / "c"), tokenizer, True)
+    assert len(caught.value.errors) == MAX_REPORTED_ERRORS + 1
+    assert "reading stopped after 10 malformed records" in str(caught.value)
+
+
+def test_nothing_to_train_on(tokenizer, write_jsonl, tmp_path):
+    with pytest.raises(DataError, match="(?s)no tokens in .*a.jsonl.*why: .*do: "):
+        build_store([write_jsonl("a.jsonl", {"text": ""})], str(tmp_path / "c"), tokenizer, False)
+    with pytest.raises(DataError, match="missing.jsonl not found"):
+        build_store([str(tmp_path / "missing.jsonl")], str(tmp_path / "c"), tokenizer, True)
+
+
+def test_a_folder_that_cannot_be_written(tokenizer, write_jsonl, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="(?s)the corpus cannot be written.*why: .*do: "):
+        build_store([write_jsonl("a.jsonl", {"text": "x"})], str(tmp_path / "file" / "c"), tokenizer, True)
+
+
+def test_cache_key_is_the_content_and_what_decides_the_tokens(tokenizer, write_jsonl):
+    key = cache_key(write_jsonl("a.jsonl", {"text": "fox"}), tokenizer, True)
+    assert key == cache_key(write_jsonl("renamed.jsonl", {"text": "fox"}), tokenizer, True)
+    other_template = HuggingFaceTokenizer(train_hf_tokenizer(template="{{ messages }}"))
+    others = [
+        cache_key(write_jsonl("a.jsonl", {"text": "dog"}), tokenizer, True),
+        cache_key(write_jsonl("a.jsonl", {"text": "fox"}), tokenizer, False),
+        cache_key(write_jsonl("a.jsonl", {"text": "fox"}), other_template, True),
+    ]
+    assert len({key, *others}) == 4

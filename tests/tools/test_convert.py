@@ -1,0 +1,118 @@
+"""The converters and the parity check as a user starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.tiny_models import make_model
+from tools import check_parity, convert_hf_to_mcore, convert_mcore_to_hf
+from tools.check_parity import Parity, random_documents
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("original"), "llama")  # padded groups and vocabulary at TP=2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(original, tmp_path_factory):
+    """`original`, converted by two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "mcore"
+    result = start("convert_hf_to_mcore.py", "--hf", original, "--save", folder, tensor_parallel=2)
+    assert result.returncode == 0, result.stderr
+    assert f"saved llama, 4 layers, float32, to {folder / 'iter_0000000'}" in result.stdout
+    return folder
+
+
+def start(tool, *args, tensor_parallel=1):
+    """Run a tool in its own process or processes."""
+    command = [sys.executable]
+    if tensor_parallel > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tensor_parallel)]
+        args = (*args, "--tensor-model-parallel-size", tensor_parallel)
+    command += [str(ROOT / "tools" / tool), *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+
+
+def exit_code(tool, monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, args)])
+    return tool.main()
+
+
+def test_there_and_back_at_another_layout_is_bitwise(original, checkpoint, tmp_path):
+    result = start("convert_mcore_to_hf.py", "--load", checkpoint, "--hf-out", tmp_path / "back")
+    assert result.returncode == 0, result.stderr
+    found, expected = all_tensors(tmp_path / "back"), all_tensors(original)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert (tmp_path / "back" / "generation_config.json").exists()
+
+
+def test_parity_of_a_checkpoint_with_transformers(original, checkpoint):
+    result = start("check_parity.py", "--hf", original, "--load", checkpoint, "--tolerance", "1e-5")
+    assert result.returncode == 0, result.stderr
+    assert "top-1 agreement 1.000000" in result.stdout
+
+
+def test_parity_fails_for_another_model(original, tmp_path):
+    other = make_model(tmp_path / "other", "llama", seed=1)
+    result = start("check_parity.py", "--hf", original, "--hf-b", other)
+    assert result.returncode == EXIT_CHECKPOINT
+    assert "max |dlogit|" in result.stdout and "beyond the tolerances: 0.0001" in result.stderr
+
+
+def test_parity_figures():
+    reference = torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 3.0]])
+    same = Parity.between(reference, reference + 1.0)  # a constant shift changes logits, not probabilities
+    assert same.max_logit_difference == 1.0 and same.relative_difference == 0.25
+    assert abs(same.kl) < 1e-15 and same.top1_agreement == 1.0
+    other = Parity.between(torch.tensor([[0.0, 0.0]] * 2), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
+    # KL([1/2, 1/2] || softmax([0, -1])) = ln((1 + e^-1) / 2) + 1/2
+    assert other.kl == pytest.approx(0.1201145, abs=1e-6)
+    assert other.top1_agreement == 0.5
+
+
+def test_random_documents_have_several_lengths_and_repeat():
+    first, second = random_documents(50, 3, 12, seed=7), random_documents(50, 3, 12, seed=7)
+    assert [len(ids) for ids in first] == [12, 6, 4]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_wrong_number_of_processes(original, tmp_path, monkeypatch, capsys):
+    args = ["--hf", original, "--save", tmp_path / "new", "--pipeline-model-parallel-size", 4]
+    assert exit_code(convert_hf_to_mcore, monkeypatch, *args) == EXIT_USAGE
+    message = capsys.readouterr().err
+    assert "tensor-model-parallel-size 1 x pipeline-model-parallel-size 4 is not 1 processes" in message
+    assert "torchrun --nproc-per-node 4" in message
+
+
+def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, monkeypatch, capsys):
+    assert exit_code(convert_hf_to_mcore, monkeypatch, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
+    assert "already holds checkpoints" in capsys.readouterr().err
+
+
+def test_nothing_to_convert(tmp_path, monkeypatch, capsys):
+    args = ["--load", tmp_path, "--hf-out", tmp_path / "out"]
+    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert f"--load {tmp_path} holds no checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, monkeypatch, capsys):
+    (tmp_path / "metadata.json").write_text("{}")
+    args = ["--load", tmp_path, "--hf-out", tmp_path / "out"]
+    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert "--reference-hf" in capsys.readouterr().err
+
+
+def test_nothing_to_compare(original, monkeypatch, capsys):
+    assert exit_code(check_parity, monkeypatch, "--hf", original, "--num-tokens", 0) == EXIT_USAGE
+    assert "nothing would be compared" in capsys.readouterr().err

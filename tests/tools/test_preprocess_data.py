@@ -1,0 +1,67 @@
+"""The command line of tools/preprocess_data.py, run as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from mkd.data.store import TokenStore
+from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
+from tools.preprocess_data import main
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("spm") / "m"
+    sentences = iter(["The quick brown fox jumps over the lazy dog."] * 9)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=sentences, model_prefix=str(prefix), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+    )
+    return f"{prefix}.model"
+
+
+def test_files_become_a_corpus(model, tmp_path):
+    for name, texts in (("a.jsonl", ["The fox"] * 300), ("b.jsonl", ["lazy dog", "brown"])):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [sys.executable, TOOL, "--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--output-prefix", tmp_path / "c"]
+    command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--workers", 2]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert result.returncode == EXIT_DONE, result.stderr
+    store = TokenStore.open(str(tmp_path / "c"))
+    processor = sentencepiece.SentencePieceProcessor(model_file=model)
+    assert len(store) == 302 and store.document(300)[0].tolist() == [*processor.encode("lazy dog"), processor.eos_id()]
+    numbers = re.search(r"302 documents, (\d+) tokens, (\d+) loss tokens, \d+ tokens/s", result.stdout)
+    assert int(numbers[1]) == store.num_tokens and int(numbers[2]) == store.num_tokens - 302
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "message"),
+    [
+        ((), EXIT_DATA, "bad.jsonl:2: text is a number\n  why: "),
+        (("--tokenizer-type", "Unknown"), EXIT_USAGE, "--tokenizer-type Unknown is not known"),
+        (("--workers", "0"), EXIT_USAGE, "--workers 0 is not a number of processes"),
+    ],
+)
+def test_errors_have_their_exit_codes(model, tmp_path, capsys, options, exit_code, message):
+    (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n{"text": 1}\n')
+    common = ["--input", str(tmp_path / "bad.jsonl"), "--output-prefix", str(tmp_path / "c")]
+    common += ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer"]
+    assert main([*common, *options]) == exit_code
+    output = capsys.readouterr()
+    assert message in output.err and not output.out and not list(tmp_path.glob("c.*"))
+
+
+def test_eos_can_be_left_out(model, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "The fox"}\n')
+    options = ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer", "--no-append-eod"]
+    assert main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *options]) == EXIT_DONE
+    processor = sentencepiece.SentencePieceProcessor(model_file=model)
+    assert TokenStore.open(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")

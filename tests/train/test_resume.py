@@ -1,0 +1,119 @@
+"""Stopping and going on equals never stopping: bitwise at the same layout, equal parameters at another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_models import add_tokenizer, make_model
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Folders of a student and a teacher with one tokenizer, and a text file."""
+    folder = tmp_path_factory.mktemp("resume")
+    add_tokenizer(make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True))
+    add_tokenizer(make_model(folder / "teacher", "llama", seed=2, hidden_size=72, num_hidden_layers=6))
+    with open(folder / "text.jsonl", "w", encoding="utf-8") as text:
+        for i in range(60):
+            text.write(json.dumps({"text": f"document {i}: " + "the quick brown fox " * (i % 7 + 1)}) + "\n")
+    return folder
+
+
+def argv(files, run, *more):
+    flags = {
+        "--student-hf": files / "student", "--teacher-hf": files / "teacher", "--data-path": files / "text.jsonl",
+        "--seq-length": 64, "--global-batch-size": 4, "--train-iters": STEPS, "--lr": 1e-3, "--lr-warmup-iters": 2,
+        "--save": files / run, "--data-cache-path": files / "cache",
+    }  # fmt: skip
+    return [str(word) for pair in flags.items() for word in pair] + [str(word) for word in more]
+
+
+def train_and_hash(arguments, export=None):
+    """Train on this world; SHA-256 of this rank's parameters and optimizer state, and the position."""
+    import os
+
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.main import export as export_student
+    from mkd.train.setup import build_run, plan_run
+
+    world_size = torch.distributed.get_world_size()
+    run = build_run(plan_run(load_config(arguments).config, world_size), detect())
+    try:
+        train(run)
+        if export is not None:
+            export_student(run, export)
+    finally:
+        run.reporter.close()
+    digest = hashlib.sha256()
+    for chunk in run.engine.chunks:
+        for name, parameter in sorted(chunk.named_parameters()):
+            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    for optimizer in run.engine.optimizer.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            digest.update(state["exp_avg"].numpy().tobytes() + state["exp_avg_sq"].numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    assert os.path.exists(arguments[arguments.index("--save") + 1])
+    return digest.hexdigest(), run.position
+
+
+LAYOUTS = {
+    "one process": (1, ()),
+    "TP2": (2, ("--tensor-model-parallel-size", 2)),
+    "PP2": (2, ("--pipeline-model-parallel-size", 2)),
+    "DP2": (2, ()),
+    "DP2 distributed optimizer": (2, ("--use-distributed-optimizer",)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resume_is_bitwise(name, files, ranks):
+    world, layout = LAYOUTS[name]
+    whole, halves = f"whole {name}", f"halves {name}"
+    straight = ranks.run(train_and_hash, world, argv(files, whole, *layout))
+    ranks.run(train_and_hash, world, argv(files, halves, *layout, "--exit-interval", STEPS // 2))
+    resumed = ranks.run(train_and_hash, world, argv(files, halves, *layout, "--load", files / halves))
+    assert resumed == straight
+    lines = [json.loads(line) for line in (files / halves / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("first, second", [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2")])
+def test_resume_at_another_layout(first, second, files, ranks):
+    """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
+    run = f"{first} then {second}"
+    world, layout = LAYOUTS[first]
+    half = argv(files, run, *layout, "--exit-interval", STEPS // 2)
+    ranks.run(train_and_hash, world, half, files / f"{run} a")
+    world, layout = LAYOUTS[second]
+    stop_now = argv(files, f"{run} b", *layout, "--load", files / run, "--train-iters", STEPS // 2)
+    _, position = ranks.run(train_and_hash, world, stop_now, files / f"{run} b hf")[0]
+    assert (position.iteration, position.consumed_samples) == (STEPS // 2, 4 * STEPS // 2)
+    saved, loaded = (load_file(files / name / "model.safetensors") for name in (f"{run} a", f"{run} b hf"))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
+
+    ranks.run(train_and_hash, world, argv(files, f"{run} c", *layout, "--load", files / run), files / f"{run} c hf")
+    ranks.run(train_and_hash, 1, argv(files, "whole reference"), files / "whole hf")
+    resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", "whole hf"))
+    for name in straight:
+        assert (resumed[name] - straight[name]).norm() <= 1e-4 * straight[name].norm(), name
+
+
+def test_checkpoint_holds_the_student_alone(files, ranks):
+    """Nothing of the teacher's shape (72 wide, 6 layers) is in the checkpoint's metadata."""
+    from megatron.core import dist_checkpointing
+
+    ranks.run(train_and_hash, 1, argv(files, "alone", "--exit-interval", 1))
+    folder = files / "alone" / "iter_0000001"
+    tensors = dist_checkpointing.load_tensors_metadata(str(folder))
+    assert tensors and not any("teacher" in name for name in tensors)
+    assert not any(72 in tensor.global_shape or tensor.global_shape[:1] == (6,) for tensor in tensors.values())
+    assert (files / "alone" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
