@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
@@ -79,9 +80,8 @@ def save_checkpoint(
         content_metadata=_content_metadata(context),
     )
     if context.rank == 0:
-        layout = {"tensor_parallel": context.tp_size, "pipeline_parallel": context.pp_size}
-        layout |= {"virtual_stages": context.virtual_stages, "data_parallel": context.dp_size}
-        _write_atomically(folder / STATE_FILE, json.dumps({**asdict(position), "layout": layout}, indent=1) + "\n")
+        content = {**asdict(position), "layout": _layout(context), "optimizer": _kind(state)}
+        _write_atomically(folder / STATE_FILE, json.dumps(content, indent=1) + "\n")
         if hf_dir is not None:
             copy_hf_assets(hf_dir, folder / HF_FOLDER)
         _write_atomically(directory / POINTER, f"{position.iteration}\n")
@@ -89,20 +89,17 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext, load_rng: bool = True) -> TrainingPosition:
+def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext) -> TrainingPosition:
     """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
 
     Random states are restored when the layout is the one of the save, else the generators keep their seed.
     """
     saved = read_state(folder)
-    same_layout = saved.get("layout") == {
-        "tensor_parallel": context.tp_size,
-        "pipeline_parallel": context.pp_size,
-        "virtual_stages": context.virtual_stages,
-        "data_parallel": context.dp_size,
-    }
+    if state.optimizer is not None:
+        _require_same_kind(folder, saved.get("optimizer"), _kind(state))
+        _give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
-    if not (load_rng and same_layout):
+    if saved.get("layout") != _layout(context):
         wanted.pop("rng", None)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
     try:
@@ -116,7 +113,7 @@ def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext
     for index, model in enumerate(state.models):
         model.load_state_dict(loaded[f"model{index}"], strict=True)
     if state.optimizer is not None:
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(state.optimizer, loaded["optimizer"])
         state.scheduler.load_state_dict(loaded["scheduler"])
     if "rng" in loaded:
         _restore_random_states(loaded["rng"])
@@ -175,6 +172,69 @@ def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: b
         sharded["scheduler"] = state.scheduler.state_dict()
         sharded["rng"] = _random_states(context)
     return sharded
+
+
+def _layout(context: ParallelContext) -> dict[str, int]:
+    return {
+        "tensor_parallel": context.tp_size,
+        "pipeline_parallel": context.pp_size,
+        "virtual_stages": context.virtual_stages,
+        "data_parallel": context.dp_size,
+    }
+
+
+def _kind(state: TrainingState) -> str | None:
+    """How Megatron stores the optimizer: the two forms cannot read each other's checkpoints."""
+    if state.optimizer is None:
+        return None
+    distributed = any(isinstance(inner, DistributedOptimizer) for inner in state.optimizer.chained_optimizers)
+    return "distributed" if distributed else "replicated"
+
+
+def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
+    if saved is None:
+        raise CheckpointError(
+            f"{folder} holds weights but no optimizer state",
+            "--load continues a training run",
+            "start a run from its weights with --student-load",
+        )
+    if saved != wanted:
+        raise CheckpointError(
+            f"{folder} holds a {saved} optimizer, this run has a {wanted} one",
+            "Megatron writes the two in different forms",
+            "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with --student-load",
+        )
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
+    """Hand the loaded state to the one optimizer of a dense student.
+
+    Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
+    step goes in first, with the groups, and is set aside while the moments are copied.
+    """
+    (inner,) = optimizer.chained_optimizers
+    moments = loaded.pop("param_state", None)
+    inner.load_state_dict(loaded)
+    if moments is None:
+        return
+    steps = {parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state}
+    inner.load_parameter_state_from_fully_reshardable(moments)
+    for parameter, step in steps.items():
+        inner.optimizer.state[parameter]["step"] = step
+
+
+def _give_first_state(optimizer: MegatronOptimizer) -> None:
+    """Zero moments at step 0: Megatron's distributed optimizer over torch's AdamW cannot describe an unused optimizer."""
+    for inner in optimizer.chained_optimizers:
+        if not isinstance(inner.optimizer, torch.optim.Optimizer) or inner.optimizer.state:
+            continue
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                inner.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def _content_metadata(context: ParallelContext) -> dict:

@@ -50,13 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
-    arguments: dict[str, Any] = dict(dest=option.path, default=argparse.SUPPRESS, help=_help(option))
+    arguments: dict[str, Any] = dict(dest=option.path, default=argparse.SUPPRESS)
     if option.kind is bool:
         arguments["action"] = argparse.BooleanOptionalAction
     else:
         arguments["nargs"] = "+" if option.kind is tuple else 1
         arguments["metavar"] = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
-    group.add_argument(option.flag, **arguments)
+    # set afterwards: BooleanOptionalAction of Python 3.10 would add its own default to the text
+    group.add_argument(option.flag, **arguments).help = _help(option)
 
 
 def _help(option: Option) -> str:

@@ -195,7 +195,7 @@ def _optimizer(config: Config) -> Iterator[UsageError]:
             "both set the length of warm-up",
             "give one of them",
         )
-    elif settings.lr_warmup_iters >= decay_iters:
+    elif 0 < decay_iters <= settings.lr_warmup_iters:
         yield UsageError(
             f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations",
             "the learning rate would never reach its course after warm-up",

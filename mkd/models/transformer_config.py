@@ -51,7 +51,8 @@ def transformer_config(
         attention_dropout=0.0,
         window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
         init_method_std=shape.initializer_range,
-        perform_initialization=False,
+        # Weights are overwritten soon, but only initialisation marks them as tensor-parallel, which the gradient norm reads.
+        perform_initialization=True,
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         pipeline_dtype=options.dtype,

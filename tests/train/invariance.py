@@ -40,7 +40,7 @@ class Layout:
     def argv(self, student: Path, teacher: Path) -> list[str]:
         argv = ["--student-hf", str(student), "--teacher-hf", str(teacher), "--data-path", "unused"]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
-        argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "1.0", "--weight-decay", "0.1"]
+        argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
         argv += ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
         if self.vp > 1:
@@ -156,7 +156,11 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
         result = train_step(engine, batches, NUM_PACKS)
     with engine.parameters_gathered():
         export_hf(chunks, plan.student.shape, out_dir / "updated", **export)
-    return {"sums": dict(zip(SUMS, sums.tolist(), strict=True)), "evaluation": evaluation, "last": result.sums}
+    assert result.grad_norm > 0.1, "the updates must go through clipping"
+    return {
+        "sums": dict(zip(SUMS, sums.tolist(), strict=True)), "evaluation": evaluation,
+        "last": {**result.sums, "grad_norm": result.grad_norm},
+    }  # fmt: skip
 
 
 class gradients_as_parameters:
@@ -201,12 +205,12 @@ def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder
     gradient, gradient_name = worst_relative_error(folder / "layout" / "gradients", folder / "single" / "gradients", math.inf)
     updated, updated_name = worst_relative_error(folder / "layout" / "updated", folder / "single" / "updated", 2)
 
-    def error(part: str) -> float:
-        return max(abs(results[0][part][n] - single[part][n]) / abs(single[part][n]) for n in names)
+    def error(part: str, *keys: str) -> float:
+        return max(abs(results[0][part][n] - single[part][n]) / abs(single[part][n]) for n in keys or names)
 
     return {
         "loss": error("sums"), "evaluation": error("evaluation"), "last step": error("last"),
-        "gradient": gradient, "updated": updated, "where": f"{gradient_name} / {updated_name}",
+        "grad norm": error("last", "grad_norm"), "gradient": gradient, "updated": updated, "where": f"{gradient_name} / {updated_name}",
     }  # fmt: skip
 
 
@@ -217,7 +221,7 @@ def main() -> int:
         folder = Path(name)
         student, teacher = make_pair(folder)
         (single,) = pool.run(run_layout, 1, SINGLE, student, teacher, folder / "single")
-        columns = ("loss", "gradient", "evaluation", "updated")
+        columns = ("loss", "gradient", "evaluation", "grad norm", "updated")
         print(f"relative error to one process, fp32 (allowed {TOLERANCE:.0e})\n")
         print(f"{'layout':36}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
         for layout in LAYOUTS:

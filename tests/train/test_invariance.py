@@ -19,5 +19,5 @@ def reference(ranks, tmp_path_factory):
 def test_layout_equals_one_process(layout, reference, ranks):
     folder, student, teacher, single = reference
     errors = compare(layout, ranks, student, teacher, folder, single)
-    for part in ("loss", "evaluation", "last step", "gradient", "updated"):
+    for part in ("loss", "evaluation", "last step", "grad norm", "gradient", "updated"):
         assert errors[part] <= TOLERANCE, f"{part}: {errors}"

@@ -71,10 +71,11 @@ LAYOUTS = {
     "PP2": (2, ("--pipeline-model-parallel-size", 2)),
     "DP2": (2, ()),
     "DP2 distributed optimizer": (2, ("--use-distributed-optimizer",)),
+    "TP2 distributed optimizer": (2, ("--use-distributed-optimizer", "--tensor-model-parallel-size", 2)),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "TP2 distributed optimizer"])
 def test_resume_is_bitwise(name, files, ranks):
     world, layout = LAYOUTS[name]
     whole, halves = f"whole {name}", f"halves {name}"
@@ -86,7 +87,7 @@ def test_resume_is_bitwise(name, files, ranks):
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("first, second", [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2")])
+@pytest.mark.parametrize("first, second", [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2 distributed optimizer")])
 def test_resume_at_another_layout(first, second, files, ranks):
     """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
     run = f"{first} then {second}"
@@ -105,6 +106,12 @@ def test_resume_at_another_layout(first, second, files, ranks):
     resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", "whole hf"))
     for name in straight:
         assert (resumed[name] - straight[name]).norm() <= 1e-4 * straight[name].norm(), name
+
+
+def test_another_kind_of_optimizer_is_refused(files, ranks):
+    ranks.run(train_and_hash, 1, argv(files, "kind", "--exit-interval", 1))
+    with pytest.raises(AssertionError, match="holds a replicated optimizer, this run has a distributed one"):
+        ranks.run(train_and_hash, 1, argv(files, "kind", "--load", files / "kind", "--use-distributed-optimizer"))
 
 
 def test_checkpoint_holds_the_student_alone(files, ranks):
