@@ -210,7 +210,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     """Hand the loaded state to the one optimizer of a dense student.
 
     Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
-    step goes in first, with the groups, and is set aside while the moments are copied.
+    step goes in first, with the groups, and is set aside while the moments are copied. It is one tensor for all parameters
+    then, which AdamW would increment once for each of them: every parameter gets its own.
     """
     (inner,) = optimizer.chained_optimizers
     moments = loaded.pop("param_state", None)
@@ -220,7 +221,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     steps = {parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state}
     inner.load_parameter_state_from_fully_reshardable(moments)
     for parameter, step in steps.items():
-        inner.optimizer.state[parameter]["step"] = step
+        inner.optimizer.state[parameter]["step"] = step.clone()
 
 
 def _give_first_state(optimizer: MegatronOptimizer) -> None:

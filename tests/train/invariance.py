@@ -197,13 +197,14 @@ def worst_relative_error(actual: Path, expected: Path, norm: float) -> tuple[flo
     return errors[name], name
 
 
-def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict[str, float]:
-    """Relative errors of one layout against one process."""
+def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict:
+    """Relative errors of one layout against one process, and where the largest are."""
     results = pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout")
     assert all(result == results[0] for result in results), "ranks report different sums"
     names = ("loss", "ce", "kd")
-    gradient, gradient_name = worst_relative_error(folder / "layout" / "gradients", folder / "single" / "gradients", math.inf)
-    updated, updated_name = worst_relative_error(folder / "layout" / "updated", folder / "single" / "updated", 2)
+    ours, reference = folder / "layout", folder / "single"
+    gradient, gradient_name = worst_relative_error(ours / "gradients", reference / "gradients", math.inf)
+    updated, updated_name = worst_relative_error(ours / "updated", reference / "updated", 2)
 
     def error(part: str, *keys: str) -> float:
         return max(abs(results[0][part][n] - single[part][n]) / abs(single[part][n]) for n in keys or names)

@@ -87,7 +87,10 @@ def test_resume_is_bitwise(name, files, ranks):
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("first, second", [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2 distributed optimizer")])
+@pytest.mark.parametrize(
+    "first, second",
+    [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2 distributed optimizer")],
+)
 def test_resume_at_another_layout(first, second, files, ranks):
     """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
     run = f"{first} then {second}"
