@@ -46,7 +46,8 @@ def distil(folder: Path, parallel: str) -> Path:
     command += ["--config", str(ROOT / "configs" / "quickstart.yaml"), flag, "2"]
     command += ["--teacher-hf", str(folder / "teacher"), "--student-hf", str(folder / "student")]
     command += ["--data-path", str(folder / "train.jsonl"), "--valid-data-path", str(folder / "valid.jsonl")]
-    command += ["--data-cache-path", str(folder / "cache"), "--log-dir", str(folder), "--export-hf", str(export)]
+    command += ["--data-cache-path", str(folder / "cache"), "--log-dir", str(folder)]
+    command += ["--save", str(folder / "checkpoints"), "--export-hf", str(export)]
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return export
@@ -92,8 +93,9 @@ def main() -> int:
     print(f"student: teacher layers {layers}")
     write_text(args.folder)
     export = distil(args.folder, args.parallel)
+    print("\nthe exported student in transformers against the trained checkpoint in mkd:")
     parity = [sys.executable, str(ROOT / "tools" / "check_parity.py"), "--hf", str(export)]
-    subprocess.run([*parity, "--hf-b", str(export)], check=True)
+    subprocess.run([*parity, "--load", str(args.folder / "checkpoints")], check=True)
     report(args.folder, export)
     print(f"\nquickstart took {time.perf_counter() - start:.0f} s")
     return 0

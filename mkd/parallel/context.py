@@ -106,8 +106,13 @@ class ParallelContext:
             virtual_stages=virtual_stages,
             groups=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        seed_everything(seed + 100 * context.pp_rank)
+        context.seed(seed)
         return context
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's and Megatron's generators: alike on data-parallel ranks, different on pipeline ranks."""
+        torch.manual_seed(seed + 100 * self.pp_rank)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp_rank, force_reset_rng=True)
 
     def close(self) -> None:
         """Tear Megatron's groups down, so that another layout can be created in this process."""
@@ -132,9 +137,3 @@ def join_process_group(platform: Platform, timeout: timedelta) -> None:
         dist.init_process_group(platform.backend, timeout=timeout, device_id=device_id)
     else:
         dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch and Megatron's tensor-parallel generators (these differ per tensor-parallel rank)."""
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

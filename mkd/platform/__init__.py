@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,7 @@ def local_rank() -> int:
 
 def detect() -> Platform:
     """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
+    _quiet_remarks()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -55,3 +57,12 @@ def _importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _quiet_remarks() -> None:
+    """Drop remarks of Megatron's imports and checkpoints that every run would repeat on every rank.
+
+    What is missing and what that costs is said once, by `Platform.describe`.
+    """
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.|mkd\.platform|torch\.distributed")

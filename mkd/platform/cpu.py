@@ -8,6 +8,7 @@ the communication or the schedules changes; gloo carries the messages.
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -120,3 +121,5 @@ def _replace_generators() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+    # It warns when device code draws from the CPU's generator; here that generator is the device's.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)

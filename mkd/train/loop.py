@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,12 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way.
+    """Run until `train_iters` (or `exit_interval`, or `exit_duration_in_mins`), evaluating and saving on the way.
 
     Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a
     run with --save always ends with a checkpoint.
     """
+    start = time.monotonic()
     training, checkpoint = run.config.training, run.config.checkpoint
     evaluates = run.eval_stream is not None and bool(training.eval_interval)
     if evaluates and run.position.iteration == 0:
@@ -41,7 +43,7 @@ def train(run: Run) -> None:
     while run.position.iteration < training.train_iters:
         one_step(run)
         iteration = run.position.iteration
-        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval)
+        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval) or _is_late(run, start)
         if evaluates and (is_last or _due(iteration, training.eval_interval)):
             evaluate_and_report(run)
         if checkpoint.save and (is_last or _due(iteration, checkpoint.save_interval)):
@@ -77,3 +79,14 @@ def save(run: Run) -> None:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0
+
+
+def _is_late(run: Run, start: float) -> bool:
+    """Whether `exit_duration_in_mins` have passed since `start` (s): rank 0's clock decides, so that all stop together."""
+    minutes = run.config.training.exit_duration_in_mins
+    if minutes is None:
+        return False
+    is_late = run.engine.context.broadcast_object(time.monotonic() - start >= 60 * minutes)
+    if is_late:
+        run.reporter.note(f"stopping at iteration {run.position.iteration}: {minutes} minutes have passed")
+    return is_late

@@ -116,7 +116,6 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         tensor_parallel=config.parallel.tensor_model_parallel_size,
         pipeline_parallel=config.parallel.pipeline_model_parallel_size,
         virtual_stages=plan.virtual_stages,
-        seed=config.training.seed,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     train_set, valid_set = build_data(plan, context)
@@ -171,6 +170,7 @@ def build_engine(plan: Plan, context: ParallelContext) -> tuple[Engine, Training
     stages = pair_stages(students, teachers)
     chunks = wrap_stages(stages, config, context)
     optimizer = build_optimizer(chunks, config, context, plan.batch.global_batch_size)
+    context.seed(config.training.seed)  # whatever building the models drew, training starts from the seed
     engine = Engine(config.kd, context, build_schedule(plan, students, options, context), chunks, optimizer)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 

@@ -1,0 +1,102 @@
+"""The training command on the rank pool: tiny models, its flags, and what a user gets back from it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_models import add_tokenizer, make_model
+
+BATCH = 4
+STUDENT = dict(family="qwen3", seed=1, num_hidden_layers=2, tie_word_embeddings=True)
+TEACHER = dict(family="llama", seed=2, num_hidden_layers=3, hidden_size=72)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank's command ended with."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def make_files(folder: Path) -> Path:
+    """A student, a wider and deeper teacher with its tokenizer, and a text, below `folder`."""
+    add_tokenizer(make_model(folder / "student", **STUDENT))
+    add_tokenizer(make_model(folder / "teacher", **TEACHER))
+    write_records(folder / "text.jsonl", *({"text": f"{i}: " + "the quick brown fox " * (i % 7 + 1)} for i in range(60)))
+    return folder
+
+
+def write_records(path: Path, *records) -> Path:
+    """JSON lines; a record that is a string stands in the file as it is."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def flags(files: Path, run: str, *more, **paths) -> list[str]:
+    """The command line of a short run of `files`, logging to `run`. `paths` (by flag) replace its paths; None drops one."""
+    given = {"student_hf": "student", "teacher_hf": "teacher", "data_path": "text.jsonl", "data_cache_path": "cache"} | paths
+    words = [(f"--{name.replace('_', '-')}", files / path) for name, path in given.items() if path is not None]
+    words += [("--log-dir", files / run), ("--seq-length", 32), ("--global-batch-size", BATCH), ("--train-iters", 2)]
+    words += [("--lr", 1e-3), *[(word,) for word in more]]
+    return [str(word) for pair in words for word in pair]
+
+
+def run_main(ranks, argv: list[str], world_size: int = 1) -> list[Result]:
+    """Results of the command on every rank of a world."""
+    return [Result(*values) for values in ranks.run(call_main, world_size, argv)]
+
+
+def call_main(argv: list[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command on this rank of the pool, in the environment that torchrun would make.
+
+    A run that ends well leaves the process group; the pool wants to leave one too.
+    """
+    import torch.distributed as dist
+
+    from mkd.train.main import main
+
+    world = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ.update(world)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            exit_code = main(argv)
+    finally:
+        for name in world:
+            del os.environ[name]
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return exit_code, stdout.getvalue(), stderr.getvalue()
+
+
+def poison(source: Path, folder: Path, value: float, tensor: str = "model.layers.1.mlp.down_proj.weight") -> Path:
+    """A copy of a model with `value` in one element of one weight."""
+    shutil.copytree(source, folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if tensor in tensors:
+            tensors[tensor].view(-1)[7] = value
+            save_file(tensors, path, metadata={"format": "pt"})
+            return folder
+    raise AssertionError(f"{source} has no tensor {tensor}")
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -1,0 +1,178 @@
+"""The pair on one schedule: what travels, what the teacher leaves behind, and the limits of kd_ratio."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_models import make_model
+from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, Layout, make_pair, microbatches
+
+STUDENT_WIDTH, TEACHER_WIDTH = 48, 64
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def build(layout, student, teacher, *more):
+    """Plan, context, engine and state of a layout, through the same code as a run."""
+    from mkd.config.load import load_config
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.setup import build_engine, plan_run
+
+    plan = plan_run(load_config([*layout.argv(student, teacher), *more]).config, layout.ranks)
+    context = ParallelContext.create(
+        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
+    )
+    return (context, *build_engine(plan, context))
+
+
+def step(engine, batches):
+    from mkd.train.step import train_step
+
+    return train_step(engine, batches, NUM_PACKS)
+
+
+def sent_elements(layout, student, teacher):
+    """(elements sent to the next stage, to the previous one) by this rank in one step."""
+    context, engine, _ = build(layout, student, teacher)
+    communicator = engine.schedule.communicator
+    sent = {communicator.next_rank: 0, communicator.prev_rank: 0}
+    original = dist.P2POp
+
+    class Counted(original):
+        def __new__(cls, op, tensor, peer, group):
+            if op is dist.isend:
+                sent[peer] += tensor.numel()
+            return original(op, tensor, peer, group)
+
+    dist.P2POp = Counted
+    try:
+        step(engine, microbatches(layout, context))
+    finally:
+        dist.P2POp = original
+    return sent[communicator.next_rank], sent[communicator.prev_rank]
+
+
+@pytest.mark.parametrize("tp, flags", [(1, ()), (2, ("--sequence-parallel",))], ids=["TP1", "TP2 SP"])
+def test_what_is_on_the_wire(tp, flags, pair, ranks):
+    """Forward T * (h_s + h_t), over tp with sequence parallelism; backward T * h_s. PP4: both neighbours are different."""
+    layout = Layout("wire", 4 * tp, tp=tp, pp=4, flags=flags)
+    results = ranks.run(sent_elements, layout.ranks, layout, *pair)
+    tokens = NUM_PACKS * SEQ_LENGTH // (tp if flags else 1)
+    for rank, (forward, backward) in enumerate(results):
+        stage = rank // tp
+        assert forward == (tokens * (STUDENT_WIDTH + TEACHER_WIDTH) if stage < 3 else 0)
+        assert backward == (tokens * STUDENT_WIDTH if stage > 0 else 0)
+
+
+def teacher_traces(layout, student, teacher):
+    """What three steps and an evaluation do to the teacher, and what of it is alive on the last stage between them."""
+    from mkd.train.evaluate import evaluate
+
+    context, engine, state = build(layout, student, teacher)
+    teachers = [chunk.module.teacher for chunk in engine.chunks]
+
+    def weight_hash():
+        digest = hashlib.sha256()
+        for model in teachers:
+            for name, parameter in model.named_parameters():
+                digest.update(name.encode() + parameter.numpy().tobytes())
+        return digest.hexdigest()
+
+    before, rng = weight_hash(), torch.get_rng_state()
+    batches = microbatches(layout, context)
+    for _ in range(3):
+        step(engine, batches)
+    evaluate(engine, [batches])
+    parameters = {id(p) for model in teachers for p in model.parameters()}
+    in_buffers = {id(p) for chunk in engine.chunks for buffer in chunk.buffers for p in buffer.params}
+    in_optimizer = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    return {
+        "weights changed": weight_hash() != before,
+        "rng touched": not torch.equal(torch.get_rng_state(), rng),
+        "gradients": sum(p.grad is not None or p.requires_grad for model in teachers for p in model.parameters()),
+        "in buffers": len(parameters & in_buffers),
+        "in optimizer": len(parameters & in_optimizer),
+        "in modules": sum("teacher" in name for chunk in engine.chunks for name, _ in chunk.named_modules()),
+        "state alive": sum(model.decoder.input_tensor is not None for model in teachers),
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout("one"), Layout("PP2 VPP2", 2, pp=2, vp=2)], ids=lambda layout: layout.name)
+def test_the_teacher_is_a_guest(layout, pair, ranks):
+    for traces in ranks.run(teacher_traces, layout.ranks, layout, *pair):
+        assert not any(traces.values()), traces
+
+
+def peak_teacher_states(layout, student, teacher):
+    """Largest number of the teacher's final hidden states alive at once on the last stage of a step."""
+    import weakref
+
+    context, engine, _ = build(layout, student, teacher)
+    if not context.holds_last_stage:
+        step(engine, microbatches(layout, context))
+        return 0
+    last = engine.chunks[-1].module.teacher
+    alive, peak = weakref.WeakSet(), []
+    forward = type(last).forward
+
+    def watched(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if self is last:
+            alive.add(output)
+            peak.append(len(alive))
+        return output
+
+    type(last).forward = watched
+    try:
+        step(engine, microbatches(layout, context))
+    finally:
+        type(last).forward = forward
+    return max(peak)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("one"), Layout("PP2", 2, pp=2), Layout("PP2 VPP2", 2, pp=2, vp=2)], ids=lambda layout: layout.name
+)
+def test_one_microbatch_of_teacher_state(layout, pair, ranks):
+    assert max(ranks.run(peak_teacher_states, layout.ranks, layout, *pair)) == 1
+
+
+def one_step(layout, student, teacher, *more):
+    """Sums and gradients (by parameter) of one step."""
+    context, engine, _ = build(layout, student, teacher, *more)
+    result = step(engine, microbatches(layout, context))
+    gradients = {name: p.main_grad.clone() for name, p in engine.chunks[0].named_parameters()}
+    return result, gradients, engine.chunks[0].module.teacher is None
+
+
+def test_ratio_0_is_plain_fine_tuning(pair, ranks, tmp_path):
+    """The teacher is not even built, and another teacher changes no bit."""
+    student, teacher = pair
+    other = make_model(tmp_path / "other", "qwen2", seed=9)
+    (a, gradients_a, no_teacher), (b, gradients_b, _) = (
+        ranks.run(one_step, 1, Layout("sft"), student, t, "--kd-ratio", "0")[0] for t in (teacher, other)
+    )
+    assert no_teacher and a.sums == b.sums and a.sums["kd"] == 0 and a.sums["loss"] == a.sums["ce"]
+    assert all(torch.equal(gradients_a[name], gradients_b[name]) for name in gradients_a)
+
+
+def test_ratio_1_has_no_cross_entropy(pair, ranks):
+    ((result, gradients, _),) = ranks.run(one_step, 1, Layout("kd"), *pair, "--kd-ratio", "1")
+    assert result.sums["ce"] == 0 and result.sums["loss"] == result.sums["kd"] > 0
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("layout", [Layout("one"), Layout("TP2", 2, tp=2)], ids=lambda layout: layout.name)
+def test_a_teacher_equal_to_the_student_teaches_nothing(layout, pair, ranks):
+    student, _ = pair
+    result, gradients, _ = ranks.run(one_step, layout.ranks, layout, student, student, "--kd-ratio", "1")[0]
+    assert 0 <= result.sums["kd"] / result.sums["num_loss_tokens"] < 1e-6
+    assert max(gradient.abs().max() for gradient in gradients.values()) < 1e-7
