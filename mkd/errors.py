@@ -58,11 +58,11 @@ class NonFiniteError(MkdError):
 
 
 class ErrorList(UsageError):
-    """Several independent problems, reported at once."""
+    """Several independent problems, reported at once. A list among `errors` counts as the problems in it."""
 
     def __init__(self, errors: list[MkdError]):
         assert errors
-        self.errors = errors
+        self.errors = [one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])]
         self.exit_code = errors[0].exit_code
         Exception.__init__(self, errors)
 

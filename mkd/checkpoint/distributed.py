@@ -35,6 +35,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint import CheckpointException
 
 from mkd.checkpoint.hf_assets import copy_hf_assets
 from mkd.errors import CheckpointError
@@ -101,12 +102,12 @@ def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext
     wanted = _sharded_state(state, context, is_loading=True)
     if saved.get("layout") != _layout(context):
         wanted.pop("rng", None)
-    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
     try:
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
         loaded = dist_checkpointing.load(wanted, str(folder), strategy)
-    except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError, OSError) as error:
+    except (Exception, CheckpointException) as error:  # what a damaged file raises depends on where it is damaged
         raise CheckpointError(
-            f"{folder} cannot be loaded: {error}",
+            f"{folder} cannot be loaded: {_first_line(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
             "choose another checkpoint with --ckpt-step, or check that --student-hf names the model it was made from",
         ) from error
@@ -153,12 +154,23 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 
 def read_state(folder: Path) -> dict:
     """The JSON state of a checkpoint; a checkpoint of another Megatron engine has none and starts at 0."""
+    path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:
-        return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or not first.keys() <= state.keys():
+            raise ValueError(f"it is not an object with {', '.join(first)}")
     except FileNotFoundError:
-        return asdict(TrainingPosition())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / STATE_FILE} is damaged: {error}", "", "choose another with --ckpt-step N") from None
+        return first
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}", "", "choose another with --ckpt-step N") from None
+    return state
+
+
+def _first_line(error: BaseException) -> str:
+    """The cause in one line. torch wraps what its ranks met in a BaseException whose text is their tracebacks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict:

@@ -95,6 +95,8 @@ class ModelShape:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}", "", "download or write it again") from None
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} is not a JSON object", "", "download or write it again")
         return cls.from_hf_config(config, source=str(path))
 
     @classmethod

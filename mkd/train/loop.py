@@ -82,7 +82,7 @@ def _due(iteration: int, interval: int | None) -> bool:
 
 
 def _is_late(run: Run, start: float) -> bool:
-    """Whether `exit_duration_in_mins` have passed since `start` (s): rank 0's clock decides, so that all stop together."""
+    """Whether `exit_duration_in_mins` have passed since `start` (s); rank 0's clock decides for all ranks."""
     minutes = run.config.training.exit_duration_in_mins
     if minutes is None:
         return False

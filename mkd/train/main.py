@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
-from mkd.errors import EXIT_DONE, MkdError
+from mkd.errors import EXIT_DONE, MkdError, UsageError
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +35,7 @@ def run(loaded: LoadedConfig) -> None:
         return
     if _is_rank_0():
         folder = log_folder(loaded.config)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder, loaded.config.checkpoint.save, loaded.config.checkpoint.export_hf)
         save_config(loaded, folder / "config.yaml")
     current = build_run(plan, platform)
     try:
@@ -45,6 +45,15 @@ def run(loaded: LoadedConfig) -> None:
     finally:
         current.reporter.close()
     current.engine.context.leave()
+
+
+def make_folders(*folders: str | Path | None) -> None:
+    """Make what the run will write to, so that a wrong path ends it now and not after its last step."""
+    for folder in filter(None, folders):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make {folder}: {error}", "the run writes there", "choose another one") from error
 
 
 def export(current, folder: Path) -> None:

@@ -59,17 +59,23 @@ class PipelineSchedule:
 def _forward_step(objective: Objective, microbatches, model: nn.Module):
     """Megatron's forward callback: the stage's output, and what turns the last stage's output into a loss."""
     batch: PackedBatch = next(microbatches)
-    output = model(batch.tokens, batch.position_ids, packed_seq_params(batch))
+    packed = packed_seq_params(batch, objective.context.platform.transformer_engine)
+    output = model(batch.tokens, batch.position_ids, packed)
     stage = get_attr_wrapped_model(model, "teacher", return_model_obj=True)
     return output, partial(objective, stage, batch)
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """The pack's document borders, in the form that Megatron's attention and rotary embeddings take (THD)."""
+def packed_seq_params(batch: PackedBatch, padding_joins_document: bool = False) -> PackedSeqParams:
+    """The pack's document borders, in the form that Megatron's attention and rotary embeddings take (THD).
+
+    With `padding_joins_document` a document's padding counts as its last tokens: Transformer Engine's fastest kernels take no
+    gaps. Attention is causal and padding has no loss, so that no other position and no gradient can tell the difference.
+    """
+    lengths = batch.cu_seqlens_padded if padding_joins_document else batch.cu_seqlens
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
         cu_seqlens_q_padded=batch.cu_seqlens_padded,
         cu_seqlens_kv_padded=batch.cu_seqlens_padded,
         max_seqlen_q=batch.max_seqlen,

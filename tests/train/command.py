@@ -33,7 +33,8 @@ def make_files(folder: Path) -> Path:
     """A student, a wider and deeper teacher with its tokenizer, and a text, below `folder`."""
     add_tokenizer(make_model(folder / "student", **STUDENT))
     add_tokenizer(make_model(folder / "teacher", **TEACHER))
-    write_records(folder / "text.jsonl", *({"text": f"{i}: " + "the quick brown fox " * (i % 7 + 1)} for i in range(60)))
+    texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) for i in range(60)]
+    write_records(folder / "text.jsonl", *({"text": text} for text in texts))
     return folder
 
 
@@ -45,9 +46,10 @@ def write_records(path: Path, *records) -> Path:
 
 
 def flags(files: Path, run: str, *more, **paths) -> list[str]:
-    """The command line of a short run of `files`, logging to `run`. `paths` (by flag) replace its paths; None drops one."""
-    given = {"student_hf": "student", "teacher_hf": "teacher", "data_path": "text.jsonl", "data_cache_path": "cache"} | paths
-    words = [(f"--{name.replace('_', '-')}", files / path) for name, path in given.items() if path is not None]
+    """The command line of a short run of `files`, logging to `run`. `paths`, by flag, replace its own; None: none."""
+    own = {"student_hf": "student", "teacher_hf": "teacher", "data_path": "text.jsonl", "data_cache_path": "cache"}
+    given = {name: path for name, path in (own | paths).items() if path is not None}
+    words = [(f"--{name.replace('_', '-')}", files / path) for name, path in given.items()]
     words += [("--log-dir", files / run), ("--seq-length", 32), ("--global-batch-size", BATCH), ("--train-iters", 2)]
     words += [("--lr", 1e-3), *[(word,) for word in more]]
     return [str(word) for pair in words for word in pair]

@@ -210,9 +210,14 @@ def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder
         return max(abs(results[0][part][n] - single[part][n]) / abs(single[part][n]) for n in keys or names)
 
     return {
-        "loss": error("sums"), "evaluation": error("evaluation"), "last step": error("last"),
-        "grad norm": error("last", "grad_norm"), "gradient": gradient, "updated": updated, "where": f"{gradient_name} / {updated_name}",
-    }  # fmt: skip
+        "loss": error("sums"),
+        "gradient": gradient,
+        "evaluation": error("evaluation"),
+        "last step": error("last"),
+        "grad norm": error("last", "grad_norm"),
+        "updated": updated,
+        "where": f"{gradient_name} / {updated_name}",
+    }
 
 
 def main() -> int:

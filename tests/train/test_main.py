@@ -27,7 +27,7 @@ def files(tmp_path_factory):
 
 @torch.no_grad()
 def mkd_logits(hf: Path, checkpoint: Path | None):
-    """Logits of `IDS` [40, vocabulary] by mkd's model of the folder `hf`, with the weights of `checkpoint` if there is one."""
+    """Logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or with those of `checkpoint`."""
     from mkd.checkpoint.distributed import TrainingState, find_checkpoint, load_checkpoint
     from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks

@@ -1,0 +1,106 @@
+"""Packed attention against a dense softmax written out in fp64: causality, borders, groups, windows, padding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+
+from mkd.models.attention import PackedAttention
+
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
+
+HEADS, DIM = 4, 8
+LENGTHS, SPANS = (5, 1, 9), (6, 1, 13)  # a document with padding, one of a single token, the last with the pack's tail
+
+
+def packed(lengths=LENGTHS, spans=SPANS):
+    real, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, spans))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=max(spans), max_seqlen_kv=max(spans),
+    )  # fmt: skip
+
+
+def attention(window=None, scale=None):
+    window_size = None if window is None else (window - 1, 0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, window_size=window_size
+    )
+    return PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
+
+
+def random_qkv(groups, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(SPANS), n, DIM) for n in (HEADS, groups, groups)]
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def dense(query, key, value, window=None, scale=None):
+    """Softmax over the whole pack with one mask, [t, heads * d]; padding rows are zero."""
+    t = query.size(0)
+    document, is_real = torch.full((t,), -1), torch.zeros(t, dtype=torch.bool)
+    start = 0
+    for index, (length, span) in enumerate(zip(LENGTHS, SPANS, strict=True)):
+        document[start : start + span] = index
+        is_real[start : start + length] = True
+        start += span
+    distance = torch.arange(t)[:, None] - torch.arange(t)[None, :]
+    visible = (distance >= 0) & (document[:, None] == document[None, :]) & is_real[None, :]
+    if window is not None:
+        visible &= distance < window
+    key, value = (x.repeat_interleave(HEADS // x.size(1), dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or 1 / math.sqrt(DIM))
+    weights = torch.nan_to_num(scores.masked_fill(~visible, -math.inf).softmax(-1))
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1) * is_real[:, None]
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 3, 9, 100])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_output_and_gradients_equal_dense_attention(groups, window, scale):
+    ours, theirs = random_qkv(groups), random_qkv(groups)
+    output = attention(window, scale)(*ours, None, packed_seq_params=packed())
+    expected = dense(*theirs, window, scale)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    (output * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-12)
+
+
+def test_padding_gives_zeros_and_takes_no_gradient_even_where_it_is_nan():
+    query, key, value = random_qkv(2)
+    is_padding = torch.zeros(sum(SPANS), dtype=torch.bool)
+    is_padding[[5, *range(16, 20)]] = True
+    with torch.no_grad():
+        for tensor in (query, key, value):
+            tensor[is_padding] = math.nan
+    output = attention()(query, key, value, None, packed_seq_params=packed())
+    output.sum().backward()
+    assert output.isfinite().all() and not output[is_padding].any()
+    for tensor in (query, key, value):
+        assert tensor.grad.isfinite().all() and not tensor.grad[is_padding].any()
+
+
+def test_documents_do_not_see_each_other():
+    """Bitwise: a document's output is the same whatever its neighbours hold."""
+    first, second = random_qkv(2, seed=1), random_qkv(2, seed=2)
+    mixed = [torch.cat([b[:7], a[7:]]) for a, b in zip(first, second, strict=True)]
+    outputs = [attention()(*qkv, None, packed_seq_params=packed()) for qkv in (first, mixed)]
+    assert torch.equal(outputs[0][7:], outputs[1][7:])
+    assert not torch.equal(outputs[0][:5], outputs[1][:5])
+
+
+def test_a_pack_without_tokens_gives_zeros():
+    """The empty packs that fill up the last step of an evaluation."""
+    query, key, value = random_qkv(2)
+    output = attention()(query, key, value, None, packed_seq_params=packed((0,), (sum(SPANS),)))
+    assert output.shape == (sum(SPANS), HEADS * DIM) and not output.any()
+    output.sum().backward()
+    assert not query.grad.any()

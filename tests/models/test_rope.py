@@ -1,0 +1,95 @@
+"""Rotary frequencies against transformers' own, and angles that restart at every document."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from megatron.core.packed_seq_params import PackedSeqParams
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from mkd.errors import UsageError
+from mkd.models.rope import RotaryEmbedding, inverse_frequencies
+from mkd.plan.model_shape import RopeShape, read_rope
+from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE
+
+HEAD_DIM = 16
+LONG = {**LONG_ROPE, "factor": 4.0}  # 16 * 0.75 = 12 rotated channels: 6 factors
+SCALED = {
+    "linear": dict(rope_type="linear", rope_theta=5000.0, factor=3.0),
+    "llama3": LLAMA3_ROPE,
+    "longrope": LONG,
+}
+
+
+def config_of(rope):
+    sizes = dict(hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=128)
+    sizes["rope_parameters"] = dict(rope)
+    if rope["rope_type"] == "longrope":  # Phi-3's own key of the original context wins over that of rope_parameters
+        return transformers.Phi3Config(**sizes, pad_token_id=0, original_max_position_embeddings=32)
+    return transformers.LlamaConfig(**sizes)
+
+
+def packed(lengths, spans):
+    real, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, spans))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=max(spans), max_seqlen_kv=max(spans),
+    )  # fmt: skip
+
+
+def rope_of(kind):
+    return read_rope(config_of(SCALED[kind]).to_dict(), HEAD_DIM)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_frequencies_equal_transformers(kind):
+    """32 tokens fit the original context of the scaled kinds, 100 do not."""
+    rope = rope_of(kind)
+    assert rope.kind == kind
+    for tokens in (32, 100):
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](config_of(SCALED[kind]), torch.device("cpu"), seq_len=tokens)
+        ours = inverse_frequencies(rope, long_context=kind == "longrope" and tokens > 32)
+        assert ours.dtype == torch.float32 and ours.shape == (rope.rotary_dim // 2,)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+        assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+def test_default_frequencies():
+    rope = RopeShape(theta=10000.0, rotary_dim=8)
+    torch.testing.assert_close(inverse_frequencies(rope), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
+    plain = inverse_frequencies(RopeShape(theta=10000.0, rotary_dim=HEAD_DIM))
+    scaled = inverse_frequencies(rope_of("llama3"))
+    assert scaled[0] == plain[0] and scaled[-1] == plain[-1] / 8
+    assert ((plain / 8 <= scaled) & (scaled <= plain)).all()
+
+
+def test_angles_count_from_0_to_the_longest_document():
+    rope = RopeShape(theta=10000.0, rotary_dim=8)
+    angles = RotaryEmbedding(rope, torch.device("cpu"))(packed((3, 5), (4, 7)))
+    assert angles.shape == (7, 1, 1, 8) and angles.dtype == torch.float32
+    frequencies = inverse_frequencies(rope)
+    expected = torch.arange(7.0)[:, None] * torch.cat([frequencies, frequencies])
+    assert torch.equal(angles[:, 0, 0], expected)
+
+
+def test_longrope_takes_each_document_by_its_own_length():
+    """33 real tokens exceed the original context (32); 32 with padding beyond it do not. Each token has its angles."""
+    rope = rope_of("longrope")
+    lengths, spans = (32, 33, 4), (36, 33, 11)
+    angles = RotaryEmbedding(rope, torch.device("cpu"))(packed(lengths, spans))[:, 0, 0]
+    assert angles.shape == (sum(spans), rope.rotary_dim)
+    short, long = inverse_frequencies(rope), inverse_frequencies(rope, long_context=True)
+    assert not torch.equal(short, long)
+    for document, frequencies, span in zip(angles.split(spans), (short, long, short), spans, strict=True):
+        expected = torch.arange(span).float()[:, None] * torch.cat([frequencies, frequencies])
+        assert torch.equal(document, expected)
+
+
+def test_another_kind_is_refused():
+    with pytest.raises(UsageError, match="rope type 'yarn' is not supported") as error:
+        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM)
+    assert error.value.why and error.value.do

@@ -1,0 +1,125 @@
+"""The CPU shim: what megatron-core asks of "cuda" is done on the CPU, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mkd.platform import cpu, detect
+
+
+def tensor_calls():
+    """(device, or result) of each way to ask for a CUDA tensor."""
+    detect()
+    x = torch.arange(4.0)
+    made = {
+        "factory": torch.empty(2, device="cuda"),
+        "factory with index": torch.zeros(2, device="cuda:0"),
+        "factory with device": torch.ones(2, device=torch.device("cuda", 0)),
+        "current device": torch.tensor([1.0], device=torch.cuda.current_device()),
+        "like": torch.zeros_like(x, device="cuda"),
+        "new": x.new_empty(3, device="cuda"),
+        "to": x.to("cuda"),
+        "to by name": x.to(device="cuda", dtype=torch.float64),
+        "to with dtype": x.to("cuda", torch.float64),
+        "module": next(torch.nn.Linear(2, 2).cuda().parameters()),
+    }
+    return {name: str(tensor.device) for name, tensor in made.items()}, x.cuda() is x, made["to with dtype"].dtype
+
+
+def gradient_through_cuda():
+    """Gradient of sum(x^2) by a path that moves x to "cuda" twice."""
+    detect()
+    x = torch.arange(3.0, requires_grad=True)
+    (x.cuda() * x.to("cuda")).sum().backward()
+    return x.grad.tolist()
+
+
+def type_names():
+    """Megatron's DDP groups gradients by `Tensor.type()`, and compares it with CUDA names."""
+    detect()
+    x = torch.zeros(2)
+    return x.type(), x.bfloat16().type(), x.type(torch.int64).dtype, x.type("torch.DoubleTensor").dtype
+
+
+def streams_and_events():
+    detect()
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        event.record(stream)
+    stream.wait_event(event)
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    return event.query(), isinstance(stream.record_event(), torch.cuda.Event)
+
+
+def generators():
+    """Whether a state is restored; Megatron's tracker leaves the default alone, draws as its seed says, moves on."""
+    detect()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4)
+    torch.cuda.set_rng_state(state)
+    restored = torch.equal(torch.rand(4), first)
+
+    torch.cuda.manual_seed(5)
+    expected_default = torch.rand(4)
+    torch.cuda.manual_seed(7)
+    expected_tracked = torch.rand(4)
+
+    torch.cuda.manual_seed(5)
+    tracker = CudaRNGStatesTracker()
+    tracker.add("tensor-parallel", 7)
+    with tracker.fork("tensor-parallel"):
+        tracked = torch.rand(4)
+    untouched = torch.equal(torch.rand(4), expected_default)
+    with tracker.fork("tensor-parallel"):
+        moved = not torch.equal(torch.rand(4), tracked)
+    return restored, untouched, torch.equal(tracked, expected_tracked), moved
+
+
+def install_twice():
+    """The attributes of torch.cuda after one installation and after another."""
+    cpu.install()
+    once = dict(vars(torch.cuda))
+    cpu.install()
+    return once == dict(vars(torch.cuda)), torch.cuda.is_available(), detect().describe()
+
+
+def test_cuda_tensors_are_cpu_tensors(ranks):
+    ((devices, is_same, dtype),) = ranks.run(tensor_calls, 1)
+    assert set(devices.values()) == {"cpu"}, devices
+    assert is_same and dtype == torch.float64
+
+
+def test_moving_keeps_the_graph(ranks):
+    assert ranks.run(gradient_through_cuda, 1) == [[0.0, 2.0, 4.0]]
+
+
+def test_type_names_are_those_of_cuda(ranks):
+    ((single, half, converted, by_name),) = ranks.run(type_names, 1)
+    assert (single, half) == ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor")
+    assert (converted, by_name) == (torch.int64, torch.float64)
+
+
+def test_streams_and_events_are_always_done(ranks):
+    assert ranks.run(streams_and_events, 1) == [(True, True)]
+
+
+def test_generators_are_those_of_the_cpu(ranks):
+    assert ranks.run(generators, 1) == [(True, True, True, True)]
+
+
+def test_installing_again_changes_nothing(ranks):
+    ((unchanged, is_available, description),) = ranks.run(install_twice, 1)
+    assert unchanged and not is_available
+    assert description == "CPU platform: gloo, local layer spec, 1 threads a process"
+
+
+def test_a_gpu_is_never_hidden(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    current_device = torch.cuda.current_device
+    with pytest.raises(AssertionError, match="must not hide a GPU"):
+        cpu.install()
+    assert torch.cuda.current_device is current_device

@@ -1,0 +1,304 @@
+"""What the training command says and returns when a user's input cannot work: what, why, do, and the exit code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.command import TEACHER, flags, make_files, poison, read_metrics, run_main, write_records
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+USAGE, DATA, CHECKPOINT, NON_FINITE = 64, 65, 66, 70
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("errors"))
+
+
+def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
+    """Every rank returns `exit_code`; rank 0 alone prints one error that has all `texts`, and nobody a traceback."""
+    results = run_main(ranks, argv, world_size)
+    assert [result.exit_code for result in results] == [exit_code] * world_size, results[0].stderr
+    assert results[0].stderr.count("\nerror: ") + results[0].stderr.startswith("error: ") == 1
+    message = results[0].stderr.partition("error: ")[2]  # what libraries have warned of stands before it
+    assert "Traceback" not in message
+    for text in texts:
+        assert text in message
+    assert all("error: " not in result.stderr for result in results[1:])
+
+
+def test_unknown_and_unsupported_flags_before_torch_is_imported():
+    """All of them in one answer, from the script itself."""
+    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "jsd", "--wandb-project"]
+    code = "import sys, mkd.train.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
+    for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
+        done = subprocess.run([sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (USAGE, "")
+        assert done.stderr.startswith("error: 5 problems:\n[1] ")
+        for text in (
+            "--kd-rati is not a flag of mkd\n  why: an unknown setting would be ignored\n",
+            "do:  did you mean --kd-ratio?\n",
+            "--num-layers: known, not supported: use --student-hf and --teacher-hf: both models' config.json say it",
+            "--use-flash-attn: known, not supported: safe to drop\n  why: mkd picks",
+            "--kd-divergence: jsd is not supported yet\n  do:  use forward_kl",
+            "--wandb-project: not supported yet\n  why: this release does not have it\n  do:  use --tensorboard-dir",
+        ):
+            assert text in done.stderr
+
+
+def test_layers_that_do_not_divide(files, ranks):
+    assert_refused(
+        ranks, flags(files, "layers", "--pipeline-model-parallel-size", 2), USAGE,
+        "3 layers do not divide over 2 pipeline stages",
+        "why: an even split would leave out the remainder, and mkd never drops a layer",
+        "do:  use --teacher-pipeline-layout 2,1",
+        world_size=2,
+    )  # fmt: skip
+
+
+def test_batch_arithmetic(files, ranks):
+    assert_refused(
+        ranks, flags(files, "batch", "--global-batch-size", 9, "--micro-batch-size", 2), USAGE,
+        "global-batch-size 9 is not divisible by micro-batch-size 2 x data-parallel 2 = 4",
+        "why: every data-parallel rank runs the same number of whole micro-batches in a step",
+        "do:  use 8 or 12",
+        world_size=2,
+    )  # fmt: skip
+    assert_refused(
+        ranks, flags(files, "batch", "--tensor-model-parallel-size", 4), USAGE,
+        "1 processes do not divide into replicas of 4 (tensor x pipeline x context parallel size)",
+        "do:  start a multiple of 4 processes",
+    )  # fmt: skip
+
+
+def test_several_problems_at_once(files, ranks):
+    wrong = ("--global-batch-size", 3, "--micro-batch-size", 2, "--min-lr", 1)
+    argv = flags(files, "several", *wrong, student_hf="nowhere")
+    assert_refused(
+        ranks, argv, CHECKPOINT, "3 problems:", "[1] ", "nowhere' is neither a model folder nor a Hugging Face model",
+        "[2] min-lr 1.0 is above lr 0.001", "[3] global-batch-size 3 is not divisible",
+    )  # fmt: skip
+
+
+def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
+    """A teacher with two wrong tensors and a wrong batch are three problems, not a list in a list."""
+    folder = shutil.copytree(files / "teacher", files / "wrong sizes")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    argv = flags(files, "one", "--global-batch-size", 3, "--micro-batch-size", 2, teacher_hf="wrong sizes")
+    assert_refused(
+        ranks, argv, CHECKPOINT, "3 problems:", "[1] ", "tensor lm_head.weight has shape [307, 72], expected [400, 72]",
+        "[2] ", "model.embed_tokens.weight", "[3] global-batch-size 3",
+    )  # fmt: skip
+
+
+def test_no_teacher_no_data_no_steps(files, ranks):
+    argv = flags(files, "none", "--train-iters", 0, teacher_hf=None, data_path=None)
+    assert_refused(
+        ranks, argv, USAGE, "3 problems:", "train-iters is 0", "do:  give --train-iters N",
+        "no teacher is given, but kd-ratio is 0.5", "or --kd-ratio 0 for plain training",
+        "no training data is given", "do:  give --data-path PATH",
+    )  # fmt: skip
+
+
+def test_another_tokenizer(files, ranks):
+    add_tokenizer(make_model(files / "stranger", **TEACHER), text="pack my box with five dozen liquor jugs. ")
+    assert_refused(
+        ranks, flags(files, "tokenizer", teacher_hf="stranger"), USAGE,
+        f"teacher {files / 'stranger'} has another tokenizer than the student: id ", " here, ", " there",
+        "why: distillation compares the two models id by id",
+        "do:  use a teacher of the same tokenizer; cross-tokenizer settings (`teachers[i].xtoken`)",
+    )  # fmt: skip
+
+
+def test_missing_data_file(files, ranks):
+    """An error that only rank 0 can see ends every rank."""
+    assert_refused(
+        ranks, flags(files, "missing", data_path="nothing.jsonl"), DATA,
+        f"--data-path {files / 'nothing.jsonl'}: nothing found", "do:  check the path", world_size=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line, texts",
+    [
+        ('{"text": "cut', ("not valid JSON", "every line must be one complete JSON object", "do:  repair or remove")),
+        ('{"txt": "misspelt"}', ("no known keys (found: 'txt')", "do:  rename the keys of the file")),
+        ('{"text": 5}', ("text is a number", "why: it must be a string")),
+    ],
+)
+def test_malformed_line(line, texts, files, ranks):
+    path = write_records(files / "bad.jsonl", {"text": "fine"}, "", line, {"text": "fine too"})
+    assert_refused(ranks, flags(files, "malformed", data_path="bad.jsonl"), DATA, f"{path}:3: ", *texts)
+
+
+def test_all_tokens_masked(files, ranks):
+    write_records(files / "masked.jsonl", *[{"prompt": "the quick brown fox", "completion": ""}] * 3)
+    assert_refused(
+        ranks, flags(files, "masked", "--no-append-eod", data_path="masked.jsonl"), DATA, ": no loss tokens",
+        "why: of its 3 documents, all tokens that could be predicted are masked", "completions are not empty",
+    )  # fmt: skip
+
+
+def test_token_ids_that_the_models_do_not_know(files, ranks):
+    builder = IndexedDatasetBuilder(str(files / "wide.bin"), dtype=np.int32)
+    for ids in ([1, 2, 3], [4, 307, 5]):
+        builder.add_document(np.asarray(ids, dtype=np.int32), [len(ids)])
+    builder.finalize(str(files / "wide.idx"))
+    assert_refused(
+        ranks, flags(files, "wide", data_path="wide"), DATA,
+        f"{files / 'wide'}.bin: document 1 has token id 307, the model knows 0 to 306",
+        "why: the corpus was made with another tokenizer, or the file is damaged", "tools/preprocess_data.py",
+    )  # fmt: skip
+
+
+def test_missing_model_folder(files, ranks):
+    assert_refused(
+        ranks, flags(files, "folder", teacher_hf="nowhere"), CHECKPOINT,
+        f"{str(files / 'nowhere')!r} is neither a model folder nor a Hugging Face model that can be downloaded",
+        "do:  check the path",
+    )  # fmt: skip
+
+
+def test_weight_map_that_leaves_the_folder(files, ranks):
+    folder = shutil.copytree(files / "teacher", files / "escape")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "../student/model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    assert_refused(
+        ranks, flags(files, "escape", teacher_hf="escape"), CHECKPOINT,
+        "weight_map sends tensor model.norm.weight to '../student/model-00001-of-00002.safetensors'",
+        "why: it must be the plain name of a .safetensors file in the same folder",
+        "do:  do not use this checkpoint unless you know who made it",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "pointer, texts",
+    [
+        ("garbage", ("latest_checkpointed_iteration.txt holds 'garbage', not an iteration", "--ckpt-step N")),
+        ("7", ("iter_0000007 is not a complete checkpoint", "why: its metadata.json is missing", "--ckpt-step N")),
+        (None, ("latest_checkpointed_iteration.txt is missing", "why: it names the checkpoint to continue from")),
+    ],
+)
+def test_damaged_pointer(pointer, texts, files, ranks):
+    folder = files / f"pointer {pointer}"
+    (folder / "iter_0000002").mkdir(parents=True)
+    if pointer is not None:
+        (folder / "latest_checkpointed_iteration.txt").write_text(pointer)
+    assert_refused(ranks, flags(files, "pointer", "--load", folder), CHECKPOINT, *texts)
+
+
+@pytest.fixture(scope="module")
+def saved(files, ranks):
+    """A checkpoint of two steps."""
+    (result,) = run_main(ranks, flags(files, "saved", "--save", files / "saved"))
+    assert result.exit_code == 0, result.stderr
+    return files / "saved"
+
+
+@pytest.mark.parametrize(
+    "name, content, text",
+    [
+        ("mkd.json", b"{", "mkd.json is damaged: "),
+        ("mkd.json", b'{"iteration": 2}', "mkd.json is damaged: it is not an object with iteration, consumed_samples"),
+        ("metadata.json", b"{", "iter_0000002 cannot be loaded: "),
+        (".metadata", b"garbage", "iter_0000002 cannot be loaded: "),
+        ("common.pt", b"garbage", "iter_0000002 cannot be loaded: "),
+        ("__0_0.distcp", b"garbage", "iter_0000002 cannot be loaded: "),
+        ("__0_0.distcp", None, "__0_0.distcp"),
+    ],
+)
+def test_damaged_checkpoint(name, content, text, saved, files, ranks, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "damaged") / "iter_0000002" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    argv = flags(files, "damaged", "--train-iters", 3, "--load", tmp_path / "damaged")
+    assert_refused(ranks, argv, CHECKPOINT, text, "do:  choose another", "--ckpt-step")
+
+
+def test_checkpoint_of_another_model(saved, files, ranks):
+    argv = flags(files, "shape", "--train-iters", 3, "--load", saved, student_hf="teacher")
+    assert_refused(
+        ranks, argv, CHECKPOINT, "iter_0000002 cannot be loaded: Global shape mismatch for loaded",
+        "why: the checkpoint is damaged, or belongs to a model of another shape",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--save", "--export-hf"])
+def test_a_folder_that_cannot_be_made_ends_the_run_before_its_first_step(flag, files, ranks):
+    argv = flags(files, "folders", flag, files / "text.jsonl" / "below")
+    assert_refused(ranks, argv, USAGE, f"cannot make {files / 'text.jsonl' / 'below'}: ", "do:  choose another")
+
+
+def test_config_that_is_no_object(files, ranks):
+    shutil.copytree(files / "teacher", files / "list")
+    write_records(files / "list" / "config.json", [])
+    argv = flags(files, "list", teacher_hf="list")
+    assert_refused(ranks, argv, CHECKPOINT, f"{files / 'list' / 'config.json'} is not a JSON object")
+
+
+@pytest.mark.parametrize(
+    "role, value, world_size, more",
+    [
+        ("student", math.nan, 1, ()),
+        ("student", math.inf, 2, ("--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")),
+        ("teacher", math.nan, 1, ()),
+        ("teacher", math.inf, 2, ("--tensor-model-parallel-size", 2)),
+        ("teacher", math.nan, 2, ("--use-distributed-optimizer", "--kd-ratio", 1)),
+    ],
+)
+def test_non_finite_loss_stops_before_the_update(role, value, world_size, more, files, ranks):
+    name = f"{role} {value} {world_size} {len(more)}"
+    poison(files / role, files / name, value)
+    save, export = files / f"{name} save", files / f"{name} hf"
+    argv = flags(files, f"{name} save", "--save", save, "--export-hf", export, *more, **{f"{role}_hf": name})
+    assert_refused(
+        ranks, argv, NON_FINITE, "loss sum nan, gradient norm nan",
+        "no parameter was changed in this step", "check that the teacher and student weights are finite",
+        world_size=world_size,
+    )  # fmt: skip
+    assert read_metrics(save) == []
+    assert not list(save.glob("iter_*")) and not (save / "latest_checkpointed_iteration.txt").exists()
+    assert not list(export.iterdir())
+    for before, after in ranks.run(hash_around_failure, world_size, argv):
+        assert before == after
+
+
+def hash_around_failure(argv):
+    """SHA-256 of this rank's parameters before training and after it has failed on a non-finite loss."""
+    import torch.distributed as dist
+
+    from mkd.config.load import load_config
+    from mkd.errors import NonFiniteError
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.setup import build_run, plan_run
+
+    run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())
+    before = _hash(run.engine.chunks)
+    with pytest.raises(NonFiniteError):
+        train(run)
+    run.reporter.close()
+    return before, _hash(run.engine.chunks)
+
+
+def _hash(chunks) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for name, parameter in sorted(chunk.named_parameters()):
+            digest.update(name.encode() + parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
