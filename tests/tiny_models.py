@@ -27,7 +27,8 @@ FAMILIES = {
     "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
     "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
-    "phi4-long": ("Phi3", dict(num_attention_heads=3, num_key_value_heads=3, pad_token_id=0, rope_parameters=LONG_ROPE)),
+    "phi4-long": ("Phi3", dict(num_attention_heads=3, num_key_value_heads=3, pad_token_id=0,
+                                original_max_position_embeddings=32, rope_parameters=LONG_ROPE)),
 }  # fmt: skip
 
 

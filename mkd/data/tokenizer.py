@@ -188,7 +188,21 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
     return loaders[tokenizer_type](tokenizer_model)
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder holds a tokenizer: transformers makes up an empty one where there is none."""
+    return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+
+
 def _load_hugging_face(model: str) -> Tokenizer:
+    if Path(model).is_dir() and not has_tokenizer(model):
+        raise UsageError(
+            f"{model} holds no tokenizer",
+            f"none of {', '.join(TOKENIZER_FILES)} is there",
+            "copy the tokenizer's files into the folder, or name another one with --tokenizer-model",
+        )
     try:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception

@@ -50,6 +50,7 @@ def train(run: Run) -> None:
             save(run)
         if is_last:
             break
+    run.reporter.flush()
 
 
 def one_step(run: Run) -> None:

@@ -36,6 +36,7 @@ class Reporter:
     global_batch_size: int
     seq_length: int
     interval: IntervalAverager = field(default_factory=IntervalAverager)
+    _steps: int = 0  # in the interval
 
     def train(self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
@@ -56,8 +57,15 @@ class Reporter:
             tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / self._ranks_per_replica,
             skipped_iterations=0,
         )
-        if position.iteration % self.log_interval and position.iteration != self.train_iters:
+        self._steps += 1
+        if position.iteration % self.log_interval == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the record and print the line of the steps since the last one, if there are any."""
+        if not self._steps:
             return
+        self._steps = 0
         record = self.interval.flush()
         self._write(record, progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size))
 

@@ -14,8 +14,8 @@ from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import layout_of, validate, virtual_stages
 from mkd.data.build import open_datasets
 from mkd.data.loader import EvalStream, TrainStream
-from mkd.data.tokenizer import Tokenizer, load_tokenizer
-from mkd.errors import CheckpointError, ErrorList, MkdError, UsageError
+from mkd.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from mkd.errors import CheckpointError, DataError, ErrorList, MkdError, UsageError
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.models.builder import build_chunks, common_padded_vocab_size, pair_stages
 from mkd.models.language_model import LanguageModel
@@ -213,7 +213,7 @@ def build_data(plan: Plan, context: ParallelContext):
     if plan.teacher is not None:
         require_same_tokenizer(tokenizer, plan.teacher)
     shapes = [plan.student.shape] + ([plan.teacher.shape] if plan.teacher else [])
-    return open_datasets(
+    train_set, valid_set = open_datasets(
         data_path=data.data_path,
         valid_data_path=data.valid_data_path,
         split=data.split,
@@ -227,10 +227,19 @@ def build_data(plan: Plan, context: ParallelContext):
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
+    if valid_set is None and plan.config.training.eval_interval:
+        raise DataError(
+            f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
+            "--eval-interval asks for evaluations",
+            "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
+        )
+    return train_set, valid_set
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
     """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
+    if not has_tokenizer(teacher.assets):
+        return  # nothing to compare: a teacher of bare weights is taken at its user's word
     difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
     if difference is not None:
         raise UsageError(

@@ -120,7 +120,7 @@ def test_a_shared_special_token_under_another_id_is_a_difference(tokenizer):
     ("kind", "model", "message"),
     [
         ("GPT2BPETokenizer", "x", "--tokenizer-type GPT2BPETokenizer is not known\n  do:  use one of HuggingFaceTokenizer"),
-        ("HuggingFaceTokenizer", "EMPTY", "no Hugging Face tokenizer could be loaded\n  why: "),
+        ("HuggingFaceTokenizer", "EMPTY", "holds no tokenizer\n  why: none of tokenizer.json"),
         ("SentencePieceTokenizer", "missing.model", "is not a file\n  why: "),
         ("SentencePieceTokenizer", "JUNK", "is not a SentencePiece model\n  why: "),
     ],
