@@ -19,6 +19,7 @@ class MkdError(Exception):
     """Base class. `exit_code` is what the process returns when the error reaches the entry point."""
 
     exit_code = 1
+    on_all_ranks = False  # known to be raised everywhere, so that rank 0 speaks for all
 
     def __init__(self, what: str, why: str = "", do: str = ""):
         self.what, self.why, self.do = what, why, do
@@ -55,10 +56,16 @@ class NonFiniteError(MkdError):
     """A loss or a gradient that is NaN or infinite; raised before the update."""
 
     exit_code = EXIT_NON_FINITE
+    on_all_ranks = True
 
 
 class ErrorList(UsageError):
-    """Several independent problems, reported at once. A list among `errors` counts as the problems in it."""
+    """Several independent problems, reported at once. A list among `errors` counts as the problems in it.
+
+    Lists come from flags, plans and headers, which are the same on all ranks.
+    """
+
+    on_all_ranks = True
 
     def __init__(self, errors: list[MkdError]):
         assert errors

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +25,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint  # noqa: E
 from mkd.checkpoint.hf_reader import resolve_hf  # noqa: E402
 from mkd.errors import CheckpointError, UsageError  # noqa: E402
 from mkd.models.language_model import LanguageModel  # noqa: E402
+from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
 from mkd.platform import detect  # noqa: E402
@@ -83,16 +83,7 @@ def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.devi
     """[tokens of all documents, v] fp32 on the CPU, all documents in one pack."""
     lengths = torch.tensor([0, *(len(ids) for ids in documents)])
     borders = lengths.cumsum(0).to(device, torch.int32)
-    longest = int(lengths.max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        cu_seqlens_q_padded=borders,
-        cu_seqlens_kv_padded=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    packed = packed_documents(borders, borders, int(lengths.max()))
     tokens = torch.cat(documents)[None].to(device)
     positions = torch.cat([torch.arange(len(ids)) for ids in documents])[None].to(device)
     hidden = model.eval()(tokens, positions, None, packed_seq_params=packed)

@@ -48,7 +48,6 @@ def distil(folder: Path, parallel: str) -> Path:
     command += ["--data-path", str(folder / "train.jsonl"), "--valid-data-path", str(folder / "valid.jsonl")]
     command += ["--data-cache-path", str(folder / "cache"), "--log-dir", str(folder)]
     command += ["--save", str(folder / "checkpoints"), "--export-hf", str(export)]
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return export
 

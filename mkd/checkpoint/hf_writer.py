@@ -239,4 +239,5 @@ def _raise_everywhere(context: ParallelContext, problem: Exception | None) -> No
     """Raise global rank 0's problem on all ranks. A broadcast: also the point where all ranks meet."""
     problem = context.broadcast_object(problem)
     if problem is not None:
+        problem.on_all_ranks = True
         raise problem

@@ -288,4 +288,4 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    dry_run: bool = option(False, "check everything, show the plan and end before any model is loaded")
+    dry_run: bool = option(False, "check flags, models, layout and data paths, show the plan, end before anything is loaded")

@@ -95,8 +95,7 @@ class _Preparation:
         return prefix
 
     def _cached(self, path: str, flag: str) -> str:
-        if not Path(path).is_file():
-            raise DataError(f"{flag} {path}: nothing found", "looked for a file of this name", "check the path")
+        _require_file(path, flag)
         key = cache_key(path, self.tokenizer, self.append_eod)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not _is_complete(prefix, key):
@@ -111,6 +110,30 @@ def _is_complete(prefix: str, key: str) -> bool:
         return False
 
 
+def missing_data(data_path: Sequence[str], valid_data_path: Sequence[str]) -> list[MkdError]:
+    """One error for each path at which there is nothing, from the paths alone."""
+    problems: list[MkdError] = []
+    for paths, flag in ((data_path, "--data-path"), (valid_data_path, "--valid-data-path")):
+        if not paths:
+            continue
+        try:
+            blend = parse_blend(paths, flag)
+        except MkdError as error:
+            problems.append(error)
+            continue
+        for path in blend.paths:
+            try:
+                _require_file(path, flag) if is_raw(path) else find_prefix(path, flag)
+            except MkdError as error:
+                problems.append(error)
+    return problems
+
+
+def _require_file(path: str, flag: str) -> None:
+    if not Path(path).is_file():
+        raise DataError(f"{flag} {path}: nothing found", "looked for a file of this name", "check the path")
+
+
 def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:
     """The builder's result of `prepare()`, or its error, in every process: whatever goes wrong, nobody waits for ever."""
     outcome = cause = None
@@ -123,6 +146,7 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
             outcome, cause = DataError(f"preparing the data failed: {type(error).__name__}: {error}"), error
     outcome = share(outcome)
     if isinstance(outcome, MkdError):
+        outcome.on_all_ranks = True
         raise outcome from cause
     return outcome
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
+
+from mkd.models.packed import PackedDocuments
 
 
 class PackedAttention(nn.Module):
@@ -38,7 +39,7 @@ class PackedAttention(nn.Module):
         *,
         attn_mask_type=None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedDocuments,
     ) -> Tensor:  # [t, heads * d]
         assert attention_mask is None and attention_bias is None, "packs carry their structure in packed_seq_params"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()

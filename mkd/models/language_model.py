@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mkd.models.packed import PackedDocuments
 from mkd.models.rope import RotaryEmbedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
@@ -70,7 +70,7 @@ class LanguageModel(GPTModel):
         position_ids: Tensor,
         decoder_input: Tensor | None = None,
         inference_context=None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedDocuments | None = None,
         padding_mask: Tensor | None = None,
     ):
         """Embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""

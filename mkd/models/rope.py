@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from mkd.models.packed import PackedDocuments
 from mkd.plan.model_shape import RopeShape
 
 
@@ -51,7 +51,7 @@ class RotaryEmbedding(nn.Module):
         self.short = inverse_frequencies(rope).to(device)
         self.long = inverse_frequencies(rope, long_context=True).to(device) if rope.kind == "longrope" else None
 
-    def forward(self, packed: PackedSeqParams) -> Tensor:
+    def forward(self, packed: PackedDocuments) -> Tensor:
         """Angles in radians, fp32 [n, 1, 1, rotary_dim].
 
         n is the longest padded document, positions counted from 0; Megatron restarts them at every document. With LongRoPE
@@ -59,7 +59,7 @@ class RotaryEmbedding(nn.Module):
         """
         if self.long is None:
             return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)
-        lengths = packed.cu_seqlens_q.diff().tolist()
+        lengths = packed.cu_seqlens_real.diff().tolist()
         spans = packed.cu_seqlens_q_padded.diff().tolist()
         angles = []
         for length, span in zip(lengths, spans, strict=True):

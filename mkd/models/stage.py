@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mkd.models.language_model import LanguageModel
+from mkd.models.packed import PackedDocuments
 from mkd.parallel.pipeline import attach_rider, take_rider
 
 
@@ -49,7 +49,7 @@ class PairStage(MegatronModule):
         self,
         tokens: Tensor,  # [1, t] int64
         position_ids: Tensor,  # [1, t] int64
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedDocuments,
     ) -> Tensor:
         """Teacher under no_grad, then the student, of the same micro-batch.
 

@@ -11,12 +11,18 @@ from mkd.errors import EXIT_DONE, MkdError, UsageError
 
 
 def main(argv: list[str]) -> int:
-    """Run `pretrain_kd.py argv`; returns the exit code. User errors are printed once, on rank 0."""
+    """Run `pretrain_kd.py argv`; returns the exit code.
+
+    User errors are printed once, on rank 0; one that another rank may have met alone, by that rank with its number.
+    """
+    rank = int(os.environ.get("RANK", "0"))
     try:
         run(load_config(argv))
     except MkdError as error:
-        if _is_rank_0():
+        if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        elif not error.on_all_ranks:
+            print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return EXIT_DONE
 

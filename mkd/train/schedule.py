@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
+from mkd.models.packed import packed_documents
 from mkd.parallel.context import ParallelContext
 from mkd.train.objective import SUMS, Objective
 
@@ -59,25 +59,8 @@ class PipelineSchedule:
 def _forward_step(objective: Objective, microbatches, model: nn.Module):
     """Megatron's forward callback: the stage's output, and what turns the last stage's output into a loss."""
     batch: PackedBatch = next(microbatches)
-    packed = packed_seq_params(batch, objective.context.platform.transformer_engine)
+    uses_te = objective.context.platform.transformer_engine
+    packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=uses_te)
     output = model(batch.tokens, batch.position_ids, packed)
     stage = get_attr_wrapped_model(model, "teacher", return_model_obj=True)
     return output, partial(objective, stage, batch)
-
-
-def packed_seq_params(batch: PackedBatch, padding_joins_document: bool = False) -> PackedSeqParams:
-    """The pack's document borders, in the form that Megatron's attention and rotary embeddings take (THD).
-
-    With `padding_joins_document` a document's padding counts as its last tokens: Transformer Engine's fastest kernels take no
-    gaps. Attention is causal and padding has no loss, so that no other position and no gradient can tell the difference.
-    """
-    lengths = batch.cu_seqlens_padded if padding_joins_document else batch.cu_seqlens
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=lengths,
-        cu_seqlens_kv=lengths,
-        cu_seqlens_q_padded=batch.cu_seqlens_padded,
-        cu_seqlens_kv_padded=batch.cu_seqlens_padded,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )

@@ -12,7 +12,7 @@ from mkd.checkpoint.distributed import HF_FOLDER, TrainingPosition, TrainingStat
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import layout_of, validate, virtual_stages
-from mkd.data.build import open_datasets
+from mkd.data.build import missing_data, open_datasets
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from mkd.errors import CheckpointError, DataError, ErrorList, MkdError, UsageError
@@ -66,11 +66,13 @@ class Plan:
 def plan_run(config: Config, world_size: int) -> Plan:
     """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
     problems: list[MkdError] = []
-    student = locate_model(problems, "student", config.student, config.checkpoint.ckpt_step)
+    student = locate_model(problems, "student", config.student)
     teacher = None
     if config.kd.kd_ratio > 0 and config.teachers:
-        teacher = locate_model(problems, "teacher", config.teachers[0], None)
+        teacher = locate_model(problems, "teacher", config.teachers[0])
     problems += validate(config, world_size, student.shape if student else None, teacher.shape if teacher else None)
+    problems += missing_data(config.data.data_path, config.data.valid_data_path)
+    problems += _export_over_source(config, [source for source in (student, teacher) if source])
     if problems:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)
@@ -85,8 +87,16 @@ def plan_run(config: Config, world_size: int) -> Plan:
     )
 
 
+def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdError]:
+    """Exporting over a model that the run reads would destroy it, and is found out only after all training."""
+    export = config.checkpoint.export_hf
+    if export is None or Path(export).resolve() not in [source.assets.resolve() for source in sources]:
+        return []
+    return [UsageError(f"--export-hf {export} is a folder that this run reads", "it would be overwritten", "choose another")]
+
+
 def locate_model(
-    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig, step: int | None
+    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
 ) -> ModelSource | None:
     """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
     if not (source.hf or source.load):
@@ -97,7 +107,7 @@ def locate_model(
             shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
             check_hf_checkpoint(shape, checkpoint)
             return ModelSource(shape, folder, checkpoint, None)
-        folder = find_checkpoint(Path(source.load), step)
+        folder = find_checkpoint(Path(source.load))
         if folder is None:
             what = f"--{role}-load {source.load} holds no checkpoint"
             raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
@@ -253,7 +263,11 @@ def resume(plan: Plan, state: TrainingState, context: ParallelContext) -> Traini
     """Continue from --load when it holds a checkpoint; an empty folder starts from the student's own weights."""
     checkpoint = plan.config.checkpoint
     folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
-    return TrainingPosition() if folder is None else load_checkpoint(folder, state, context)
+    if folder is not None:
+        return load_checkpoint(folder, state, context)
+    if checkpoint.load and context.rank == 0:
+        print(f" {checkpoint.load} holds no checkpoint yet: starting from the student's own weights", flush=True)
+    return TrainingPosition()
 
 
 def log_folder(config: Config) -> Path:
@@ -269,7 +283,7 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
     logger = MetricLogger(writers)
-    logger.truncate_after(position.iteration)
+    logger.truncate_after(position.iteration or -1)  # a fresh run also replaces the evaluation before the first step
     return Reporter(
         context=context,
         logger=logger,

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from mkd.models.attention import PackedAttention
+from mkd.models.packed import packed_documents
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -20,10 +20,7 @@ LENGTHS, SPANS = (5, 1, 9), (6, 1, 13)  # a document with padding, one of a sing
 
 def packed(lengths=LENGTHS, spans=SPANS):
     real, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, spans))
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded, max_seqlen_q=max(spans), max_seqlen_kv=max(spans),
-    )  # fmt: skip
+    return packed_documents(real, padded, max(spans))
 
 
 def attention(window=None, scale=None):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.tiny_models import FAMILIES, make_model
+from mkd.models.packed import packed_documents
+from tests.tiny_models import FAMILIES, SIZES, make_model
 
 LENGTHS = (23, 1, 40, 17)  # one document beyond the original context of the scaled positions (32) and beyond the window (16)
-PADDING = 15
+PADDING = 17
 TOLERANCE = 1e-5  # max |difference| / max |logit|
 
 
@@ -18,16 +18,12 @@ def documents(vocab_size):
     return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
-def pack(lengths, padding):
+def pack(lengths, padding, padding_joins_document=False):
     """The THD description of documents in a row; the last one is followed by padding."""
     real = torch.tensor([0, *lengths]).cumsum(0).int()
     padded = real.clone()
     padded[-1] += padding
-    longest = int(padded.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded, max_seqlen_q=longest, max_seqlen_kv=longest,
-    )  # fmt: skip
+    return packed_documents(real, padded, int(padded.diff().max()), padding_joins_document)
 
 
 def load_model(folder, tp, sequence_parallel=False):
@@ -49,12 +45,12 @@ def load_model(folder, tp, sequence_parallel=False):
 
 
 @torch.no_grad()
-def packed_logits(folder, tp, sequence_parallel):
+def packed_logits(folder, tp, sequence_parallel, padding_joins_document=False):
     """This rank's columns [sum(LENGTHS), v/tp] of one pack that holds all documents."""
     model = load_model(folder, tp, sequence_parallel)
     tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
     positions = torch.arange(tokens.numel())
-    hidden = model(tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING))
+    hidden = model(tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING, padding_joins_document))
     return model.logits(hidden)[: sum(LENGTHS), 0].clone()
 
 
@@ -76,3 +72,22 @@ def test_logits_equal_transformers(family, tmp_path, ranks):
         logits = torch.cat(shards, dim=1)[:, : expected.shape[1]]
         error = (logits - expected).abs().max() / expected.abs().max()
         assert error <= TOLERANCE, f"TP {tp}, sequence parallel {sequence_parallel}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("family", ["phi4-long", "mistral"])
+def test_padding_may_join_the_last_document(family, tmp_path, ranks):
+    """The form that Transformer Engine gets: with the padding the last document would pass LongRoPE's original length."""
+    folder = make_model(tmp_path / family, family)
+    (apart,), (joined,) = (ranks.run(packed_logits, 1, folder, 1, False, joins) for joins in (False, True))
+    assert (apart - joined).abs().max() <= TOLERANCE * apart.abs().max()
+
+
+def test_the_long_family_is_long():
+    """Its scaled frequencies and its attention factor must really be in use here."""
+    import transformers
+
+    from mkd.plan.model_shape import ModelShape
+
+    name, options = FAMILIES["phi4-long"]
+    shape = ModelShape.from_hf_config(getattr(transformers, f"{name}Config")(**SIZES, **options).to_dict())
+    assert shape.rope.original_max_position_embeddings < max(LENGTHS) and shape.rope.attention_factor > 1.1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from megatron.core.packed_seq_params import PackedSeqParams
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mkd.errors import UsageError
+from mkd.models.packed import packed_documents
 from mkd.models.rope import RotaryEmbedding, inverse_frequencies
 from mkd.plan.model_shape import RopeShape, read_rope
 from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE
@@ -32,10 +32,7 @@ def config_of(rope):
 
 def packed(lengths, spans):
     real, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, spans))
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded, max_seqlen_q=max(spans), max_seqlen_kv=max(spans),
-    )  # fmt: skip
+    return packed_documents(real, padded, max(spans))
 
 
 def rope_of(kind):

@@ -1,0 +1,39 @@
+"""Document borders of one pack, as Megatron's attention and rotary embeddings take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Megatron's THD description, and the documents' lengths without padding (LongRoPE depends on them)."""
+
+    cu_seqlens_real: Tensor | None = None  # [documents + 1] int32
+
+
+def packed_documents(
+    cu_seqlens: Tensor,  # [documents + 1] int32, without padding
+    cu_seqlens_padded: Tensor,  # [documents + 1] int32, with padding
+    max_seqlen: int,  # longest document with padding, tokens
+    padding_joins_document: bool = False,
+) -> PackedDocuments:
+    """Borders of the documents of one THD row.
+
+    With `padding_joins_document` attention takes a document's padding for its last tokens: Transformer Engine's fastest
+    kernels take no gaps. Attention is causal and padding has no loss, so that no other position and no gradient can tell.
+    """
+    attended = cu_seqlens_padded if padding_joins_document else cu_seqlens
+    return PackedDocuments(
+        qkv_format="thd",
+        cu_seqlens_q=attended,
+        cu_seqlens_kv=attended,
+        cu_seqlens_q_padded=cu_seqlens_padded,
+        cu_seqlens_kv_padded=cu_seqlens_padded,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        cu_seqlens_real=cu_seqlens,
+    )
