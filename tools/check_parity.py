@@ -25,7 +25,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint  # noqa: E
 from mkd.checkpoint.hf_reader import resolve_hf  # noqa: E402
 from mkd.errors import CheckpointError, UsageError  # noqa: E402
 from mkd.models.language_model import LanguageModel  # noqa: E402
-from mkd.models.packed import packed_documents
+from mkd.models.packed import packed_documents  # noqa: E402
 from mkd.parallel.context import ParallelContext  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
 from mkd.platform import detect  # noqa: E402

@@ -60,6 +60,11 @@ class Plan:
         lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
         if self.teacher_layout is not None:
             lines.append(f"teacher layers by stage: {self.teacher_layout.layers}")
+        tensor_parallel = self.config.parallel.tensor_model_parallel_size
+        for role, source in (("student", self.student), ("teacher", self.teacher)):
+            if source is not None and source.shape.num_query_groups % tensor_parallel:
+                groups, padded = source.shape.num_query_groups, source.shape.padded_query_groups(tensor_parallel)
+                lines.append(f"{role} attention: {groups} key/value heads padded to {padded} for tensor parallel")
         return "\n".join(lines)
 
 
