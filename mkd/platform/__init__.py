@@ -65,4 +65,7 @@ def _quiet_remarks() -> None:
     What is missing and what that costs is said once, by `Platform.describe`.
     """
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)  # Megatron's own default
+    if not torch.cuda.is_available():
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.|mkd\.platform|torch\.distributed")

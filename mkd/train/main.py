@@ -30,10 +30,11 @@ def main(argv: list[str]) -> int:
 def run(loaded: LoadedConfig) -> None:
     """Plan, show, build, train, export. Everything that can be refused is refused before processes talk to each other."""
     from mkd.platform import detect
+
+    platform = detect()  # before Megatron is imported, whose remarks it quiets
     from mkd.train.loop import train
     from mkd.train.setup import build_run, log_folder, plan_run
 
-    platform = detect()
     plan = plan_run(loaded.config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if _is_rank_0():
         print(format_config(loaded), plan.describe(), platform.describe(), sep="\n", flush=True)
