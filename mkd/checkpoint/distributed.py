@@ -67,7 +67,7 @@ class TrainingState:
 def save_checkpoint(
     directory: Path, state: TrainingState, position: TrainingPosition, context: ParallelContext, hf_dir: Path | None
 ) -> Path:
-    """Write `directory/iter_XXXXXXX` and then move the pointer to it. Called by all ranks; returns the folder."""
+    """Write `directory/iter_NNNNNNN` and then move the pointer to it. Called by all ranks; returns the folder."""
     folder = iteration_folder(directory, position.iteration)
     if context.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
