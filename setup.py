@@ -31,7 +31,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
-        "data": ["pyarrow"],
+        "data": ["pyarrow>=16"],
         "log": ["tensorboard", "wandb"],
         "dev": ["pytest", "ruff", "import-linter"],
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores: before torch starts its threads
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from tests.ranks import RankPool  # noqa: E402
 
@@ -17,3 +18,19 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """The pool of ranks with a GPU each."""
+    pool = RankPool(on_gpus=True)
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped by name where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

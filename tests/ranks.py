@@ -1,4 +1,4 @@
-"""A pool of gloo ranks for tests: processes start once and serve many tests (importing torch and Megatron takes seconds)."""
+"""A pool of ranks for tests: processes start once and serve many tests (importing torch and Megatron takes seconds)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class RankPool:
-    """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results."""
+    """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results.
 
-    def __init__(self, timeout_s: float = 240.0):
-        self.timeout_s = timeout_s
+    Ranks are CPU processes that talk through gloo; with `on_gpus` each has a GPU of its own, and they talk through NCCL.
+    """
+
+    def __init__(self, timeout_s: float = 240.0, on_gpus: bool = False):
+        self.timeout_s, self.on_gpus = timeout_s, on_gpus
         self._workers: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
 
     def run(self, function, world_size: int, *args) -> list:
-        """Results of `function(*args)` by rank, with torch.distributed initialised on gloo for `world_size` ranks.
+        """Results of `function(*args)` by rank, with torch.distributed initialised for `world_size` ranks.
 
         A failing rank raises AssertionError with that rank's traceback, and the pool starts afresh.
         """
@@ -63,7 +66,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process = context.Process(target=_serve, args=(theirs, len(self._workers), self.on_gpus), daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -77,12 +80,19 @@ class RankPool:
         self._workers.clear()
 
 
-def _serve(pipe) -> None:
+def _serve(pipe, index: int, on_gpu: bool) -> None:
     """Body of one worker: answer calls until the pipe closes."""
     sys.path.insert(0, str(REPOSITORY))
+    if on_gpu:
+        os.environ["LOCAL_RANK"] = str(index)
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 comparisons need fp32 products, Transformer Engine's too
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     torch.set_num_threads(1)
+    if on_gpu:
+        torch.cuda.set_device(index)
     while True:
         try:
             call = pipe.recv()
@@ -99,11 +109,16 @@ def _serve(pipe) -> None:
 
 
 def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: str):
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
     )
     try:
         return getattr(_module(file), name)(*args)

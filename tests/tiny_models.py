@@ -32,10 +32,19 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes) -> Path:
+def make_model(
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 2.0,
+    shard_size: str = "100KB",
+    **sizes,
+) -> Path:
     """Save a random model of `family` in `folder`, sharded; `sizes` override `SIZES`. Returns the folder.
 
-    Norm weights and biases are random too: a model whose norms are all one hides mapping errors.
+    Norm weights and biases are random too: a model whose norms are all one hides mapping errors. Matrices are `scale` times
+    their usual size.
     """
     name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options, **sizes})
@@ -46,8 +55,8 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = to
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
-                parameter.mul_(2.0)
-    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+                parameter.mul_(scale)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 

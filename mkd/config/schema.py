@@ -56,6 +56,11 @@ class TeacherConfig:
         "tokenizer files are used",
     )
     load: str | None = option(None, "folder of Megatron distributed checkpoints with the teacher's weights")
+    topk: str | None = option(
+        None,
+        "folder that tools/export_teacher_topk.py has written: train from the teacher's stored top-k log-probabilities, no "
+        "teacher runs. With --teacher-hf or --teacher-load they must be of that very teacher",
+    )
     weight: float = option(1.0, "share of this teacher among several; 1 in this release", flag=False)
     pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
 
@@ -80,7 +85,17 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, "interleaving, by virtual stages of each pipeline rank; the other way to ask for the same"
     )
-    context_parallel_size: int = option(1, "processes that share every sequence; 1 in this release")
+    pipeline_layout: str = option(
+        "even",
+        "how layers are split over pipeline stages without an explicit layout: even (the same number everywhere), or auto "
+        "(both models together, so that the slowest pipeline rank, heads included, is as fast as possible)",
+        choices=("even", "auto"),
+    )
+    context_parallel_size: int = option(
+        1,
+        "processes that share every sequence; raise it when long sequences do not fit one device. Documents are padded to "
+        "a multiple of twice this size",
+    )
     expert_model_parallel_size: int = option(1, "processes that share the experts; 1 in this release (dense models)")
     sequence_parallel: bool = option(
         False,
@@ -124,9 +139,20 @@ class KDConfig:
     )
     kd_divergence: str = option(
         "forward_kl",
-        "what is minimised; forward_kl is KL(teacher || student)",
-        choices=("forward_kl",),
-        planned=("reverse_kl", "jsd"),
+        "what is minimised: forward_kl is KL(teacher || student), which covers all that the teacher says; reverse_kl is "
+        "KL(student || teacher), which keeps to what it says most; mixed_kl and jsd lie between",
+        choices=("forward_kl", "reverse_kl", "mixed_kl", "jsd"),
+    )
+    kd_jsd_beta: float = option(
+        0.5,
+        "teacher's weight in the mixture that jsd compares both models with, 0 to 1; 0 and 1 mean forward_kl and reverse_kl",
+    )
+    kd_mixed_kl_weight: float = option(0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest")
+    kd_fused_head: bool = option(
+        True, "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once"
+    )
+    kd_fp32_logits: bool = option(
+        False, "make logits in fp32 under --bf16: more exact gradients (bf16 logits cost about 0.4 %), a slower loss"
     )
 
 

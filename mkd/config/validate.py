@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from mkd.config.options import all_options
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
-from mkd.plan.batch import BatchPlan
+from mkd.plan.auto_layout import auto_layouts
+from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.cost import DOCUMENT_LENGTH, pair_cost
 from mkd.plan.layout import PipelineLayout, count_virtual_stages
 from mkd.plan.model_shape import ModelShape
 
@@ -16,6 +18,8 @@ _RANGES = {
     "distributed_timeout_minutes": ("above 0", lambda x: x > 0),
     "kd_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "kd_temperature": ("above 0", lambda x: x > 0),
+    "kd_jsd_beta": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    "kd_mixed_kl_weight": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
     "exit_duration_in_mins": ("above 0", lambda x: x > 0),
     "num_workers": ("0 or more", lambda x: x >= 0),
@@ -34,6 +38,7 @@ _RANGES = {
         (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "context_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
             "micro_batch_size",
@@ -49,7 +54,7 @@ _RANGES = {
         ),
         ("1 or more", lambda x: x >= 1),
     ),
-    **dict.fromkeys(("context_parallel_size", "expert_model_parallel_size"), ("1 in this release", lambda x: x == 1)),
+    "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
 }
 """Option -> (what it must be, whether a value is that). Settings that were not given (None) are not asked."""
 
@@ -67,6 +72,7 @@ def validate(
         problems += check(config)
     if not is_in_range:
         return problems  # the arithmetic below needs sizes that make sense
+    problems += _sequence(config)
     stages = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     if student is not None:
         stages = _attempt(problems, lambda: virtual_stages(config, student))
@@ -76,8 +82,10 @@ def validate(
     for role, shape in (("student", student), ("teacher", teacher)):
         if shape is not None:
             problems += _shape(config, role, shape)
-            if stages is not None:
+            if stages is not None and config.parallel.pipeline_layout == "even":
                 _attempt(problems, lambda role=role, shape=shape: layout_of(config, role, shape, stages))
+    if not problems and student is not None and config.parallel.pipeline_layout == "auto":
+        _attempt(problems, lambda: layouts_of(config, student, teacher, stages))
     return problems
 
 
@@ -90,6 +98,22 @@ def virtual_stages(config: Config, student: ModelShape) -> int:
         parallel.num_layers_per_virtual_pipeline_stage,
         parallel.num_virtual_stages_per_pipeline_rank,
     )
+
+
+def layouts_of(
+    config: Config,
+    student: ModelShape,
+    teacher: ModelShape | None,
+    stages: int,  # virtual ones of each pipeline rank
+    document_length: int = DOCUMENT_LENGTH,  # tokens, for the cost of attention
+) -> tuple[PipelineLayout, PipelineLayout | None]:
+    """The layouts of student and teacher (None without one), as asked for or chosen. Raises UsageError if there is none."""
+    if config.parallel.pipeline_layout == "auto":
+        pipeline = config.parallel.pipeline_model_parallel_size
+        cost = pair_cost(config, student, teacher, pipeline * stages, document_length)
+        return auto_layouts(cost, student.num_layers, teacher.num_layers if teacher else None, pipeline, stages)
+    of_teacher = layout_of(config, "teacher", teacher, stages) if teacher else None
+    return layout_of(config, "student", student, stages), of_teacher
 
 
 def layout_of(config: Config, role: str, shape: ModelShape, stages: int) -> PipelineLayout:
@@ -133,11 +157,17 @@ def _models(config: Config) -> Iterator[UsageError]:
             "this release distils from exactly one",
             "keep one entry below teachers:",
         )
-    elif config.kd.kd_ratio > 0 and not any(teacher.hf or teacher.load for teacher in config.teachers):
+    elif config.kd.kd_ratio > 0 and not any(t.hf or t.load or t.topk for t in config.teachers):
         yield UsageError(
             f"no teacher is given, but kd-ratio is {config.kd.kd_ratio}",
             "the distillation loss needs the teacher's logits",
-            "give --teacher-hf DIR or --teacher-load CKPT, or --kd-ratio 0 for plain training",
+            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
+        )
+    elif config.teachers and config.teachers[0].topk and config.kd.kd_divergence != "forward_kl":
+        yield UsageError(
+            f"kd-divergence {config.kd.kd_divergence} cannot be computed from --teacher-topk",
+            "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
+            "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
         )
     elif config.teachers and config.teachers[0].weight != 1:
         yield UsageError(
@@ -242,6 +272,14 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "interleaving fills the bubble of a pipeline, and there is none",
             "raise --pipeline-model-parallel-size, or remove the virtual stages",
         )
+    models = [("student", config.student), *(("teacher", teacher) for teacher in config.teachers[:1])]
+    flags = " and ".join(f"--{role}-pipeline-layout" for role, model in models if model.pipeline_layout)
+    if parallel.pipeline_layout == "auto" and flags:
+        yield UsageError(
+            f"--pipeline-layout auto and {flags} exclude each other",
+            "both say how layers are split over the pipeline; auto chooses the splits of both models together",
+            f"remove {flags}, or --pipeline-layout auto",
+        )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield UsageError(
             "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
@@ -251,9 +289,8 @@ def _parallel(config: Config) -> Iterator[UsageError]:
 
 
 def _batch(config: Config, batch: BatchPlan, stages: int) -> Iterator[UsageError]:
-    """What the schedule and sequence parallelism ask of the batch."""
-    parallel, training = config.parallel, config.training
-    pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    """What the schedule asks of the batch."""
+    pipeline = config.parallel.pipeline_model_parallel_size
     if stages > 1 and batch.num_microbatches % pipeline:
         below = batch.num_microbatches // pipeline * pipeline
         sizes = [n * batch.micro_batch_size * batch.data_parallel for n in (below, below + pipeline) if n]
@@ -263,19 +300,42 @@ def _batch(config: Config, batch: BatchPlan, stages: int) -> Iterator[UsageError
             "the interleaved schedule runs micro-batches in groups of the pipeline's size",
             f"use --global-batch-size {' or '.join(map(str, sizes))}",
         )
+
+
+def _sequence(config: Config) -> Iterator[UsageError]:
+    """What context and sequence parallelism ask of the length of packs."""
+    parallel, training = config.parallel, config.training
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    multiple, shards = document_multiple(context), tensor * context if parallel.sequence_parallel else 1
+    fitting = math.lcm(multiple, shards)
+    fitting *= math.ceil(training.seq_length / fitting)
     tokens = training.seq_length * training.micro_batch_size
-    if parallel.sequence_parallel and tokens % tensor:
+    if training.seq_length % multiple:
+        yield UsageError(
+            f"seq-length {training.seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
+            "context parallelism gives every process two equal parts of each document",
+            f"use --seq-length {fitting}",
+        )
+    elif tokens % shards:
+        by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
         yield UsageError(
             f"seq-length {training.seq_length} x micro-batch-size {training.micro_batch_size} = {tokens} tokens are not "
-            f"divisible by tensor-model-parallel-size {tensor}",
+            f"divisible by tensor-model-parallel-size {tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
-            f"use --seq-length {math.ceil(training.seq_length / tensor) * tensor}, or leave --sequence-parallel away",
+            f"use --seq-length {fitting}, or leave --sequence-parallel away",
         )
 
 
 def _shape(config: Config, role: str, shape: ModelShape) -> Iterator[UsageError]:
     """What one model's sizes ask of the layout; heads and vocabulary are padded, so that they ask nothing."""
-    tensor = config.parallel.tensor_model_parallel_size
+    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    groups = shape.padded_query_groups(tensor) // tensor
+    if shape.sliding_window is not None and groups % context:
+        yield UsageError(
+            f"the {role}'s {groups} key/value heads of a process are not divisible by context-parallel-size {context}",
+            f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
+            "lower --context-parallel-size or --tensor-model-parallel-size",
+        )
     if shape.ffn_hidden_size % tensor:
         largest = next(size for size in range(tensor, 0, -1) if shape.ffn_hidden_size % size == 0)
         yield UsageError(

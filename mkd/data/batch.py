@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.teacher_rows import TeacherRows
+from mkd.parallel.zigzag import context_parallel_rows
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -20,14 +23,20 @@ class Pack:
     lengths: np.ndarray  # [documents] int64, tokens without padding
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
+    teacher: TeacherRows | None = None  # of a stored teacher, for the positions with loss
+
+    def with_teacher(self, teacher: TeacherRows) -> Pack:
+        """The pack with what a stored teacher says about its loss positions."""
+        assert len(teacher.ids) == np.count_nonzero(self.loss_mask)
+        return replace(self, teacher=teacher)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """k packs as one THD row of t = k * seq_length tokens.
+    """k packs as one THD row of k * seq_length tokens, or the t of them that one context-parallel rank holds.
 
-    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) and has cu_seqlens[i+1] - cu_seqlens[i] tokens; the
-    rest of its span is padding, which has no loss. A pack's unused tail is padding of its last document.
+    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] - cu_seqlens[i]
+    tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding of its last document.
     """
 
     tokens: Tensor  # [1, t] int64
@@ -35,21 +44,37 @@ class PackedBatch:
     loss_mask: Tensor  # [1, t] float32
     position_ids: Tensor  # [1, t] int64, from 0 in every document
     cu_seqlens: Tensor  # [documents + 1] int32, without padding
-    cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is t
+    cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is k * seq_length
     max_seqlen: int  # largest span of a document, tokens
-    num_loss_tokens: int
+    loss_rows: Tensor  # [n] int64, ascending: those of the t positions whose loss_mask is not 0
+    num_loss_tokens: int  # of the whole row
     sample_ids: tuple[int, ...]  # of the packs, -1 for empty ones
+    teacher: TeacherRows | None = None  # of a stored teacher, for `loss_rows`
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on `device`; from pinned memory the copies do not block."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
+        """The part of a whole row that `rank` of `size` holds (see `zigzag.py`); document borders and counts stay those of
+        the row. Every span must be a multiple of 2 * size."""
+        if size == 1:
+            return self
+        rows = context_parallel_rows(self.cu_seqlens_padded, rank, size)
+        sharded = {name: getattr(self, name)[:, rows] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        loss_rows, teacher = _loss_rows(sharded["loss_mask"]), self.teacher
+        if teacher is not None:
+            places = torch.searchsorted(self.loss_rows, rows[loss_rows])
+            teacher = teacher.map(lambda tensor: tensor[places])
+        return replace(self, **sharded, loss_rows=loss_rows, teacher=teacher)
 
     def pin_memory(self) -> PackedBatch:
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **changed, teacher=None if self.teacher is None else self.teacher.map(change))
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:
@@ -68,23 +93,29 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
     """The packs one after the other as one micro-batch."""
     lengths = np.concatenate([pack.lengths for pack in packs])
     spans = np.concatenate([pack.spans for pack in packs])
-    loss_mask = np.concatenate([pack.loss_mask for pack in packs])
+    loss_mask = _row(np.concatenate([pack.loss_mask for pack in packs]))
     starts = np.cumsum(spans) - spans
     return PackedBatch(
         tokens=_row(np.concatenate([pack.tokens for pack in packs])),
         labels=_row(np.concatenate([pack.labels for pack in packs])),
-        loss_mask=_row(loss_mask),
+        loss_mask=loss_mask,
         position_ids=_row(np.arange(spans.sum()) - np.repeat(starts, spans)),
         cu_seqlens=_cumulative(lengths),
         cu_seqlens_padded=_cumulative(spans),
         max_seqlen=int(spans.max()),
+        loss_rows=_loss_rows(loss_mask),
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
+        teacher=None if packs[0].teacher is None else TeacherRows.concatenate([pack.teacher for pack in packs]),
     )
 
 
 def _row(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values)[None]
+
+
+def _loss_rows(loss_mask: Tensor) -> Tensor:
+    return loss_mask[0].nonzero().flatten()
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank: an endless stream for training, a restartable pass for evaluation."""
+"""Micro-batches of one data- and context-parallel rank: an endless stream for training, a restartable pass for evaluation."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ class BatchLayout:
     """How the packs of one global batch are dealt out.
 
     As in Megatron: micro-batch m takes the m-th `micro_batch_size * data_parallel_size` packs, and of those data-parallel
-    rank d the d-th `micro_batch_size`.
+    rank d the d-th `micro_batch_size`. Context-parallel ranks hold each their part of these.
     """
 
     micro_batch_size: int  # packs
     global_batch_size: int  # packs
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    context_parallel_size: int = 1
 
     def __post_init__(self):
         assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
+        assert 0 <= self.context_parallel_rank < self.context_parallel_size
 
     @property
     def num_microbatches(self) -> int:
@@ -60,16 +63,26 @@ class TrainStream:
         global_batch_size: int,
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
+        context_parallel_rank: int = 0,
+        context_parallel_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
-        self._layout = BatchLayout(micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size)
+        self._layout = BatchLayout(
+            micro_batch_size,
+            global_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+            context_parallel_rank,
+            context_parallel_size,
+        )
         self.consumed_samples = consumed_samples
         order = dataset.sample_order(seed, shuffle)
-        self._batches = _load(dataset, _TrainSamples(order, self._layout, consumed_samples), num_workers, pin_memory)
+        samples = _TrainSamples(order, self._layout, consumed_samples)
+        self._batches = _load(_MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's micro-batches of the next optimizer step. Raises DataError for data that cannot be read."""
@@ -95,10 +108,19 @@ class EvalStream:
         eval_iters: int,
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
+        context_parallel_rank: int = 0,
+        context_parallel_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
-        self._layout = BatchLayout(micro_batch_size, global_batch_size, data_parallel_rank, data_parallel_size)
+        self._layout = BatchLayout(
+            micro_batch_size,
+            global_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+            context_parallel_rank,
+            context_parallel_size,
+        )
         self._dataset, self._num_workers, self._pin_memory = dataset, num_workers, pin_memory
         self.num_samples = min(len(dataset), eval_iters * global_batch_size)
         self.num_steps = -(-self.num_samples // global_batch_size)
@@ -112,7 +134,7 @@ class EvalStream:
         samples[: self.num_samples] = np.arange(self.num_samples) * len(self._dataset) // max(self.num_samples, 1)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
         microbatches = [row for step in steps for row in self._layout.microbatches(step).tolist()]
-        batches = _load(self._dataset, microbatches, self._num_workers, self._pin_memory)
+        batches = _load(_MicroBatches(self._dataset, self._layout), microbatches, self._num_workers, self._pin_memory)
         for _ in range(self.num_steps):
             yield list(islice(batches, self._layout.num_microbatches))
 
@@ -134,22 +156,28 @@ class _TrainSamples:
 
 
 class _MicroBatches(Dataset):
-    """Micro-batch of a list of samples. An error is returned, because a loader would rewrite one that is raised."""
+    """This rank's part of the micro-batch of a list of samples.
 
-    def __init__(self, dataset: PackedDataset | BlendedDataset):
-        self._dataset = dataset
+    An error is returned, because a loader would rewrite one that is raised.
+    """
+
+    def __init__(self, dataset: PackedDataset | BlendedDataset, layout: BatchLayout):
+        self._dataset, self._layout = dataset, layout
 
     def __getitem__(self, samples: list[int]) -> PackedBatch | MkdError:
         try:
-            return collate([self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples])
+            batch = collate([self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples])
         except MkdError as error:
             return error
+        return batch.context_parallel_shard(self._layout.context_parallel_rank, self._layout.context_parallel_size)
 
 
-def _load(dataset, samples: Iterable[list[int]], num_workers: int, pin_memory: bool) -> Iterator[PackedBatch]:
+def _load(
+    microbatches: _MicroBatches, samples: Iterable[list[int]], num_workers: int, pin_memory: bool
+) -> Iterator[PackedBatch]:
     """Micro-batches in the order of `samples`. Workers start at the first one."""
     loader = DataLoader(
-        _MicroBatches(dataset),
+        microbatches,
         sampler=samples,
         batch_size=None,
         num_workers=num_workers,

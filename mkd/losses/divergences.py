@@ -1,54 +1,157 @@
-"""Divergences between teacher and student as (local statistic, value, gradient): one table row each.
+"""Divergences D(teacher, student): what each needs from a vocabulary shard, its value and its gradient.
 
 Notation: a = z_s / T and b = z_t / T over the ids that both models have, p_s and p_t their softmax over the WHOLE
-vocabulary, q_s and q_t their softmax over the columns of one shard.
+vocabulary, q_s and q_t their softmax over the columns of one shard, d = (b - max b) - (a - max a).
+
+A divergence either gets by with cross terms that travel with the other row statistics (`KLMixture`), or needs one more
+pass over the logits once both softmaxes are known, and one more SUM over ranks (`JensenShannon`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from mkd.losses.softmax import Normaliser, ShardSoftmax
+from mkd.losses.softmax import Normaliser, ShardRows, ShardSoftmax
+
+
+class Divergence(Protocol):
+    """The plug of a new divergence; `mkd/losses/triton_rows.py` holds the same formulas for GPUs.
+
+    cross_names: cross terms of a shard, [n] each, that travel with the statistics.
+    needs_terms: whether `terms` must run before value and gradient are known.
+    residual: the [n] number of each row that the gradient needs beside both softmaxes (None if it needs none).
+    """
+
+    cross_names: tuple[str, ...]
+    needs_terms: bool
+
+    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]: ...
+
+    def merge(self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser) -> tuple[Tensor, Tensor | None]:
+        """(value [n], residual) of the whole vocabulary from every shard's cross terms, [tp, n] each."""
+        ...
+
+    def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
+        """[2, n] sums over the columns of a shard; they add up over shards."""
+        ...
+
+    def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(value [n], residual) from the summed terms."""
+        ...
+
+    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+        """dD/da on the columns of a shard, [n, c], a new tensor; leaves p_s [n, c]."""
+        ...
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """What the vocabulary-parallel loss needs to know about one divergence D(teacher, student).
+class KLMixture:
+    """forward * KL(p_t || p_s) + reverse * KL(p_s || p_t)."""
 
-    local: (student, teacher) -> [n], the one cross term of a shard that travels in the all-gather.
-    value: (cross terms [tp, n], student, teacher) -> D [n] of the whole vocabulary.
-    gradient: (p_s, p_t, D [n]) -> dD/da on the columns of a shard, [n, c]; writes over p_t, leaves p_s.
+    forward: float
+    reverse: float
+
+    needs_terms = False
+
+    @property
+    def cross_names(self) -> tuple[str, ...]:
+        return ("forward_cross",) * (self.forward != 0) + ("reverse_cross",) * (self.reverse != 0)
+
+    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
+        """C_t / S_t and C_s / S_s of the shard: the means of d under q_t and of -d under q_s.
+
+        Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by an offset.
+        """
+        difference = teacher.centred().sub_(student.centred())
+        crosses = {}
+        if self.reverse:
+            crosses["reverse_cross"] = -(difference * student.probabilities).sum(dim=1)
+        if self.forward:
+            crosses["forward_cross"] = difference.mul_(teacher.probabilities).sum(dim=1)
+        return {name: crosses[name] for name in self.cross_names}
+
+    def merge(self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser) -> tuple[Tensor, Tensor | None]:
+        """KL(p_t || p_s) = C_t / S_t - ln S_t + ln S_s, and the other way round.
+
+        A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging model.
+        """
+        shift = teacher.shift - student.shift
+        value, residual = 0.0, None
+        if self.forward:
+            mean = (teacher.share * (cross["forward_cross"] + shift)).sum(dim=0)
+            value = self.forward * (mean - teacher.log_sum + student.log_sum)
+        if self.reverse:
+            mean = (student.share * (cross["reverse_cross"] - shift)).sum(dim=0)
+            residual = mean - student.log_sum + teacher.log_sum
+            value = value + self.reverse * residual
+        return value, residual
+
+    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+        """forward (p_s - p_t) + reverse p_s (ln p_s - ln p_t - KL(p_s || p_t))."""
+        result = None
+        if self.forward:
+            result = teacher.probabilities().neg_().add_(p_s)
+            if self.forward != 1.0:
+                result.mul_(self.forward)
+        if self.reverse:
+            reverse = student.log_probabilities().sub_(teacher.log_probabilities()).sub_(residual[:, None])
+            reverse.mul_(p_s).mul_(self.reverse)
+            result = reverse if result is None else result.add_(reverse)
+        return result
+
+
+@dataclass(frozen=True)
+class JensenShannon:
+    """beta KL(p_t || Q) + (1 - beta) KL(p_s || Q) with Q = beta p_t + (1 - beta) p_s, 0 < beta < 1.
+
+    The generalised Jensen-Shannon divergence of Agarwal et al. 2024 (On-Policy Distillation of Language Models, section 3).
     """
 
-    local: Callable[[ShardSoftmax, ShardSoftmax], Tensor]
-    value: Callable[[Tensor, Normaliser, Normaliser], Tensor]
-    gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    beta: float
+
+    needs_terms = True
+    cross_names = ()
+
+    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
+        return {}
+
+    def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
+        """This shard's part of KL(p_t || Q) and of KL(p_s || Q)."""
+        log_p_s, log_p_t = student.log_probabilities(), teacher.log_probabilities()
+        log_q = self._log_mixture(log_p_s, log_p_t)
+        to_teacher = (log_p_t.exp() * (log_p_t - log_q)).sum(dim=1)
+        return torch.stack([to_teacher, (log_p_s.exp() * (log_p_s - log_q)).sum(dim=1)])
+
+    def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor]:
+        return self.beta * terms[0] + (1.0 - self.beta) * terms[1], terms[1]
+
+    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+        """(1 - beta) p_s (ln p_s - ln Q - KL(p_s || Q))."""
+        log_p_s = student.log_probabilities()
+        log_q = self._log_mixture(log_p_s, teacher.log_probabilities())
+        return log_p_s.sub_(log_q).sub_(residual[:, None]).mul_(p_s).mul_(1.0 - self.beta)
+
+    def _log_mixture(self, log_p_s: Tensor, log_p_t: Tensor) -> Tensor:
+        return torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
 
 
-def _forward_kl_local(student: ShardSoftmax, teacher: ShardSoftmax) -> Tensor:
-    """Mean of d = (b - max b) - (a - max a) under q_t: C_t / S_t of the shard.
-
-    Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by an offset.
-    """
-    difference = teacher.centred().sub_(student.centred())
-    return difference.mul_(teacher.probabilities).sum(dim=1)
+def _jsd(beta: float) -> Divergence:
+    """The ends of the scale mean the two KLs by convention: the formula itself vanishes there."""
+    if beta in (0.0, 1.0):
+        return KLMixture(forward=1.0 - beta, reverse=beta)
+    return JensenShannon(beta)
 
 
-def _forward_kl_value(cross: Tensor, student: Normaliser, teacher: Normaliser) -> Tensor:
-    """KL(p_t || p_s) = C_t / S_t - ln S_t + ln S_s.
-
-    A shard's mean of d moves by the shift of both maxima and counts with the teacher's mass on that shard.
-    """
-    cross = cross + (teacher.shift - student.shift)
-    return (teacher.share * cross).sum(dim=0) - teacher.log_sum + student.log_sum
-
-
-def _forward_kl_gradient(p_s: Tensor, p_t: Tensor, value: Tensor) -> Tensor:
-    """dKL(p_t || p_s)/da = p_s - p_t."""
-    return p_t.neg_().add_(p_s)
-
-
-DIVERGENCES = {"forward_kl": Divergence(_forward_kl_local, _forward_kl_value, _forward_kl_gradient)}
+DIVERGENCES: dict[str, Callable[[float, float], Divergence]] = {
+    "forward_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(1.0, 0.0),
+    "reverse_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(0.0, 1.0),
+    "mixed_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(mixed_kl_weight, 1.0 - mixed_kl_weight),
+    "jsd": lambda jsd_beta, mixed_kl_weight: _jsd(jsd_beta),
+}
+"""Name -> the divergence, from (jsd_beta, mixed_kl_weight)."""

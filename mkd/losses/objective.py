@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
@@ -47,6 +48,26 @@ class KDObjective:
     with_ce_metric: bool
     student_vocab_size: int  # real rows; ids beyond are padding
     teacher_vocab_size: int  # real rows; not read when kd_ratio is 0
+    jsd_beta: float = 0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
+    mixed_kl_weight: float = 0.5  # weight of the forward KL in `mixed_kl`; the reverse KL has the rest
+
+    @classmethod
+    def of(
+        cls,
+        student_vocab_size: int,
+        teacher_vocab_size: int | None,
+        kd_ratio: float,
+        temperature: float,
+        temperature_scaling: str,
+        divergence: str,
+        jsd_beta: float,
+        mixed_kl_weight: float,
+        with_ce_metric: bool,
+    ) -> KDObjective:
+        """From the arguments that all losses share; without a teacher's vocabulary the student's stands in."""
+        teacher_vocab_size = student_vocab_size if teacher_vocab_size is None else teacher_vocab_size
+        settings = kd_ratio, temperature, temperature_scaling, divergence, with_ce_metric
+        return cls(*settings, student_vocab_size, teacher_vocab_size, jsd_beta, mixed_kl_weight)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.kd_ratio <= 1.0:
@@ -63,6 +84,19 @@ class KDObjective:
             )
         _require_known("kd-temperature-scaling", self.temperature_scaling, TEMPERATURE_SCALINGS)
         _require_known("kd-divergence", self.divergence, DIVERGENCES)
+        for flag, weight in (("kd-jsd-beta", self.jsd_beta), ("kd-mixed-kl-weight", self.mixed_kl_weight)):
+            if not 0.0 <= weight <= 1.0:
+                why = "it is a weight between two distributions"
+                raise UsageError(f"{flag} is {weight}", why, "choose a value from 0 to 1")
+
+    def require_teacher(self, given: bool) -> None:
+        """Raises UsageError where the objective compares with a teacher and there is none."""
+        if self.uses_teacher and not given:
+            raise UsageError(
+                f"kd-ratio is {self.kd_ratio} but there are no teacher logits, or no teacher vocabulary size",
+                "the divergence compares the student with the teacher",
+                "give the loss a teacher, or set kd-ratio to 0",
+            )
 
     @property
     def uses_teacher(self) -> bool:
@@ -84,7 +118,7 @@ class KDObjective:
 
     @property
     def rule(self) -> Divergence:
-        return DIVERGENCES[self.divergence]
+        return DIVERGENCES[self.divergence](self.jsd_beta, self.mixed_kl_weight)
 
     @property
     def num_shared_ids(self) -> int:
@@ -94,6 +128,19 @@ class KDObjective:
     def ce_reads_kd_softmax(self) -> bool:
         """Whether CE and KD need one and the same softmax of the student: same temperature, same columns."""
         return self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
+
+    @property
+    def statistic_names(self) -> tuple[str, ...]:
+        """Rows of the [k, n] statistics that a shard contributes (k <= 13), in order; see `mkd/losses/statistics.py`."""
+        names: tuple[str, ...] = ()
+        if self.uses_teacher:
+            names += ("student_max", "student_sum", "teacher_max", "teacher_sum", *self.rule.cross_names)
+            names += ("plain_sum",) * (self.temperature != 1.0)
+            names += ("plain_mean", "teacher_label", "student_at_teacher_top")
+        if self.measures_ce:
+            names += () if self.ce_reads_kd_softmax else ("ce_max", "ce_sum")
+            names += ("ce_label",)
+        return names
 
 
 def _require_known(flag: str, name: str, table: dict) -> None:
@@ -113,6 +160,14 @@ class VocabShard:
     start: int
     student: int  # local columns that are real rows of the student
     shared: int  # local columns that are real rows of both models
+
+    @classmethod
+    def of_group(cls, width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
+        """This process's shard of `width` columns; None is a vocabulary that is not split."""
+        rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+        real = (objective.student_vocab_size, objective.teacher_vocab_size)
+        assert all(0 < rows <= width * size for rows in real), f"real vocabularies {real} exceed {width * size} columns"
+        return cls.of(width, rank, size, objective)
 
     @classmethod
     def of(cls, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +23,8 @@ def dense_kd(
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
     divergence: str = "forward_kl",
+    jsd_beta: float = 0.5,
+    mixed_kl_weight: float = 0.5,
 ) -> KDOutput:
     """The contract of `vocab_parallel_kd` on unsplit logits, in float64: CE always, KD whenever there is a teacher.
 
@@ -38,7 +42,8 @@ def dense_kd(
     log_p_s = (student[:, :shared] / temperature).log_softmax(dim=1)
     log_p_t = (teacher / temperature).log_softmax(dim=1)
     scale = {"squared": temperature**2, "none": 1.0}[temperature_scaling]
-    kd = scale * (weight * DENSE_DIVERGENCES[divergence](log_p_s, log_p_t)).sum()
+    rows_kd = _divergence(divergence, log_p_s, log_p_t, jsd_beta, mixed_kl_weight)
+    kd = scale * (weight * rows_kd).sum()
     log_p = teacher.log_softmax(dim=1)
     agree = student.gather(1, teacher.argmax(dim=1, keepdim=True)).squeeze(1) == student[:, :shared].amax(dim=1)
     return KDOutput(
@@ -52,8 +57,15 @@ def dense_kd(
     )
 
 
-def _forward_kl(log_p_s: Tensor, log_p_t: Tensor) -> Tensor:
-    return (log_p_t.exp() * (log_p_t - log_p_s)).sum(dim=1)
+def _divergence(name: str, log_p_s: Tensor, log_p_t: Tensor, jsd_beta: float, mixed_kl_weight: float) -> Tensor:
+    """[n], from log-probabilities [n, v]."""
+    forward, reverse = _kl(log_p_t, log_p_s), _kl(log_p_s, log_p_t)
+    if name == "jsd" and 0.0 < jsd_beta < 1.0:
+        log_q = torch.logaddexp(log_p_t + math.log(jsd_beta), log_p_s + math.log(1.0 - jsd_beta))
+        return jsd_beta * _kl(log_p_t, log_q) + (1.0 - jsd_beta) * _kl(log_p_s, log_q)
+    weight = {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed_kl": mixed_kl_weight, "jsd": 1.0 - jsd_beta}[name]
+    return weight * forward + (1.0 - weight) * reverse
 
 
-DENSE_DIVERGENCES = {"forward_kl": _forward_kl}
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(dim=1)

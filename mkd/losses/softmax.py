@@ -33,7 +33,7 @@ def real_columns(logits: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardSoftmax:
-    """Softmax of `logits / temperature` over the columns of one shard."""
+    """Softmax of `logits / temperature` over the columns of one shard alone."""
 
     logits: Tensor  # [n, c] compute dtype, not modified
     temperature: float
@@ -79,3 +79,38 @@ class Normaliser:
     def mean_centred(self, local_means: Tensor) -> Tensor:
         """Mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred logits [tp, n]."""
         return (self.share * (local_means + self.shift)).sum(dim=0)
+
+    def of_rank(self, rank: int) -> RowSoftmax:
+        return RowSoftmax(self.maximum, self.log_sum, self.share[rank])
+
+
+@dataclass(frozen=True)
+class RowSoftmax:
+    """What turns the logits of one shard into probabilities of the whole vocabulary; all [n]."""
+
+    maximum: Tensor  # over the whole vocabulary
+    log_sum: Tensor  # ln sum exp((z - maximum) / T)
+    share: Tensor  # probability mass of this shard
+
+    def rows(self, rows: slice) -> RowSoftmax:
+        return RowSoftmax(self.maximum[rows], self.log_sum[rows], self.share[rows])
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """Some columns of a shard with the normaliser of the whole vocabulary."""
+
+    logits: Tensor  # [n, c] compute dtype, not modified
+    temperature: float
+    row: RowSoftmax
+
+    def probabilities(self) -> Tensor:
+        """The whole vocabulary's softmax on these columns, [n, c], a new tensor."""
+        return local_softmax(self.logits, self.temperature).mul_(self.row.share[:, None])
+
+    def log_probabilities(self) -> Tensor:
+        """Its logarithm, [n, c], a new tensor; finite also where the probability underflows."""
+        centred = self.logits - self.row.maximum[:, None]
+        if self.temperature != 1.0:
+            centred.div_(self.temperature)
+        return centred.sub_(self.row.log_sum[:, None])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from mkd.models.packed import PackedDocuments
+from mkd.parallel.zigzag import context_parallel_rows, document_parts
 
 
 class PackedAttention(nn.Module):
     """Core attention that Megatron's `SelfAttention` calls; documents of a pack never see each other.
 
-    Padding (the positions between a document's real and padded length) gives zeros and is never attended to.
+    Padding (the positions between a document's real and padded length) gives zeros and is never attended to. With context
+    parallelism a rank's queries meet the keys and values of the whole pack, all-gathered over the group.
     """
 
     def __init__(
@@ -28,10 +31,13 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.cp_size = config.context_parallel_size
+        self.cp_group = pg_collection.cp if self.cp_size > 1 else None
+        self.cp_rank = self.cp_group.rank() if self.cp_size > 1 else 0
 
     def forward(
         self,
-        query: Tensor,  # [t, heads, d]
+        query: Tensor,  # [t, heads, d], t the tokens of this context-parallel rank
         key: Tensor,  # [t, groups, d]
         value: Tensor,  # [t, groups, d]
         attention_mask: Tensor | None,
@@ -44,34 +50,49 @@ class PackedAttention(nn.Module):
         assert attention_mask is None and attention_bias is None, "packs carry their structure in packed_seq_params"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         spans = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
-        outputs = []
-        for length, span, q, k, v in zip(
-            lengths, spans, query.split(spans), key.split(spans), value.split(spans), strict=True
-        ):
-            document = self._document(q[:length], k[:length], v[:length])
-            outputs.append(F.pad(document, (0, 0, 0, 0, 0, span - length)))
+        if self.cp_size > 1:
+            key, value = self._whole_pack(key, value, packed_seq_params.cu_seqlens_q_padded)
+        queries = query.split([span // self.cp_size for span in spans])
+        # Of no rows, but part of the graph: a rank that holds only padding must join the reduction in backward.
+        outputs = [tensor[:0].reshape(0, *query.shape[1:]) for tensor in (key, value)]
+        for length, span, q, k, v in zip(lengths, spans, queries, key.split(spans), value.split(spans), strict=True):
+            parts = document_parts(span, self.cp_rank, self.cp_size)
+            for (first, last), part in zip(parts, q.split([last - first for first, last in parts]), strict=True):
+                end = max(first, min(last, length))  # of the part's real tokens
+                attended = self._attend(part[: end - first], k[:end], v[:end])
+                outputs.append(F.pad(attended, (0, 0, 0, 0, 0, last - end)))
         return torch.cat(outputs).flatten(1)
 
-    def _document(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of one document of n tokens: [n, heads, d], [n, groups, d] twice -> [n, heads, d]."""
-        n = query.size(0)
+    def _whole_pack(self, key: Tensor, value: Tensor, cu_seqlens_padded: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all ranks in document order: [t, groups, d] twice -> [cp * t, groups, d] twice.
+
+        All-gather over context parallel; backward: reduce-scatter SUM, each rank gets the gradient of its own rows.
+        """
+        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
+        rows = [context_parallel_rows(cu_seqlens_padded, rank, self.cp_size) for rank in range(self.cp_size)]
+        order = torch.cat(rows).argsort().to(key.device)  # the inverse of the permutation that the ranks hold
+        return gathered[order].unbind(dim=1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of the last n of m tokens: [n, heads, d], [m, groups, d] twice -> [n, heads, d]."""
+        n, m = query.size(0), key.size(0)
         if n == 0:
             return query
-        windowed = self.window is not None and n > self.window
+        masked = n < m or (self.window is not None and m > self.window)
         output = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
-            attn_mask=_window_mask(n, self.window, query.device) if windowed else None,
-            is_causal=not windowed,
+            attn_mask=_causal_mask(n, m, self.window or m, query.device) if masked else None,
+            is_causal=not masked,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
         return output[0].transpose(0, 1)
 
 
-def _window_mask(n: int, window: int, device: torch.device) -> Tensor:
-    """bool [n, n]: query i sees key j when 0 <= i - j < window."""
-    position = torch.arange(n, device=device)
-    distance = position[:, None] - position[None, :]
+def _causal_mask(n: int, m: int, window: int, device: torch.device) -> Tensor:
+    """bool [n, m]: the query at position i, one of the last n of m, sees the key at position j when 0 <= i - j < window."""
+    position = torch.arange(m, device=device)
+    distance = position[m - n :, None] - position[None, :]
     return (distance >= 0) & (distance < window)

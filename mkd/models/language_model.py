@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from mkd.models.head import LMHead
 from mkd.models.packed import PackedDocuments
 from mkd.models.rope import RotaryEmbedding
 from mkd.models.specs import block_spec
@@ -54,6 +57,8 @@ class LanguageModel(GPTModel):
         self.first_layer = first_layer
         self.rotary_pos_emb = RotaryEmbedding(shape.rope, context.device)
         self._drop_absent_biases()
+        if self.post_process:
+            self.output_layer = LMHead.replacing(self.output_layer)
 
     def _drop_absent_biases(self) -> None:
         """Megatron has one switch for the biases of attention output and MLP; Hugging Face models have one each."""
@@ -87,8 +92,15 @@ class LanguageModel(GPTModel):
         Backward: the gradient of `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter
         with sequence parallelism).
         """
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_states, weight=weight)[0]
+        return self.output_layer(hidden_states, weight=self._tied_weight)[0]
+
+    def use_head(self, use: Callable[[Tensor], Any]) -> Any:
+        """`use(weight)` with this rank's rows of the LM head, [v/tp, h]; the same parameter as the embedding's where tied."""
+        return self.output_layer(None, weight=self._tied_weight, use=use)
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Megatron's sharded state, with layout-dependent padding marked as such."""

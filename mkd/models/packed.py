@@ -21,7 +21,7 @@ def packed_documents(
     max_seqlen: int,  # longest document with padding, tokens
     padding_joins_document: bool = False,
 ) -> PackedDocuments:
-    """Borders of the documents of one THD row.
+    """Borders of the documents of one THD row: the whole one, also on context-parallel ranks that hold a part of it.
 
     With `padding_joins_document` attention takes a document's padding for its last tokens: Transformer Engine's fastest
     kernels take no gaps. Attention is causal and padding has no loss, so that no other position and no gradient can tell.

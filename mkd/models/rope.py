@@ -55,7 +55,8 @@ class RotaryEmbedding(nn.Module):
         """Angles in radians, fp32 [n, 1, 1, rotary_dim].
 
         n is the longest padded document, positions counted from 0; Megatron restarts them at every document. With LongRoPE
-        the frequencies depend on the document's length, so n is the whole pack and the angles are those of each token.
+        the frequencies depend on the document's length, so n is the whole pack and the angles are those of each token. Of
+        either, Megatron takes the angles of the rows that a context-parallel rank holds.
         """
         if self.long is None:
             return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)

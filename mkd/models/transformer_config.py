@@ -59,6 +59,8 @@ def transformer_config(
         tensor_model_parallel_size=context.tp_size,
         sequence_parallel=options.sequence_parallel and context.tp_size > 1,
         context_parallel_size=context.cp_size,
+        # Of Transformer Engine's attention: its ring has no sliding window. Our own attention always gathers.
+        cp_comm_type="p2p" if shape.sliding_window is None else "a2a",
         pipeline_model_parallel_size=context.pp_size,
         virtual_pipeline_model_parallel_size=context.virtual_stages if interleaved else None,
         pipeline_model_parallel_layout=layout.to_megatron() if context.pp_size > 1 else None,

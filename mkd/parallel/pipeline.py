@@ -4,8 +4,8 @@ Megatron's schedules send and receive ONE tensor a hop. Everything they do goes 
 that method alone is overridden here. The second tensor, the *rider*, is an attribute of the first: the stage puts it on its
 output, the communicator sends it and puts the received one on the received activation, the next stage takes it off.
 
-On the wire, per micro-batch and hop: forward `T * (h_student + h_teacher)` elements (over tp with sequence parallelism),
-backward `T * h_student`: a frozen teacher has no gradient, so none is sent.
+On the wire, per micro-batch and hop: forward `T * (h_student + h_teacher)` elements (over cp, and over tp with sequence
+parallelism), backward `T * h_student`: a frozen teacher has no gradient, so none is sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PairCommunicator(p2p_communication.P2PCommunicator):
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        rider_shape: tuple[int, ...],  # [T / tp if sequence parallel, 1, h_teacher]
+        rider_shape: tuple[int, ...],  # [T / cp (/ tp if sequence parallel), 1, h_teacher]
         rider_dtype: torch.dtype,
     ):
         super().__init__(pp_group, config)

@@ -72,6 +72,11 @@ def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
     return tensor * pipeline * context
 
 
+def document_multiple(context_parallel: int) -> int:
+    """Tokens that padded documents and packs are multiples of: context parallelism cuts each into 2 equal parts a process."""
+    return 2 * context_parallel if context_parallel > 1 else 1
+
+
 def data_parallel_size(world_size: int, model_parallel: int) -> int:
     """Replicas that `world_size` processes make. Raises UsageError when some processes would be left over."""
     if world_size % model_parallel:

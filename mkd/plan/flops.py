@@ -5,24 +5,29 @@ from __future__ import annotations
 from mkd.plan.model_shape import ModelShape
 
 
-def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters that multiply every token: projections, MLP and LM head (an embedding lookup is no multiplication)."""
+def layer_matmul_parameters(shape: ModelShape) -> int:
+    """Parameters of one decoder layer that multiply every token: attention projections and MLP."""
     query = shape.num_attention_heads * shape.head_dim
     key_value = 2 * shape.num_query_groups * shape.head_dim
-    attention = shape.hidden_size * (2 * query + key_value)
-    mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
-    return shape.num_layers * (attention + mlp) + shape.hidden_size * shape.vocab_size
+    return shape.hidden_size * (2 * query + key_value + 3 * shape.ffn_hidden_size)
+
+
+def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
+    """Forward FLOPs of one layer's causal attention, for the sum of n^2 over documents of n tokens.
+
+    QK^T and AV are 2 n^2 heads d FLOPs each, half of it under the causal mask.
+    """
+    return 2 * shape.num_attention_heads * shape.head_dim * squared_lengths
 
 
 def forward_flops(shape: ModelShape, document_lengths: list[int]) -> int:
     """FLOPs of one forward pass over packed documents: 2 per parameter and token, plus causal attention.
 
-    Attention of n tokens: QK^T and AV are 2 n^2 heads d FLOPs each, half of it under the causal mask.
+    The LM head counts (it multiplies every token), an embedding lookup does not.
     """
-    tokens = sum(document_lengths)
-    squares = sum(n * n for n in document_lengths)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim * squares
-    return 2 * matmul_parameters(shape) * tokens + attention
+    parameters = shape.num_layers * layer_matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
+    attention = shape.num_layers * layer_attention_flops(shape, sum(n * n for n in document_lengths))
+    return 2 * parameters * sum(document_lengths) + attention
 
 
 def distillation_flops(student: ModelShape, teacher: ModelShape | None, document_lengths: list[int]) -> int:

@@ -38,7 +38,9 @@ class PipelineLayout:
             raise UsageError(
                 f"{num_layers} layers do not divide over {split}",
                 "an even split would leave out the remainder, and mkd never drops a layer",
-                f"use {flag} {nearly_even(num_layers, stages)}" if layers else "use fewer pipeline stages",
+                f"use {flag} {nearly_even(num_layers, stages)} or --pipeline-layout auto"
+                if layers
+                else "use fewer pipeline stages",
             )
         return cls((layers,) * stages, pipeline_parallel, virtual_stages)
 

@@ -29,7 +29,10 @@ class Platform:
             return f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
         notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}"]
         notes.append("Transformer Engine spec" if self.transformer_engine else "local spec (no Transformer Engine: slower)")
-        notes.append("apex fused kernels" if self.apex else "no apex (weight-gradient accumulation is not fused)")
+        if self.apex:
+            notes.append("apex")
+        elif not self.transformer_engine:
+            notes.append("no apex (weight gradients accumulate in a pass of their own: slower)")
         return ", ".join(notes)
 
 

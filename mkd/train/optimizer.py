@@ -43,6 +43,7 @@ def wrap_stages(
     ]
     for stage in stages:
         stage.config.finalize_model_grads_func = _finalize
+        _accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
         first.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
@@ -51,6 +52,17 @@ def wrap_stages(
     if parallel.overlap_param_gather and len(wrapped) > 1:
         first.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
     return wrapped
+
+
+def _accumulate_inside_products(stage: PairStage) -> None:
+    """Let Transformer Engine's layers add weight gradients to the fp32 buffers inside the matrix products.
+
+    Megatron's own flag for it, gradient_accumulation_fusion, is refused without apex, which only Megatron's own linear
+    layers need.
+    """
+    for module in stage.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _one_or_list(functions: list):

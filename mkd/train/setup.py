@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from mkd.checkpoint.distributed import HF_FOLDER, TrainingPosition, TrainingState, find_checkpoint, load_checkpoint
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.config.validate import layout_of, validate, virtual_stages
+from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.data.build import missing_data, open_datasets
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -22,7 +22,8 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import PairCommunicator
-from mkd.plan.batch import BatchPlan
+from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
@@ -31,6 +32,7 @@ from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.report import Reporter
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
+from mkd.train.topk_teacher import StoredTeacher
 
 
 @dataclass(frozen=True)
@@ -54,41 +56,41 @@ class Plan:
     virtual_stages: int
     student_layout: PipelineLayout
     teacher_layout: PipelineLayout | None
+    stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
 
     def describe(self) -> str:
-        """The batch as an equation, and the layers of both models on each pipeline rank."""
-        lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
-        if self.teacher_layout is not None:
-            lines.append(f"teacher layers by stage: {self.teacher_layout.layers}")
-        tensor_parallel = self.config.parallel.tensor_model_parallel_size
-        for role, source in (("student", self.student), ("teacher", self.teacher)):
-            if source is not None and source.shape.num_query_groups % tensor_parallel:
-                groups, padded = source.shape.num_query_groups, source.shape.padded_query_groups(tensor_parallel)
-                lines.append(f"{role} attention: {groups} key/value heads padded to {padded} for tensor parallel")
-        return "\n".join(lines)
+        """The batch as an equation, the layers of both models on each stage, and what to expect of time and memory."""
+        teacher = self.teacher.shape if self.teacher else None
+        layouts = (self.student_layout, self.teacher_layout)
+        return Forecast(self.config, self.batch, self.student.shape, teacher, *layouts).describe()
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
     """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
     problems: list[MkdError] = []
     student = locate_model(problems, "student", config.student)
-    teacher = None
+    teacher = stored_teacher = None
     if config.kd.kd_ratio > 0 and config.teachers:
         teacher = locate_model(problems, "teacher", config.teachers[0])
+        if config.teachers[0].topk:
+            stored_teacher = StoredTeacher.find(problems, config, teacher, student.shape.vocab_size if student else None)
+            teacher = None
     problems += validate(config, world_size, student.shape if student else None, teacher.shape if teacher else None)
     problems += missing_data(config.data.data_path, config.data.valid_data_path)
     problems += _export_over_source(config, [source for source in (student, teacher) if source])
     if problems:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)
+    student_layout, teacher_layout = layouts_of(config, student.shape, teacher.shape if teacher else None, stages)
     return Plan(
         config=config,
         student=student,
         teacher=teacher,
         batch=BatchPlan.from_config(config, world_size),
         virtual_stages=stages,
-        student_layout=layout_of(config, "student", student.shape, stages),
-        teacher_layout=layout_of(config, "teacher", teacher.shape, stages) if teacher else None,
+        student_layout=student_layout,
+        teacher_layout=teacher_layout,
+        stored_teacher=stored_teacher,
     )
 
 
@@ -130,6 +132,7 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         platform,
         tensor_parallel=config.parallel.tensor_model_parallel_size,
         pipeline_parallel=config.parallel.pipeline_model_parallel_size,
+        context_parallel=config.parallel.context_parallel_size,
         virtual_stages=plan.virtual_stages,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
@@ -141,6 +144,8 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         global_batch_size=plan.batch.global_batch_size,
         data_parallel_rank=context.dp_rank,
         data_parallel_size=context.dp_size,
+        context_parallel_rank=context.cp_rank,
+        context_parallel_size=context.cp_size,
         num_workers=config.data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
@@ -199,7 +204,7 @@ def build_schedule(
     if plan.teacher is None:
         communicator = P2PCommunicator(context.pp_group, student_config)
     else:
-        shards = context.tp_size if student_config.sequence_parallel else 1
+        shards = context.cp_size * (context.tp_size if student_config.sequence_parallel else 1)
         rider_shape = (tokens // shards, 1, plan.teacher.shape.hidden_size)
         communicator = PairCommunicator(context.pp_group, student_config, rider_shape, options.dtype)
     return PipelineSchedule(context, communicator, tokens)
@@ -234,6 +239,7 @@ def build_data(plan: Plan, context: ParallelContext):
         split=data.split,
         tokenizer=tokenizer,
         seq_length=plan.config.training.seq_length,
+        document_multiple=document_multiple(context.cp_size),
         vocab_size=min(shape.vocab_size for shape in shapes),
         pack=data.pack,
         overlong=data.overlong,
@@ -248,6 +254,9 @@ def build_data(plan: Plan, context: ParallelContext):
             "--eval-interval asks for evaluations",
             "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
         )
+    if plan.stored_teacher is not None:
+        held_out = valid_set if plan.config.training.eval_interval else None
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
     return train_set, valid_set
 
 

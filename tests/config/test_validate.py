@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.config.validate import layout_of, validate, virtual_stages
+from mkd.config.validate import layout_of, layouts_of, validate, virtual_stages
 from mkd.errors import ErrorList
 from mkd.plan.model_shape import ModelShape
 
@@ -58,7 +58,7 @@ def test_empty_command_line_reports_everything():
     ("flag", "value", "wanted"),
     [
         ("--tensor-model-parallel-size", "0", "1 or more"),
-        ("--context-parallel-size", "2", "1 in this release"),
+        ("--context-parallel-size", "0", "1 or more"),
         ("--expert-model-parallel-size", "8", "1 in this release"),
         ("--kd-ratio", "1.5", "from 0 to 1"),
         ("--kd-temperature", "0.0", "above 0"),
@@ -82,7 +82,7 @@ def test_ranges(flag, value, wanted):
 
 
 def test_sizes_of_one_are_accepted_where_nothing_else_is():
-    assert problems("--context-parallel-size", "1", "--expert-model-parallel-size", "1") == []
+    assert problems("--expert-model-parallel-size", "1") == []
 
 
 def test_zero_steps():
@@ -149,13 +149,40 @@ def test_virtual_stage_flags_exclude_each_other_and_need_a_pipeline():
 def test_layers_that_do_not_divide():
     error = problem(*PP4, world_size=4, student=shape(30), teacher=shape(32))
     assert error.what == "30 layers do not divide over 4 pipeline stages"
-    assert error.do == "use --student-pipeline-layout 8,8,7,7"
+    assert error.do == "use --student-pipeline-layout 8,8,7,7 or --pipeline-layout auto"
     error = problem(*PP4, world_size=4, student=shape(32), teacher=shape(30))
-    assert error.do == "use --teacher-pipeline-layout 8,8,7,7"
+    assert error.do == "use --teacher-pipeline-layout 8,8,7,7 or --pipeline-layout auto"
     both = ["--student-pipeline-layout", "8,8,7,7", "--teacher-pipeline-layout", "Et*8|t*8|t*8|t*8L"]
     assert problems(*PP4, *both, world_size=4, student=shape(30), teacher=shape(32)) == []
     error = problem(*PP4, "--student-pipeline-layout", "8,8,8,8", world_size=4, student=shape(30))
     assert "has 32 layers, the model has 30" in error.what
+
+
+AUTO = ["--pipeline-layout", "auto"]
+
+
+def test_auto_layout_splits_what_does_not_divide():
+    assert problems(*PP4, *AUTO, world_size=4, student=shape(30), teacher=shape(35)) == []
+    pair = layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), shape(35), 1)
+    assert [sum(layout.layers) for layout in pair] == [30, 35]
+    assert layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), None, 1)[1] is None
+    even = layouts_of(load_config([*BASE, *PP4]).config, shape(8), shape(16), 1)
+    assert [layout.layers for layout in even] == [(2, 2, 2, 2), (4, 4, 4, 4)]
+
+
+def test_auto_layout_excludes_explicit_ones():
+    error = problem(*PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16))
+    assert error.what == "--pipeline-layout auto and --student-pipeline-layout exclude each other"
+    assert error.why and error.do == "remove --student-pipeline-layout, or --pipeline-layout auto"
+    both = ["--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "8,8"]
+    error = problem(*PP2, *AUTO, *both, world_size=2, student=shape(8), teacher=shape(16))
+    assert "--student-pipeline-layout and --teacher-pipeline-layout" in error.what
+
+
+def test_auto_layout_needs_a_layer_for_every_stage_between():
+    pp8 = ["--pipeline-model-parallel-size", "8"]
+    error = problem(*pp8, *AUTO, world_size=8, student=shape(5), teacher=shape(36))
+    assert "do not fill 8 pipeline stages" in error.what and error.do == "use fewer pipeline stages"
 
 
 def test_layers_per_virtual_stage_is_the_student_s():
@@ -179,6 +206,39 @@ def test_mlp_width_and_sequence_shards():
         "seq-length 63 x micro-batch-size 2 = 126 tokens are not divisible by tensor-model-parallel-size 4"
     )
     assert "--seq-length 64" in error.do
+
+
+def test_context_parallel_lengths():
+    cp2 = ["--context-parallel-size", "2"]
+    assert problems(*cp2, "--seq-length", "60", world_size=2) == []
+    error = problem(*cp2, "--seq-length", "62", world_size=2)
+    assert error.what == "seq-length 62 is not divisible by 2 x context-parallel-size 2 = 4" and error.why
+    assert error.do == "use --seq-length 64"
+    sharded = [*cp2, "--tensor-model-parallel-size", "3", "--sequence-parallel"]
+    assert problem(*sharded, "--seq-length", "62", world_size=6).do == "use --seq-length 72"
+    error = problem(*sharded, "--seq-length", "64", world_size=6)
+    assert error.what == (
+        "seq-length 64 x micro-batch-size 1 = 64 tokens are not divisible by tensor-model-parallel-size 3 "
+        "x context-parallel-size 2 = 6"
+    )
+    assert error.do == "use --seq-length 72, or leave --sequence-parallel away"
+    assert problems(*sharded, "--seq-length", "72", world_size=6) == []
+
+
+def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
+    window = shape(num_attention_heads=6, num_key_value_heads=3, model_type="mistral", sliding_window=16)
+    error = problem("--context-parallel-size", "2", world_size=2, student=window, teacher=shape())
+    assert error.what == "the student's 3 key/value heads of a process are not divisible by context-parallel-size 2"
+    assert "16 tokens" in error.why
+    assert problems("--context-parallel-size", "3", "--seq-length", "60", world_size=3, student=window) == []
+    assert problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []  # 3 heads padded to 4
+
+
+def test_context_parallel_processes_are_not_data_parallel():
+    cp2 = ["--context-parallel-size", "2", "--global-batch-size", "3"]
+    assert problem(*cp2, world_size=4).what.endswith("micro-batch-size 1 x data-parallel 2 = 2")
+    assert problems(*cp2, world_size=2) == []
+    assert problem("--context-parallel-size", "2", world_size=3).what.startswith("3 processes do not divide into replicas of 2")
 
 
 def test_learning_rate_schedule():

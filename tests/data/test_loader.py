@@ -13,7 +13,7 @@ from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 
-TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded", "loss_rows")
 
 
 @pytest.fixture
@@ -121,6 +121,26 @@ def test_evaluation_takes_every_pack_once_and_fills_up_with_empty_ones(dataset, 
     samples = Counter(i for stream in streams for step in stream for batch in step for i in batch.sample_ids)
     assert samples == Counter({**dict.fromkeys(range(23), 1), -1: 1})
     assert {len(step) for stream in streams for step in stream} == {4 // dp} and {len(s) for s in streams} == {3}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_context_parallel_ranks_hold_parts_of_the_same_micro_batches(make_store, workers):
+    dataset = PackedDataset(
+        make_store([[i] * 5 for i in range(1, 6)]), seq_length=16, vocab_size=9, pad_id=0, document_multiple=4
+    )
+
+    def batches(**options):
+        options = dict(micro_batch_size=1, global_batch_size=4, **options)
+        return TrainStream(dataset, **options).next_step() + next(iter(EvalStream(dataset, eval_iters=1, **options)))
+
+    whole = batches()
+    for rank in range(2):
+        shards = batches(context_parallel_rank=rank, context_parallel_size=2, num_workers=workers)
+        assert len(shards) == len(whole) == 8
+        for shard, batch in zip(shards, whole, strict=True):
+            expected = batch.context_parallel_shard(rank, 2)
+            assert shard.tokens.shape == (1, 8) and shard.sample_ids == batch.sample_ids
+            assert all(torch.equal(getattr(shard, name), getattr(expected, name)) for name in TENSORS)
 
 
 def test_evaluation_restarts_and_is_limited(dataset):

@@ -36,16 +36,40 @@ def test_an_empty_pack_is_one_document_without_tokens():
     assert (batch.max_seqlen, batch.sample_ids) == (4, (-1,))
 
 
+def test_loss_rows_are_the_positions_with_loss():
+    batch = collate([pack_of([3, 2], [3, 5]), empty_pack(4, pad_id=7), pack_of([8], [8])])
+    assert batch.loss_rows.tolist() == [0, 1, 12, 13] and batch.loss_rows.dtype == torch.int64
+
+
+def test_context_parallel_ranks_share_the_rows():
+    """Borders and counts stay those of the whole row; rank r holds parts r and 3 - r of each document."""
+    batch = collate([pack_of([3, 6], [4, 8], 4), pack_of([12], [12], 9)])
+    first, second = (batch.context_parallel_shard(rank, 2) for rank in range(2))
+    assert first.position_ids.tolist() == [[0, 3, 0, 1, 6, 7, 0, 1, 2, 9, 10, 11]]
+    assert second.position_ids.tolist() == [[1, 2, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]]
+    assert first.tokens.tolist() == [[10, 13, 14, 15, 20, 21, 10, 11, 12, 19, 20, 21]]
+    assert first.labels.tolist() == [[11, 14, 15, 16, 21, 22, 11, 12, 13, 20, 21, 22]]
+    assert (first.loss_rows.tolist(), second.loss_rows.tolist()) == ([0, 6, 7], [0])
+    for shard in (first, second):
+        assert torch.equal(shard.loss_mask[0].nonzero().flatten(), shard.loss_rows)
+        assert shard.cu_seqlens.tolist() == [0, 3, 9, 21] and shard.cu_seqlens_padded.tolist() == [0, 4, 12, 24]
+        assert (shard.max_seqlen, shard.num_loss_tokens, shard.sample_ids) == (12, 4, (4, 9))
+
+
+def test_a_single_context_parallel_rank_holds_the_batch():
+    batch = collate([pack_of([3, 2], [3, 5])])
+    assert batch.context_parallel_shard(0, 1) is batch
+
+
 def test_to_moves_all_tensors_and_nothing_else():
     batch = collate([pack_of([2], [2])])
     moved = batch.to("meta")
-    names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+    names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded", "loss_rows")
     assert {getattr(moved, name).device.type for name in names} == {"meta"}
     assert (moved.max_seqlen, moved.num_loss_tokens, moved.sample_ids) == (2, 2, (0,))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_batches_arrive():
     batch = collate([pack_of([2], [2])]).pin_memory()
     assert batch.tokens.is_pinned() and batch.to("cuda").tokens.cpu().tolist() == [[10, 11]]

@@ -1,96 +1,76 @@
-"""The chunk functions behind the loss, used the way a fused LM head uses them: logits made and dropped chunk by chunk."""
+"""The passes over logits and the merge of shards, seen from outside the losses that use them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mkd.losses import vocab_parallel_kd
 from mkd.losses.objective import KDObjective, VocabShard
-from mkd.losses.statistics import gradient, local_statistics, merge_statistics
+from mkd.losses.rows import row_losses
+from mkd.losses.torch_rows import local_statistics, merge_statistics, write_gradient
 
-ROWS, HIDDEN, WIDTH, TP = 12, 5, 16, 2
-OBJECTIVE = dict(temperature_scaling="squared", divergence="forward_kl", with_ce_metric=False)
+ROWS, WIDTH = 12, 16
+DIVERGENCES = ["forward_kl", "reverse_kl", "mixed_kl", "jsd"]
 
 
-def problem():
+def objective(ratio=0.5, temperature=2.5, divergence="forward_kl", sizes=(13, 14)) -> KDObjective:
+    return KDObjective(ratio, temperature, "squared", divergence, False, *sizes)
+
+
+def problem(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    hidden, teacher_hidden = (torch.randn(ROWS, HIDDEN, generator=generator).double() for _ in range(2))
-    head, teacher_head = (torch.randn(WIDTH, HIDDEN, generator=generator).double() for _ in range(2))
+    student, teacher = (torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for _ in range(2))
     labels = torch.randint(13, (ROWS,), generator=generator)
-    mask = (torch.rand(ROWS, generator=generator) < 0.7).double()
-    return hidden, teacher_hidden, head, teacher_head, labels, mask
+    return student, teacher, labels, (torch.rand(ROWS, generator=generator) < 0.7).double()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_chunked_head_has_the_gradient_of_the_loss_on_full_logits(temperature, ratio):
-    hidden, teacher_hidden, head, teacher_head, labels, mask = problem()
-    objective = KDObjective(ratio, temperature, student_vocab_size=13, teacher_vocab_size=14, **OBJECTIVE)
-    shards = [VocabShard.of(WIDTH // TP, rank, TP, objective) for rank in range(TP)]
-    loss, hidden_gradient = 0.0, torch.zeros_like(hidden)
-    for rows in (slice(0, 5), slice(5, ROWS)):
-        logits = [
-            (hidden[rows] @ part.T, teacher_hidden[rows] @ teacher_part.T)
-            for part, teacher_part in zip(head.chunk(TP), teacher_head.chunk(TP), strict=True)
-        ]
-        local = [
-            local_statistics(*pair, labels[rows], shard, objective) for pair, shard in zip(logits, shards, strict=True)
-        ]
-        gathered = {name: torch.stack([statistics[name] for statistics in local]) for name in local[0]}
-        for pair, shard, part in zip(logits, shards, head.chunk(TP), strict=True):
-            merged = merge_statistics(gathered, shard, objective)
-            logit_gradient = gradient(*pair, labels[rows], merged, mask[rows], shard, objective)
-            hidden_gradient[rows] += logit_gradient @ part[: logit_gradient.shape[1]]
-        if ratio < 1:
-            loss += (1 - ratio) * (mask[rows] * merged.ce).sum()
-        if ratio > 0:
-            loss += ratio * temperature**2 * (mask[rows] * merged.kd).sum()
-
-    wanted_hidden = hidden.clone().requires_grad_()
-    wanted = vocab_parallel_kd(
-        wanted_hidden @ head.T,
-        teacher_hidden @ teacher_head.T,
-        labels,
-        mask,
-        tp_group=None,
-        student_vocab_size=13,
-        teacher_vocab_size=14,
-        kd_ratio=ratio,
-        temperature=temperature,
-    ).loss
-    wanted.backward()
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(hidden_gradient, wanted_hidden.grad, rtol=1e-12, atol=1e-13)
-
-
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_arguments_are_left_as_they_were(dtype):
-    hidden, teacher_hidden, head, teacher_head, labels, mask = problem()
-    objective = KDObjective(0.5, 1.0, student_vocab_size=13, teacher_vocab_size=14, **OBJECTIVE)
-    shard = VocabShard.of(WIDTH, 0, 1, objective)
-    student, teacher = (hidden @ head.T).to(dtype), (teacher_hidden @ teacher_head.T).to(dtype)
+def test_arguments_are_left_as_they_were(dtype, divergence):
+    student, teacher, labels, mask = problem(dtype)
+    rule = objective(divergence=divergence)
+    shard = VocabShard.of(WIDTH, 0, 1, rule)
     copies = student.clone(), teacher.clone(), labels.clone(), mask.clone()
-    local = local_statistics(student, teacher, labels, shard, objective)
-    merged = merge_statistics({name: value[None] for name, value in local.items()}, shard, objective)
-    gradient(student, teacher, labels, merged, mask.float(), shard, objective)
+    merged = row_losses(student, teacher, labels, mask.float(), shard, rule, None)
+    write_gradient(torch.empty_like(student), student, teacher, labels, mask, mask.float(), merged, shard, rule)
     assert all(torch.equal(a, b) for a, b in zip(copies, (student, teacher, labels, mask), strict=True))
 
 
-def test_names_and_order_depend_on_the_objective_alone():
-    hidden, teacher_hidden, head, teacher_head, labels, _ = problem()
-    objective = KDObjective(0.5, 2.5, student_vocab_size=6, teacher_vocab_size=5, **OBJECTIVE)
-    student, teacher = hidden @ head.T, teacher_hidden @ teacher_head.T
-    shards = [VocabShard.of(WIDTH // 4, rank, 4, objective) for rank in range(4)]
+def test_gradient_may_be_written_over_the_logits():
+    student, teacher, labels, mask = problem()
+    rule = objective()
+    shard = VocabShard.of(WIDTH, 0, 1, rule)
+    merged = row_losses(student, teacher, labels, mask, shard, rule, None)
+    apart = torch.full_like(student, float("nan"))
+    write_gradient(apart, student, teacher, labels, mask, mask, merged, shard, rule)
+    write_gradient(student, student, teacher, labels, mask, mask, merged, shard, rule)
+    assert torch.equal(student, apart)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_rows_are_named_by_the_objective_alone(divergence):
+    """Also by a shard that holds padding alone, and merged values are the same on every shard."""
+    rule = objective(divergence=divergence, sizes=(6, 5))
+    student, teacher, labels, mask = problem()
+    shards = [VocabShard.of(WIDTH // 4, rank, 4, rule) for rank in range(4)]
     assert [(shard.student, shard.shared) for shard in shards] == [(4, 4), (2, 1), (0, 0), (0, 0)]
-    names = [
-        list(local_statistics(student.chunk(4, 1)[s.rank], teacher.chunk(4, 1)[s.rank], labels, s, objective))
-        for s in shards
-    ]
-    assert all(n == names[0] for n in names)
-    ce_only = KDObjective(0.0, 2.5, student_vocab_size=6, teacher_vocab_size=5, **OBJECTIVE)
-    assert list(local_statistics(student, None, labels, VocabShard.of(WIDTH, 0, 1, ce_only), ce_only)) == [
-        "ce_max",
-        "ce_sum",
-        "ce_label",
-    ]
+    gathered = torch.stack(
+        [
+            local_statistics(student.chunk(4, 1)[s.rank], teacher.chunk(4, 1)[s.rank], labels % 5, mask, s, rule)
+            for s in shards
+        ]
+    )
+    assert gathered.shape == (4, len(rule.statistic_names), ROWS)
+    merged = [merge_statistics(gathered, shard, rule) for shard in shards]
+    whole = VocabShard.of(WIDTH, 0, 1, rule)
+    wanted = row_losses(student, teacher, labels % 5, mask, whole, rule, None)
+    for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (divergence != "jsd"):
+        for values in merged:
+            torch.testing.assert_close(getattr(values, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
+
+
+def test_cross_entropy_alone_reads_no_teacher():
+    rule = objective(ratio=0.0)
+    assert rule.statistic_names == ("ce_max", "ce_sum", "ce_label")
+    student, _, labels, mask = problem()
+    assert row_losses(student, None, labels, mask, VocabShard.of(WIDTH, 0, 1, rule), rule, None).kd is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkd.losses import KDOutput, vocab_parallel, vocab_parallel_kd
+from mkd.losses import KDOutput, torch_rows, vocab_parallel_kd
 from mkd.losses.reference import dense_kd
 
 PADDED = 320  # columns of both heads; on 4 ranks of 80 the last one starts at id 240
@@ -135,7 +135,7 @@ def test_bf16_logits_lose_nothing_but_the_rounding_of_the_gradient(ranks, tp, te
 
 def test_many_row_chunks(ranks):
     case = batch(4, 300, 310, "random", rows=2000)
-    assert len(vocab_parallel.row_chunks(case[0][:, : PADDED // 2])) > 1
+    assert len(torch_rows.row_chunks(case[0][:, : PADDED // 2])) > 1
     settings = dict(BOTH, temperature=2.5)
     assert_equal_to_reference(case, settings, ranks.run(sharded, 2, *case, settings), 1e-12)
 

@@ -1,4 +1,4 @@
-"""Packed attention against a dense softmax written out in fp64: causality, borders, groups, windows, padding."""
+"""Packed attention against a dense softmax written out in fp64: causality, borders, groups, windows, padding, CP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from mkd.models.attention import PackedAttention
 from mkd.models.packed import packed_documents
+from mkd.parallel.context import ParallelContext
+from mkd.parallel.zigzag import context_parallel_rows
+from mkd.platform import detect
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -31,18 +34,18 @@ def attention(window=None, scale=None):
     return PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
 
 
-def random_qkv(groups, seed=0):
+def random_qkv(groups, seed=0, spans=SPANS):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(sum(SPANS), n, DIM) for n in (HEADS, groups, groups)]
+    shapes = [(sum(spans), n, DIM) for n in (HEADS, groups, groups)]
     return [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def dense(query, key, value, window=None, scale=None):
+def dense(query, key, value, window=None, scale=None, lengths=LENGTHS, spans=SPANS):
     """Softmax over the whole pack with one mask, [t, heads * d]; padding rows are zero."""
     t = query.size(0)
     document, is_real = torch.full((t,), -1), torch.zeros(t, dtype=torch.bool)
     start = 0
-    for index, (length, span) in enumerate(zip(LENGTHS, SPANS, strict=True)):
+    for index, (length, span) in enumerate(zip(lengths, spans, strict=True)):
         document[start : start + span] = index
         is_real[start : start + length] = True
         start += span
@@ -101,3 +104,52 @@ def test_a_pack_without_tokens_gives_zeros():
     assert output.shape == (sum(SPANS), HEADS * DIM) and not output.any()
     output.sum().backward()
     assert not query.grad.any()
+
+
+LONG_LENGTHS, LONG_SPANS = (5, 1, 23, 0, 16), (8, 8, 24, 8, 16)  # multiples of 8, for up to 4 context-parallel ranks
+
+
+def attend_my_rows(groups, window, lengths, spans):
+    """Outputs of this rank's rows of a pack, and the gradients of its rows of query, key and value."""
+    size = torch.distributed.get_world_size()
+    context = ParallelContext.create(detect(), context_parallel=size)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        window_size=None if window is None else (window - 1, 0),
+        context_parallel_size=size,
+    )
+    documents = packed(lengths, spans)
+    rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, size)
+    mine = [x.detach()[rows].requires_grad_() for x in random_qkv(groups, spans=spans)]
+    core = PackedAttention(config, 1, AttnMaskType.causal, "self", pg_collection=context.groups)
+    output = core(*mine, None, packed_seq_params=documents)
+    (output * output_weight(spans)[rows]).sum().backward()
+    return [rows, *(x.detach() for x in (output, *(x.grad for x in mine)))]
+
+
+def output_weight(spans):
+    return torch.randn(sum(spans), HEADS * DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def assert_ranks_equal_dense(ranks, size, groups, window, lengths, spans):
+    qkv = random_qkv(groups, spans=spans)
+    expected = dense(*qkv, window, lengths=lengths, spans=spans)
+    (expected * output_weight(spans)).sum().backward()
+    for rows, *ours in ranks.run(attend_my_rows, size, groups, window, lengths, spans):
+        for mine, whole in zip(ours, (expected.detach(), *(x.grad for x in qkv)), strict=True):
+            torch.testing.assert_close(mine, whole[rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("groups", "window"), [(4, None), (2, None), (2, 3), (1, 9)])
+def test_context_parallel_ranks_together_equal_dense_attention(size, groups, window, ranks):
+    """Output and gradients of each rank's rows are those of the whole pack: no key or value gradient is lost or doubled."""
+    assert_ranks_equal_dense(ranks, size, groups, window, LONG_LENGTHS, LONG_SPANS)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_hold_only_padding_take_part_in_backward(size, ranks):
+    """One document of 5 tokens in a pack of 64: all of it is on rank 0, and the others must not leave it waiting."""
+    assert_ranks_equal_dense(ranks, size, 2, None, (5,), (64,))

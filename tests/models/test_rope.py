@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mkd.errors import UsageError
 from mkd.models.packed import packed_documents
 from mkd.models.rope import RotaryEmbedding, inverse_frequencies
+from mkd.parallel.context import ParallelContext
+from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import RopeShape, read_rope
+from mkd.platform import detect
 from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE
 
 HEAD_DIM = 16
@@ -84,6 +89,27 @@ def test_longrope_takes_each_document_by_its_own_length():
     for document, frequencies, span in zip(angles.split(spans), (short, long, short), spans, strict=True):
         expected = torch.arange(span).float()[:, None] * torch.cat([frequencies, frequencies])
         assert torch.equal(document, expected)
+
+
+def rotate_my_rows(rope, lengths, spans):
+    """Whether Megatron rotates this rank's rows, by the angles of the whole pack, as it does without context parallelism."""
+    context = ParallelContext.create(detect(), context_parallel=torch.distributed.get_world_size())
+    documents = packed(lengths, spans)
+    angles = RotaryEmbedding(rope, context.device)(documents)
+    config = TransformerConfig(num_layers=1, hidden_size=HEAD_DIM, num_attention_heads=1)
+    whole = torch.randn(sum(spans), 1, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, context.cp_size)
+    mine, expected = (
+        apply_rotary_pos_emb(x, angles, config, documents.cu_seqlens_q_padded, cp_group=group)
+        for x, group in ((whole[rows], context.groups.cp), (whole, context.groups.tp))  # one process in each tp group
+    )
+    return torch.equal(mine, expected[rows])
+
+
+@pytest.mark.parametrize("kind", ["llama3", "longrope"])
+@pytest.mark.parametrize(("lengths", "spans"), [((33, 4, 30), (40, 8, 32)), ((40,), (80,))])
+def test_context_parallel_ranks_rotate_by_position_in_the_document(kind, lengths, spans, ranks):
+    assert ranks.run(rotate_my_rows, 4, rope_of(kind), lengths, spans) == [True] * 4
 
 
 def test_another_kind_is_refused():

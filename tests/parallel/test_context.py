@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mkd.parallel.context import ParallelContext
 from mkd.platform import detect
 
@@ -18,6 +20,18 @@ def test_megatron_grid_order(ranks):
         (tp, pp, dp) for pp in range(2) for dp in range(2) for tp in range(2)
     ]
     assert all(r[3] == 2 and r[4] == {"rank": 0} for r in results)
+
+
+def context_grid():
+    context = ParallelContext.create(detect(), tensor_parallel=2, context_parallel=2)
+    groups = (context.groups.cp, context.dp_group, context.dp_cp_group)
+    return context.tp_rank, context.cp_rank, context.dp_rank, [torch.distributed.get_process_group_ranks(g) for g in groups]
+
+
+def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
+    results = ranks.run(context_grid, 8)
+    assert [r[:3] for r in results] == [(tp, cp, dp) for dp in range(2) for cp in range(2) for tp in range(2)]
+    assert results[3][3] == [[1, 3], [3, 7], [1, 3, 5, 7]]
 
 
 def test_one_process(ranks):

@@ -6,11 +6,13 @@ import pytest
 
 from mkd.config.schema import Config, ParallelConfig, TrainingConfig
 from mkd.errors import UsageError
-from mkd.plan.batch import BatchPlan
+from mkd.plan.batch import BatchPlan, document_multiple
 
 
-def config(tp=1, pp=1, **training) -> Config:
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+def config(tp=1, pp=1, cp=1, **training) -> Config:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+    )
     return replace(Config(), parallel=parallel, training=TrainingConfig(**training))
 
 
@@ -46,3 +48,12 @@ def test_left_over_processes():
     with pytest.raises(UsageError, match="6 processes do not divide into replicas of 4") as caught:
         BatchPlan.from_config(config(tp=2, pp=2), world_size=6)
     assert "a multiple of 4 processes" in caught.value.do
+
+
+def test_context_parallel_processes_share_their_packs():
+    plan = BatchPlan.from_config(config(tp=2, cp=2, global_batch_size=6, seq_length=16), world_size=8)
+    assert (plan.data_parallel, plan.num_microbatches, plan.tokens_per_step) == (2, 3, 96)
+
+
+def test_documents_are_padded_only_for_context_parallelism():
+    assert [document_multiple(size) for size in (1, 2, 3, 4)] == [1, 4, 6, 8]

@@ -20,7 +20,7 @@ def test_thirty_layers_on_four_stages_is_an_error_with_a_split_that_works():
         PipelineLayout.even(30, 4)
     assert caught.value.what == "30 layers do not divide over 4 pipeline stages"
     assert "never drops a layer" in caught.value.why
-    assert caught.value.do == "use --student-pipeline-layout 8,8,7,7"
+    assert caught.value.do == "use --student-pipeline-layout 8,8,7,7 or --pipeline-layout auto"
     assert PipelineLayout.parse("8,8,7,7", 30, 4).layers == (8, 8, 7, 7)
 
 
@@ -28,7 +28,7 @@ def test_uneven_interleaving_names_both_sizes_and_the_flag():
     with pytest.raises(UsageError) as caught:
         PipelineLayout.even(10, 2, 2, flag="--teacher-pipeline-layout")
     assert "2 pipeline stages x 2 virtual stages = 4" in caught.value.what
-    assert caught.value.do == "use --teacher-pipeline-layout 3,3,2,2"
+    assert caught.value.do == "use --teacher-pipeline-layout 3,3,2,2 or --pipeline-layout auto"
 
 
 def test_more_stages_than_layers():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
+SPAN_MULTIPLE = 8  # of documents with padding: what the largest context parallelism of the table, CP4, asks for
 TOLERANCE = 1e-5
 
 
@@ -32,6 +33,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vp: int = 1
+    cp: int = 1
     micro: int = 1
     flags: tuple[str, ...] = ()
     permuted: bool = False
@@ -42,9 +44,13 @@ class Layout:
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
         argv += ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        argv += ["--context-parallel-size", str(self.cp)]
         if self.vp > 1:
             argv += ["--num-virtual-stages-per-pipeline-rank", str(self.vp)]
         return argv + list(self.flags)
+
+    def with_flags(self, flags: tuple[str, ...]) -> Layout:
+        return replace(self, flags=self.flags + flags)
 
 
 SP, DISTRIBUTED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
@@ -69,6 +75,16 @@ LAYOUTS = (
     Layout("DP4 + distributed optimizer", 4, flags=DISTRIBUTED),
     Layout("TP2 PP2 DP2", 8, tp=2, pp=2),
     Layout("TP2 PP2 VPP2 DP2 + SP, distributed", 8, tp=2, pp=2, vp=2, flags=SP + DISTRIBUTED),
+    Layout("CP2", 2, cp=2),
+    Layout("CP4", 4, cp=4),
+    Layout("CP2 + distributed optimizer", 2, cp=2, flags=DISTRIBUTED),
+    Layout("CP2 DP2", 4, cp=2),
+    Layout("CP2 DP2 + overlapped communication", 4, cp=2, flags=OVERLAP),
+    Layout("TP2 CP2 + sequence parallel", 4, tp=2, cp=2, flags=SP),
+    Layout("PP2 CP2", 4, pp=2, cp=2),
+    Layout("PP2 VPP2 CP2 micro-batch 2", 4, pp=2, vp=2, cp=2, micro=2),
+    Layout("TP2 PP2 CP2 + SP, distributed", 8, tp=2, pp=2, cp=2, flags=SP + DISTRIBUTED),
+    Layout("CP2 documents permuted", 2, cp=2, permuted=True),
     Layout("micro-batch 2", micro=2),
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
@@ -77,52 +93,59 @@ LAYOUTS = (
 )
 
 
-def make_pair(folder: Path) -> tuple[Path, Path]:
+def make_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
     """Student (8 layers, tied embeddings, 3 key/value heads) and teacher (16 layers, wider, larger vocabulary)."""
-    student = make_model(
-        folder / "student", "qwen3", seed=1, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3,
-        head_dim=8, tie_word_embeddings=True,
+    student_sizes = dict(
+        num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3, head_dim=8, tie_word_embeddings=True
+    )
+    teacher_sizes = dict(
+        num_hidden_layers=16, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=330,
     )  # fmt: skip
-    teacher = make_model(
-        folder / "teacher", "llama", seed=2, num_hidden_layers=16, hidden_size=64, intermediate_size=128,
-        num_attention_heads=8, num_key_value_heads=4, vocab_size=330,
-    )  # fmt: skip
+    student = make_model(folder / "student", "qwen3", seed=1, **student_sizes | (sizes or {}))
+    teacher = make_model(folder / "teacher", "llama", seed=2, **teacher_sizes | (sizes or {}))
     return student, teacher
 
 
 def fixed_packs(permuted: bool) -> list:
-    """The global batch: documents of random lengths and masks; one pack has no loss token, one is full to the end."""
+    """The global batch: documents of random lengths, padding and masks.
+
+    One pack has no padding. One has no loss token, and after a few tokens only padding: the first context-parallel rank
+    holds all of them.
+    """
     from mkd.data.batch import Pack
 
     random, shuffle = np.random.default_rng(0), np.random.default_rng(1)
     packs = []
     for index in range(NUM_PACKS):
-        borders = np.sort(random.choice(np.arange(2, SEQ_LENGTH - 2), size=3, replace=False))
-        lengths = np.diff([0, *borders, SEQ_LENGTH if index == 0 else SEQ_LENGTH - 2])
+        borders = random.choice(np.arange(SPAN_MULTIPLE, SEQ_LENGTH, SPAN_MULTIPLE), size=3, replace=False)
         documents = []
-        for length in lengths:
+        for span in np.diff([0, *np.sort(borders), SEQ_LENGTH]):
+            length = span if index == 0 else span - random.integers(SPAN_MULTIPLE - 1)
             ids = random.integers(0, 307, size=length + 1)
             mask = (random.random(length) < 0.7) * (index != 3)
             mask[-1] = 0
-            documents.append((ids[:-1], ids[1:], mask))
+            documents.append((length, [np.pad(column, (0, span - length)) for column in (ids[:-1], ids[1:], mask)]))
+        if index == 3:
+            documents = [(6, [np.pad(column[:6], (0, SEQ_LENGTH - 6)) for column in documents[0][1]])]
         if permuted:
             documents = [documents[i] for i in shuffle.permutation(len(documents))]
-        lengths = np.array([len(ids) for ids, _, _ in documents])
-        spans = lengths.copy()
-        spans[-1] += SEQ_LENGTH - lengths.sum()
-        columns = [np.concatenate(column) for column in zip(*documents, strict=True)]
-        tokens, labels, mask = (np.pad(column, (0, SEQ_LENGTH - len(column))) for column in columns)
+        lengths = np.array([length for length, _ in documents])
+        spans = np.array([len(tokens) for _, (tokens, _, _) in documents])
+        columns = zip(*(columns for _, columns in documents), strict=True)
+        tokens, labels, mask = (np.concatenate(column) for column in columns)
         packs.append(Pack(tokens, labels, mask.astype(np.float32), lengths, spans, index))
     return packs
 
 
 def microbatches(layout: Layout, context) -> list:
-    """This data-parallel rank's share of the global batch."""
+    """This rank's share of the global batch."""
     from mkd.data.batch import collate
 
     packs = fixed_packs(layout.permuted)
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
-    return [collate(group) for group in groups[context.dp_rank :: context.dp_size]]
+    mine = groups[context.dp_rank :: context.dp_size]
+    return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
 
 
 def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> dict:
@@ -138,10 +161,14 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(
-        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
+        detect(),
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        virtual_stages=layout.vp,
+        context_parallel=layout.cp,
     )
     engine, state = build_engine(plan, context)
-    batches = microbatches(layout, context)
+    batches = [batch.to(context.device) for batch in microbatches(layout, context)]
     export = dict(context=context, reference_dir=student)
     chunks = [(model, model.first_layer) for model in state.models]
 
@@ -171,10 +198,10 @@ class gradients_as_parameters:
     def __enter__(self):
         for chunk in self.engine.chunks:
             if chunk.ddp_config.use_distributed_optimizer:
-                for buffer in chunk.buffers:
-                    for bucket in buffer.buckets:
-                        shard = bucket.grad_data.chunk(self.context.dp_size)[self.context.dp_rank].clone()
-                        torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=self.context.dp_group)
+                for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
+                    group = self.context.dp_cp_group  # what Megatron spreads the optimizer over
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
             for parameter in chunk.parameters():
                 self.saved.append((parameter, parameter.data))
                 parameter.data = parameter.main_grad.clone()

@@ -70,6 +70,7 @@ LAYOUTS = {
     "TP2": (2, ("--tensor-model-parallel-size", 2)),
     "PP2": (2, ("--pipeline-model-parallel-size", 2)),
     "DP2": (2, ()),
+    "CP2": (2, ("--context-parallel-size", 2)),
     "DP2 distributed optimizer": (2, ("--use-distributed-optimizer",)),
     "TP2 distributed optimizer": (2, ("--use-distributed-optimizer", "--tensor-model-parallel-size", 2)),
 }
@@ -88,24 +89,29 @@ def test_resume_is_bitwise(name, files, ranks):
 
 
 @pytest.mark.parametrize(
-    "first, second",
-    [("TP2", "PP2"), ("PP2", "TP2"), ("DP2 distributed optimizer", "TP2 distributed optimizer")],
+    "first, second, more",
+    [
+        ("TP2", "PP2", ()),
+        ("PP2", "TP2", ()),
+        ("DP2 distributed optimizer", "TP2 distributed optimizer", ()),
+        ("CP2", "one process", ("--pack", "none")),  # context parallelism pads documents and would pack them differently
+    ],
 )
-def test_resume_at_another_layout(first, second, files, ranks):
+def test_resume_at_another_layout(first, second, more, files, ranks):
     """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
     run = f"{first} then {second}"
     world, layout = LAYOUTS[first]
-    half = argv(files, run, *layout, "--exit-interval", STEPS // 2)
+    half = argv(files, run, *more, *layout, "--exit-interval", STEPS // 2)
     ranks.run(train_and_hash, world, half, files / f"{run} a")
     world, layout = LAYOUTS[second]
-    stop_now = argv(files, f"{run} b", *layout, "--load", files / run, "--train-iters", STEPS // 2)
+    stop_now = argv(files, f"{run} b", *more, *layout, "--load", files / run, "--train-iters", STEPS // 2)
     _, position = ranks.run(train_and_hash, world, stop_now, files / f"{run} b hf")[0]
     assert (position.iteration, position.consumed_samples) == (STEPS // 2, 4 * STEPS // 2)
     saved, loaded = (load_file(files / name / "model.safetensors") for name in (f"{run} a", f"{run} b hf"))
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
 
-    ranks.run(train_and_hash, world, argv(files, f"{run} c", *layout, "--load", files / run), files / f"{run} c hf")
-    ranks.run(train_and_hash, 1, argv(files, "whole reference"), files / "whole hf")
+    ranks.run(train_and_hash, world, argv(files, f"{run} c", *more, *layout, "--load", files / run), files / f"{run} c hf")
+    ranks.run(train_and_hash, 1, argv(files, "whole reference", *more), files / "whole hf")
     resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", "whole hf"))
     for name in straight:
         assert (resumed[name] - straight[name]).norm() <= 1e-4 * straight[name].norm(), name

@@ -1,0 +1,121 @@
+"""Time and peak memory of a call. Arms run interleaved (A B C A B C ...), so that drift of the machine meets all of them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing to time: `run` is timed, `prepare` (restore inputs that `run` overwrites) is not."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = _nothing
+
+
+def time_arms(
+    arms: Sequence[Arm], device: torch.device, rounds: int, warmup: int = 2, across_ranks: bool = True
+) -> dict[str, float]:
+    """Median time of every arm, ms, over `rounds` interleaved rounds after `warmup` ones (compilation, caches, autotuning).
+
+    Where there are several processes, `across_ranks` takes the slowest one's time in every round.
+    """
+    times: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for index in range(warmup + rounds):
+        for arm in arms:
+            elapsed = _time_once(arm, device)
+            if across_ranks:
+                elapsed = _slowest(elapsed, device)
+            if index >= warmup:
+                times[arm.name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _time_once(arm: Arm, device: torch.device) -> float:
+    """One timed call, ms. On a GPU `prepare` is queued just before, which hides the launch of the first kernels."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        arm.prepare()
+        start.record()
+        arm.run()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end)
+    arm.prepare()
+    begin = time.perf_counter()
+    arm.run()
+    return 1000 * (time.perf_counter() - begin)
+
+
+def _slowest(elapsed_ms: float, device: torch.device) -> float:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return elapsed_ms
+    slowest = torch.tensor(elapsed_ms, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def peak_bytes(arm: Arm, device: torch.device) -> int:
+    """Largest number of bytes that one call holds above what was there before it (its results included)."""
+    arm.prepare()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        arm.run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with StorageCounter() as counter:
+        arm.run()
+    return counter.peak
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts the bytes of tensor storages that are made inside and still alive. `peak` is their largest sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._seen.setdefault(tensor.untyped_storage(), True)  # it was there before
+        result = function(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen[storage] = True
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.live -= size
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,170 @@
+"""The losses of other projects, from their own installed source; one that is missing is skipped by name.
+
+Their packages import far more than a loss needs (data sets, trainers, quantisation), so the wanted definitions are taken
+out of the installed file and run as they stand, without importing the package around them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+LogitsLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(student logits [n, v], teacher logits [n, v], labels [n] with -100 where there is no loss) -> mean over loss rows."""
+
+IGNORED = -100
+
+
+class PeerMissing(Exception):
+    """Says which project cannot be compared with, and why."""
+
+
+def installed_file(package: str, file: str) -> Path:
+    """`file` in the folder of an installed package, which is not imported. Raises PeerMissing."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise PeerMissing(f"{package}: not installed, skipped")
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.is_file():
+        raise PeerMissing(f"{package}: this version has no {file}, skipped")
+    return path
+
+
+def load_source(path: Path, names: tuple[str, ...] = (), given: Mapping[str, object] | None = None) -> ModuleType:
+    """Run a source file without its package: relative imports are left out, `given` stands for what they would bring.
+
+    With `names`, only these top-level definitions are run; `Class.method` takes a static method out of its class.
+    Raises PeerMissing when a name is not there.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if names:
+        tree.body = [_definition(tree, path, name) for name in names]
+    else:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.level)]
+    module = ModuleType(f"mkd_bench_peer_{path.stem}")
+    module.__file__ = str(path)
+    module.__dict__.update(given or {})
+    sys.modules[module.__name__] = module  # compilers look a function's module up
+    # This file's own `from __future__ import annotations` is inherited: their annotations name what is not imported.
+    exec(compile(tree, str(path), "exec"), module.__dict__)
+    return module
+
+
+def _definition(tree: ast.Module, path: Path, name: str) -> ast.stmt:
+    body: list[ast.stmt] = tree.body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            raise PeerMissing(f"{path.name}: this version has no {name}, skipped")
+        body = getattr(found[0], "body", [])
+    definition = found[0]
+    if "." in name:
+        definition.decorator_list = []  # @staticmethod has no meaning outside the class
+    return definition
+
+
+def find(loaders: Mapping[str, Callable[[], object]]) -> tuple[dict[str, object], list[str]]:
+    """What could be loaded, by name, and a note for each peer that could not."""
+    found, notes = {}, []
+    for name, loader in loaders.items():
+        try:
+            found[name] = loader()
+        except PeerMissing as missing:
+            notes.append(str(missing))
+    return found, list(dict.fromkeys(notes))
+
+
+def trl_jsd(beta: float) -> LogitsLoss:
+    """TRL's GKD loss: beta 0 forward KL, 1 reverse KL, between them JSD."""
+    path = installed_file("trl", "experimental/gkd/gkd_trainer.py")
+    given = dict(torch=torch, F=torch.nn.functional)
+    loss = load_source(path, ("GKDTrainer.generalized_jsd_loss",), given).generalized_jsd_loss
+
+    def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        return loss(student, teacher, labels, beta=beta, num_items_in_batch=(labels != IGNORED).sum())
+
+    return call
+
+
+def trl_chunked() -> Callable:
+    """TRL's `ChunkedDivergenceFunction.apply`: both hidden states and heads -> (divergence [n], entropy [n])."""
+    logprob = load_source(installed_file("trl", "kernels/chunked_logprob.py"))
+    names = ("_BLOCK_SIZE", "_MM_OUT_DTYPE", "_addmm_fp32", "_jit", "_torch_transform", "_transform", "_use_triton")
+    if missing := [name for name in names if not hasattr(logprob, name)]:
+        raise PeerMissing(f"chunked_logprob.py: this version has no {missing[0]}, skipped")
+    given = {name: getattr(logprob, name) for name in names}
+    given["maybe_gather_lm_head_ctx"] = lambda *parameters: nullcontext()  # what it is without DeepSpeed ZeRO-3
+    path = installed_file("trl", "kernels/chunked_divergence.py")
+    return load_source(path, given=given).ChunkedDivergenceFunction.apply
+
+
+def modelopt_kl() -> LogitsLoss:
+    """ModelOpt's Megatron loss, on one tensor-parallel rank."""
+    path = installed_file("modelopt", "torch/distill/plugins/megatron.py")
+    given = dict(
+        torch=torch, nn=torch.nn, F=torch.nn.functional, Tensor=Tensor, ABCMeta=ABCMeta, _Loss=torch.nn.modules.loss._Loss
+    )
+    loss = load_source(path, ("BaseLoss", "LogitsKLLoss"), given).LogitsKLLoss(SimpleNamespace(tensor_model_parallel_size=1))
+
+    def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        per_token, *_ = loss(student.unsqueeze(1), teacher.unsqueeze(1))
+        mask = labels != IGNORED
+        return (per_token.flatten() * mask).sum() / mask.sum()
+
+    return call
+
+
+def automodel_kd(chunk_size: int = 0) -> LogitsLoss:
+    """NeMo Automodel's loss; `chunk_size` rows at a time, 0: all."""
+    loss = load_source(installed_file("nemo_automodel", "components/loss/kd_loss.py")).KDLoss(chunk_size=chunk_size)
+    return lambda student, teacher, labels: loss(student, teacher, labels)
+
+
+def _liger(module: str) -> ModuleType:
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise PeerMissing("liger_kernel: not installed, skipped")
+    if not torch.cuda.is_available():
+        raise PeerMissing("liger_kernel: its kernels need a GPU, skipped")
+    return importlib.import_module(f"liger_kernel.{module}")
+
+
+def liger_kl() -> LogitsLoss:
+    """Liger's KL kernel over log-probabilities, which torch makes in fp32."""
+    loss = _liger("transformers.kl_div").LigerKLDIVLoss(reduction="sum", log_target=True)
+
+    def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        student, teacher = (logits.log_softmax(-1, dtype=torch.float32) for logits in (student, teacher))
+        return loss(student, teacher) / labels.numel()
+
+    return call
+
+
+def liger_jsd(beta: float) -> LogitsLoss:
+    loss = _liger("transformers.jsd").LigerJSD(beta=beta)
+
+    def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        student, teacher = (logits.log_softmax(-1, dtype=torch.float32) for logits in (student, teacher))
+        return loss(student, teacher, labels)
+
+    return call
+
+
+def liger_fused_jsd(beta: float) -> Callable:
+    """Liger's Triton head: (student hidden, student weight, teacher hidden, teacher weight, labels) -> mean loss."""
+    return _liger("transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=beta)
+
+
+def liger_chunked_jsd(beta: float, chunk_size: int, compiled: bool = True) -> Callable:
+    """Liger's chunked head, the same arguments; distillation loss alone."""
+    return _liger("chunked_loss.jsd_loss").LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, chunk_size=chunk_size, compiled=compiled
+    )

@@ -1,0 +1,114 @@
+"""A whole training step of the engine: time, MFU, memory, and what distillation costs beside its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from mkd.bench.machine import Machine
+from mkd.bench.measure import Arm, time_arms
+from mkd.bench.random_engine import PairSettings, parallel_context, random_engine
+from mkd.bench.report import Report, Requirement, Skipped, table
+from mkd.bench.synthetic_documents import ChatLengths, document_lengths, full_pack
+from mkd.data.batch import PackedBatch
+from mkd.models.packed import packed_documents
+from mkd.plan.flops import distillation_flops, forward_flops
+from mkd.plan.forecast import PEAK_TFLOPS
+from mkd.plan.memory import predict_memory
+from mkd.platform import Platform
+from mkd.train.setup import Plan
+from mkd.train.step import Engine, train_step
+
+KD, SFT, TEACHER = "KD step", "SFT step of the student", "teacher forward"
+GIB = 2**30
+
+
+def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
+    """Collective. Prints the table on rank 0."""
+    with parallel_context(platform, settings) as context:
+        engine, plan = random_engine(settings, machine, context)
+        random = np.random.default_rng(machine.seed + context.dp_rank)
+        vocab = min(plan.student.shape.vocab_size, plan.teacher.shape.vocab_size)
+        batches = [
+            full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
+            for _ in range(settings.num_microbatches)
+        ]
+        arms = [Arm(KD, step_of(engine, batches))]
+        memory = _memory_note(machine, plan, arms[0])
+        plain = PairSettings(**{**vars(settings), "kd_ratio": 0.0})
+        arms += [
+            Arm(SFT, step_of(random_engine(plain, machine, context)[0], batches)),
+            Arm(TEACHER, teacher_forward(engine, batches)),
+        ]
+        times = time_arms(arms, machine.device, machine.rounds)
+        flops = _flops(plan, document_lengths(batches))
+        gpus = context.world_size // context.dp_size
+        tokens = settings.num_microbatches * settings.seq_length
+        if context.rank == 0:
+            title = f"step {settings.student} <- {settings.teacher}, {settings.num_microbatches} x {settings.seq_length}"
+            rows = [
+                [name, f"{ms:.1f}", f"{1000 * tokens / ms / gpus:.0f}", f"{flops[name] / ms / 1e9 / gpus:.3g}"]
+                for name, ms in times.items()
+            ]
+            print(table(f"{title} tokens", ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"], rows), memory, sep="\n")
+        return Report(_requirements(machine, times, flops, gpus))
+
+
+def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], object]:
+    samples = len(batches) * engine.context.dp_size
+    return lambda: train_step(engine, batches, samples)
+
+
+def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], None]:
+    """The teacher's layers and head on every micro-batch; its logits are made and dropped."""
+    teacher = get_attr_wrapped_model(engine.chunks[0], "teacher")
+    joins = engine.context.platform.transformer_engine
+
+    @torch.no_grad()
+    def run() -> None:
+        for batch in batches:
+            packed = packed_documents(
+                batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=joins
+            )
+            teacher.logits(teacher(batch.tokens, batch.position_ids, None, packed_seq_params=packed))
+
+    return run
+
+
+def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
+    """Of one data-parallel replica's step, by arm."""
+    student, teacher = plan.student.shape, plan.teacher.shape
+    return {
+        KD: distillation_flops(student, teacher, lengths),
+        SFT: distillation_flops(student, None, lengths),
+        TEACHER: forward_flops(teacher, lengths),
+    }
+
+
+def _memory_note(machine: Machine, plan: Plan, arm: Arm) -> str:
+    """Measured peak of two steps (the first one makes the optimizer's state), beside the plan's prediction."""
+    if not machine.is_cuda:
+        return "peak memory: measured on GPUs only"
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        arm.run()
+    measured = torch.cuda.max_memory_allocated() / GIB
+    layouts = (plan.student_layout, plan.teacher_layout)
+    planned = predict_memory(plan.config, plan.student.shape, plan.teacher.shape, *layouts, plan.batch)
+    predicted = planned.ranks[0].allocated_gib
+    return f"peak memory {measured:.2f} GiB, predicted {predicted:.2f}: measured / predicted {measured / predicted:.3f}"
+
+
+def _requirements(machine: Machine, times: dict, flops: dict, gpus: int) -> list[Requirement | Skipped]:
+    rate = {name: flops[name] / times[name] for name in (KD, SFT)}
+    lines: list[Requirement | Skipped] = [
+        Requirement("R10", times[KD] / (times[TEACHER] + times[SFT]), "of teacher forward + SFT step", "<=", 1.05),
+        Requirement("R10", rate[KD] / rate[SFT], "of the SFT step's MFU", ">=", 0.95),
+    ]
+    if machine.is_cuda:
+        mfu = rate[KD] / 1e9 / gpus / PEAK_TFLOPS
+        return [*lines, Requirement("R10", mfu, "MFU of the KD step", ">=", 0.50)]
+    return [*lines, Skipped("R10", "MFU of the KD step: a CPU has no published peak")]

@@ -1,0 +1,84 @@
+"""Synthetic documents as micro-batches: packed as the engine packs them, or padded as most trainers batch them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mkd.data.batch import Pack, PackedBatch, collate
+from mkd.data.packing import pack_pieces
+
+CHAT_SIGMA = 0.9  # of the logarithm of a document's length
+
+
+@dataclass(frozen=True)
+class ChatLengths:
+    """Lengths of conversations: lognormal around `median` tokens, cut at `longest`."""
+
+    median: int
+    longest: int
+
+    def draw(self, count: int, random: np.random.Generator) -> np.ndarray:
+        """int64 [count], at least 2: a shorter document has nothing to predict."""
+        lengths = random.lognormal(math.log(self.median), CHAT_SIGMA, size=count)
+        return lengths.astype(np.int64).clip(2, self.longest)
+
+
+def random_documents(lengths: np.ndarray, vocab: int, random: np.random.Generator) -> list[np.ndarray]:
+    """Token ids, one array a document."""
+    return [random.integers(vocab, size=length) for length in lengths.tolist()]
+
+
+def lay_out(documents: Sequence[np.ndarray], spans: Sequence[int]) -> Pack:
+    """One row in which document i takes `spans[i]` positions, padding behind it; every token predicts the next one."""
+    tokens, labels, mask = (np.zeros(sum(spans), dtype=dtype) for dtype in (np.int64, np.int64, np.float32))
+    start = 0
+    for document, span in zip(documents, spans, strict=True):
+        end = start + len(document)
+        tokens[start:end] = document
+        labels[start : end - 1] = document[1:]
+        mask[start : end - 1] = 1.0
+        start += span
+    return Pack(tokens, labels, mask, np.array([len(d) for d in documents]), np.array(spans), sample_id=0)
+
+
+def packed_batches(documents: Sequence[np.ndarray], seq_length: int) -> list[PackedBatch]:
+    """Micro-batches of one pack each, packed best-fit decreasing."""
+    packs = pack_pieces(np.array([len(document) for document in documents]), seq_length, "bfd")
+    batches = []
+    for first, last in zip(packs.offsets[:-1], packs.offsets[1:], strict=True):
+        members = [documents[i] for i in packs.piece_ids[first:last]]
+        spans = [len(document) for document in members]
+        spans[-1] += seq_length - sum(spans)
+        batches.append(collate([lay_out(members, spans)]))
+    return batches
+
+
+def padded_batches(documents: Sequence[np.ndarray], batch_size: int) -> list[PackedBatch]:
+    """Micro-batches of `batch_size` documents, each padded to the longest of its batch; the head runs over padding too."""
+    batches = []
+    for first in range(0, len(documents), batch_size):
+        members = documents[first : first + batch_size]
+        longest = max(len(document) for document in members)
+        batch = collate([lay_out(members, [longest] * len(members))])
+        batches.append(replace(batch, loss_rows=torch.arange(batch.tokens.numel())))
+    return batches
+
+
+def full_pack(seq_length: int, vocab: int, lengths: ChatLengths, random: np.random.Generator) -> PackedBatch:
+    """A pack without padding: conversations until it is full, the last one cut."""
+    chosen: list[int] = []
+    while (room := seq_length - sum(chosen)) > 0:
+        length = min(int(lengths.draw(1, random)[0]), room)
+        chosen.append(room if room - length < 2 else length)
+    return collate([lay_out(random_documents(np.array(chosen), vocab, random), chosen)])
+
+
+def document_lengths(batches: Sequence[PackedBatch], padded: bool = False) -> list[int]:
+    """Tokens of every document, or of its span with padding."""
+    borders = [batch.cu_seqlens_padded if padded else batch.cu_seqlens for batch in batches]
+    return [length for border in borders for length in border.diff().tolist()]

@@ -1,0 +1,228 @@
+"""LM heads and distillation loss in one: hidden states x heads, chunk by chunk, so that no [t, v] tensor ever exists.
+
+For every chunk of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the student's logits,
+and from it the gradients of hidden states and head weight. All of that in the forward pass: the backward pass only hands
+the results on. So logits are made once (recomputing them in backward would cost 1.6 times the operations), and rows
+without loss cost nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mkd.losses.objective import KDObjective, KDOutput, VocabShard
+from mkd.losses.rows import passes_for, row_losses
+from mkd.losses.softmax import compute_dtype
+from mkd.losses.statistics import MergedStatistics, weighted_sums
+
+# Rows of a chunk. On an accelerator so many that the products are bound by arithmetic and not by the traffic of the fp32
+# weight gradient; on a CPU so few that both chunks of logits stay small.
+ACCELERATOR_CHUNK_ROWS = 4096
+CPU_CHUNK_ROWS = 256
+
+
+def fused_linear_kd(
+    student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
+    student_weight: Tensor,  # [w, h_s] this rank's rows of the padded LM head
+    teacher_hidden: Tensor | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
+    teacher_weight: Tensor | None,  # [w, h_t]
+    labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
+    loss_mask: Tensor,  # [t] float or bool, weight of each row
+    *,
+    tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
+    student_vocab_size: int,
+    teacher_vocab_size: int | None = None,
+    kd_ratio: float = 0.5,
+    temperature: float = 1.0,
+    temperature_scaling: str = "squared",
+    divergence: str = "forward_kl",
+    jsd_beta: float = 0.5,
+    mixed_kl_weight: float = 0.5,
+    with_ce_metric: bool = False,
+    loss_rows: Tensor | None = None,  # [n] int64, the rows with a non-zero mask; None: all rows are computed
+    sequence_parallel: bool = False,
+    loss_gradient: Tensor | None = None,  # 0-dim
+    chunk_rows: int | None = None,
+    fp32_logits: bool = False,
+) -> KDOutput:
+    """`vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and head.
+
+    Same values, same arguments where the names are the same. Logits have the dtype of the hidden states, or fp32 with
+    `fp32_logits` (bf16 logits cost about 4e-3 relative in the gradient). Memory beyond the gradients: two chunks of logits,
+    [chunk_rows, w] each.
+
+    `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). When it is given,
+    gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's DDP) gets its gradient added
+    there; a backward with another factor fails. Without it gradients are scaled in backward and returned by autograd.
+
+    Communication over the tensor-parallel group: per chunk one all-gather of row statistics (and for `jsd` one all-reduce);
+    for the hidden states an all-gather of the sequence in forward and a reduce-scatter of the gradient in backward with
+    `sequence_parallel`, else an all-reduce in backward. In evaluation (no_grad) it stops after the statistics.
+    """
+    objective = KDObjective.of(
+        student_vocab_size, teacher_vocab_size, kd_ratio, temperature, temperature_scaling, divergence, jsd_beta,
+        mixed_kl_weight, with_ce_metric,
+    )  # fmt: skip
+    objective.require_teacher(None not in (teacher_hidden, teacher_weight, teacher_vocab_size))
+    rows = labels.shape[0] if loss_rows is None else loss_rows.shape[0]
+    shard = VocabShard.of_group(student_weight.shape[0], tp_group, objective)
+    chunks = _even_chunks(rows, chunk_rows or (ACCELERATOR_CHUNK_ROWS if labels.is_cuda else CPU_CHUNK_ROWS))
+    logits_dtype = torch.float32 if fp32_logits else student_hidden.dtype
+    head = _Head(objective, shard, tp_group, chunks, torch.is_grad_enabled(), loss_gradient, logits_dtype)
+    student_hidden = _whole_sequence(student_hidden, tp_group, sequence_parallel)
+    if not objective.uses_teacher:
+        teacher_hidden = teacher_weight = None
+    else:
+        assert teacher_weight.shape[0] == student_weight.shape[0], "pad both LM heads to the same vocabulary width"
+        with torch.no_grad():
+            teacher_hidden = _whole_sequence(teacher_hidden, tp_group, sequence_parallel)
+    assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
+    mask = loss_mask.to(compute_dtype(student_hidden))
+    tensors = student_hidden, student_weight, teacher_hidden, teacher_weight, labels, mask, loss_rows
+    loss, sums = _FusedLinearKD.apply(*tensors, head)
+    return KDOutput(loss=loss, **sums)
+
+
+def _whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """[t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM where nothing was split."""
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return hidden
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
+    return copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+
+
+def _even_chunks(rows: int, largest: int) -> list[slice]:
+    """Slices of nearly equal size, at least one."""
+    count = max(1, -(-rows // largest))
+    size = max(1, -(-rows // count))
+    return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What one call works with, beside its tensors."""
+
+    objective: KDObjective
+    shard: VocabShard
+    tp_group: dist.ProcessGroup | None
+    chunks: list[slice]
+    with_gradient: bool
+    loss_gradient: Tensor | None
+    logits_dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[n, h], [w, h] -> [n, w] in `logits_dtype`."""
+        if self.logits_dtype == hidden.dtype:
+            return torch.mm(hidden, weight.t())
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=self.logits_dtype)
+        return torch.mm(hidden.to(self.logits_dtype), weight.t().to(self.logits_dtype))
+
+    def row_losses(self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor) -> MergedStatistics:
+        return row_losses(student, teacher, labels, mask, self.shard, self.objective, self.tp_group)
+
+    def logit_gradient(
+        self,
+        dtype: torch.dtype,
+        student: Tensor,
+        teacher: Tensor | None,
+        labels: Tensor,
+        mask: Tensor,
+        merged: MergedStatistics,
+    ) -> Tensor:
+        """[n, w] in `dtype`, over the student's logits where that is their dtype."""
+        result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
+        weight = mask if self.loss_gradient is None else mask * self.loss_gradient
+        write_gradient = passes_for(student).write_gradient
+        write_gradient(result, student, teacher, labels, mask, weight, merged, self.shard, self.objective)
+        return result
+
+
+class _Gradients:
+    """Gradients of hidden states and head weight, summed up chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
+        self.weight = weight
+        self.in_main_grad = into_main_grad and weight.requires_grad and getattr(weight, "main_grad", None) is not None
+        self.hidden = (torch.zeros_like if compacted else torch.empty_like)(hidden)
+        self.of_weight = None
+        if self.in_main_grad:
+            self.of_weight = weight.main_grad
+        elif weight.requires_grad:
+            self.of_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
+
+    def add(self, rows: Tensor | slice, hidden: Tensor, logit_gradient: Tensor) -> None:
+        """One chunk: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
+        self.hidden[rows] = torch.mm(logit_gradient, self.weight)
+        if self.of_weight is not None:
+            add_product(self.of_weight, logit_gradient.t(), hidden)
+
+    def for_weight(self) -> Tensor | None:
+        """What autograd gets for the weight; Megatron's DDP wants something for a weight whose gradient it has already."""
+        if not self.in_main_grad:
+            return self.of_weight
+        if getattr(self.weight, "zero_out_wgrad", False):
+            return torch.zeros_like(self.weight)  # tied: the embedding's own gradient comes on top, DDP adds the sum
+        self.weight.grad_added_to_main_grad = True  # so DDP does not look at the values
+        return torch.empty_like(self.weight)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, accumulated in the dtype of `total` (fp32 for bf16 factors)."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+class _FusedLinearKD(torch.autograd.Function):
+    """([t, h_s], [w, h_s], [t, h_t], [w, h_t], [t], [t], [n] | None, _Head) -> (loss, other fields of `KDOutput`)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, labels, loss_mask, loss_rows, head):
+        gradients = None
+        if head.with_gradient:
+            gradients = _Gradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
+        loss, sums = 0.0, {}
+        for chunk in head.chunks:
+            rows = chunk if loss_rows is None else loss_rows[chunk]
+            own, label, mask = hidden[rows], labels[rows], loss_mask[rows]
+            student = head.logits(own, weight)
+            teacher = None if teacher_hidden is None else head.logits(teacher_hidden[rows], teacher_weight)
+            merged = head.row_losses(student, teacher, label, mask)
+            chunk_loss, chunk_sums = weighted_sums(merged, mask, head.objective)
+            loss = loss + chunk_loss
+            sums = {name: None if v is None else v + sums.get(name, 0) for name, v in chunk_sums.items()}
+            if gradients is not None:
+                gradient = head.logit_gradient(hidden.dtype, student, teacher, label, mask, merged)
+                gradients.add(rows, own, gradient)
+            del student, teacher  # before the next chunk's are made
+        ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
+        return loss, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, loss_gradient, _):
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "gradients were made in forward, for one backward"
+        if ctx.loss_gradient is None:
+            hidden, weight = gradients.hidden.mul_(loss_gradient), gradients.for_weight()
+            weight = None if weight is None else weight.mul_(loss_gradient).to(gradients.weight.dtype)
+        else:
+            torch._assert_async(loss_gradient == ctx.loss_gradient)
+            hidden, weight = gradients.hidden, gradients.for_weight()
+            if weight is not None and weight.dtype != gradients.weight.dtype:
+                weight = weight.to(gradients.weight.dtype)
+        return hidden, weight, None, None, None, None, None, None

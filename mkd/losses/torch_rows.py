@@ -1,0 +1,185 @@
+"""The passes over logits in plain torch: the definition that the Triton kernels follow, and what runs on CPUs.
+
+Each function works through its rows in chunks that fit the cache, so that no [n, w] tensor in the compute dtype ever
+exists. None of them modifies its arguments (but `write_gradient` its result). Legend: n rows, w local columns, k
+statistics.
+
+The cross-entropy side follows Megatron's `VocabParallelCrossEntropy`: its rule for targets of other shards, and its
+`prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot. Its forward helpers are
+not called: `calculate_logits_max` rounds fp64 to fp32, `calculate_predicted_logits` overwrites the logits that the
+divergence still reads, and in sequence they take a collective each where one is enough.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+from torch import Tensor
+
+from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.softmax import ShardRows, ShardSoftmax, compute_dtype, real_columns
+from mkd.losses.statistics import MergedStatistics, merge_statistics
+
+__all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gradient"]
+
+# Size of one row chunk in the compute dtype: on a CPU its few temporaries stay in cache; on an accelerator it is large
+# enough to hide the launches and small against the logits themselves.
+CPU_CHUNK_BYTES = 2 * 2**20
+ACCELERATOR_CHUNK_BYTES = 256 * 2**20
+
+
+def local_statistics(
+    student: Tensor,  # [n, w] bf16/fp32/fp64
+    teacher: Tensor | None,  # [n, w], same columns; None when the objective has no teacher
+    labels: Tensor,  # [n] int64, global vocabulary ids
+    loss_mask: Tensor,  # [n]; rows of weight 0 may hold anything
+    shard: VocabShard,
+    objective: KDObjective,
+) -> Tensor:
+    """This shard's statistics `objective.statistic_names`, [k, n] in the compute dtype."""
+    chunks = []
+    for rows in row_chunks(student):
+        named = _statistics(student[rows], _rows(teacher, rows), labels[rows], shard, objective)
+        chunks.append(torch.stack([named[name] for name in objective.statistic_names]))
+    return torch.cat(chunks, dim=1)
+
+
+def divergence_terms(
+    student: Tensor,  # [n, w]
+    teacher: Tensor,  # [n, w]
+    loss_mask: Tensor,  # [n]
+    merged: MergedStatistics,
+    shard: VocabShard,
+    objective: KDObjective,
+) -> Tensor:
+    """This shard's part of the terms of a divergence that needs both whole softmaxes first, [2, n]."""
+    chunks = []
+    for rows in row_chunks(student):
+        part = merged.rows(rows)
+        columns = [real_columns(logits[rows], shard.shared) for logits in (student, teacher)]
+        models = [
+            ShardRows(logits, objective.temperature, row)
+            for logits, row in zip(columns, (part.student, part.teacher), strict=True)
+        ]
+        chunks.append(objective.rule.terms(*models))
+    terms = torch.cat(chunks, dim=1)
+    return terms if shard.shared else torch.zeros_like(terms)
+
+
+def write_gradient(
+    result: Tensor,  # [n, w], may be `student` itself
+    student: Tensor,  # [n, w]
+    teacher: Tensor | None,  # [n, w]
+    labels: Tensor,  # [n] int64
+    loss_mask: Tensor,  # [n]
+    row_weight: Tensor,  # [n] compute dtype, derivative of the final scalar by a row's loss
+    merged: MergedStatistics,
+    shard: VocabShard,
+    objective: KDObjective,
+) -> None:
+    """d loss / d student logits into every column of `result`; zero in padding columns and in rows of mask 0."""
+    no_loss = (loss_mask == 0)[:, None]
+    for rows in row_chunks(student):
+        chunk = _gradient(
+            student[rows], _rows(teacher, rows), labels[rows], merged.rows(rows), row_weight[rows], shard, objective
+        )
+        # A weight of zero is not enough: a masked row may hold NaN.
+        result[rows, : chunk.shape[1]] = chunk.masked_fill_(no_loss[rows], 0.0)
+        result[rows, chunk.shape[1] :] = 0.0
+
+
+def row_chunks(logits: Tensor) -> list[slice]:
+    """Slices that cover the rows of [n, w] (at least one slice), each of about the chunk size of the device."""
+    budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
+    return [slice(first, first + height) for first in range(0, max(1, logits.shape[0]), height)]
+
+
+def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _statistics(
+    student: Tensor, teacher: Tensor | None, labels: Tensor, shard: VocabShard, objective: KDObjective
+) -> dict[str, Tensor]:
+    statistics: dict[str, Tensor] = {}
+    own = None
+    if objective.uses_teacher:
+        own = ShardSoftmax.of(real_columns(student, shard.shared), objective.temperature)
+        statistics |= _kd_statistics(own, real_columns(teacher, shard.shared), labels, shard, objective)
+    if objective.measures_ce:
+        if not objective.ce_reads_kd_softmax:
+            own = ShardSoftmax.of(real_columns(student, shard.student), 1.0)
+            statistics |= {"ce_max": own.maximum, "ce_sum": own.total}
+        statistics["ce_label"] = _label_logit(own.logits, labels, shard.start, shard.student)
+    return statistics
+
+
+def _kd_statistics(
+    student: ShardSoftmax, teacher_logits: Tensor, labels: Tensor, shard: VocabShard, objective: KDObjective
+) -> dict[str, Tensor]:
+    teacher = ShardSoftmax.of(teacher_logits, objective.temperature)
+    plain = teacher if objective.temperature == 1.0 else ShardSoftmax.of(teacher_logits, 1.0)
+    top = teacher_logits.argmax(dim=1, keepdim=True)
+    return {
+        "student_max": student.maximum,
+        "student_sum": student.total,
+        "teacher_max": teacher.maximum,
+        "teacher_sum": teacher.total,
+        **objective.rule.cross(student, teacher),
+        "plain_sum": plain.total,
+        "plain_mean": plain.centred().mul_(plain.probabilities).sum(dim=1),
+        "teacher_label": _label_logit(teacher_logits, labels, shard.start, shard.shared),
+        "student_at_teacher_top": student.logits.gather(1, top).squeeze(1),
+    }
+
+
+def _foreign_labels(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """(mask [n] of labels outside [start, start + count), local index [n], 0 where outside)."""
+    outside = (labels < start) | (labels >= start + count)
+    return outside, (labels - start).masked_fill(outside, 0)
+
+
+def _label_logit(logits: Tensor, labels: Tensor, start: int, count: int) -> Tensor:
+    """The label's logit where this shard owns the label, else -inf (the maximum over ranks finds the owner)."""
+    outside, index = _foreign_labels(labels, start, count)
+    return logits.gather(1, index[:, None]).squeeze(1).masked_fill(outside, float("-inf"))
+
+
+def _gradient(
+    student: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    merged: MergedStatistics,  # of these n rows
+    row_weight: Tensor,
+    shard: VocabShard,
+    objective: KDObjective,
+) -> Tensor:
+    """The gradient on the first columns, compute dtype; every column beyond the returned ones has zero.
+
+    Row by row: w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da].
+    """
+    probabilities = result = None
+    if objective.uses_teacher and shard.shared:
+        own = ShardRows(real_columns(student, shard.shared), objective.temperature, merged.student)
+        target = ShardRows(real_columns(teacher, shard.shared), objective.temperature, merged.teacher)
+        probabilities = own.probabilities()
+        weight = row_weight * (objective.kd_ratio * objective.scale / objective.temperature)
+        result = objective.rule.gradient(own, target, probabilities, merged.residual).mul_(weight[:, None])
+    if objective.uses_ce and shard.student:
+        if not objective.ce_reads_kd_softmax:
+            probabilities = ShardRows(real_columns(student, shard.student), 1.0, merged.student_plain).probabilities()
+        ce = _ce_gradient(probabilities, labels, shard, row_weight * (1.0 - objective.kd_ratio))
+        if result is not None:
+            ce[:, : shard.shared].add_(result)
+        result = ce
+    return row_weight.new_zeros(student.shape[0], 0) if result is None else result
+
+
+def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:
+    """weight * (softmax - one-hot) by Megatron's helpers; writes over `probabilities` [n, shard.student]."""
+    outside, index = _foreign_labels(labels, shard.start, shard.student)
+    helper = VocabParallelCrossEntropy
+    flat, row_index, one_hot, operand = helper.prepare_gradient_calculation_operands(probabilities, outside)
+    one_hot = one_hot.to(probabilities.dtype)
+    return helper.calculate_gradients(flat, row_index, index, one_hot, operand, weight)

@@ -1,0 +1,185 @@
+"""The passes over logits as Triton kernels: the same three functions as `torch_rows.py`, fp32 arithmetic.
+
+Statistics read both logits once, the gradient reads them once more and writes once: five passes over one model's logits
+in all, seven with the second pass of the Jensen-Shannon divergence. No temporary of the logits' size, no atomics: results
+are the same bits in every run. Rows of mask 0 are not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from mkd.losses.divergences import JensenShannon, KLMixture
+from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.softmax import RowSoftmax
+from mkd.losses.statistics import MergedStatistics
+from mkd.losses.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel
+from mkd.losses.triton_merge import merge_kernel
+
+LANES, WIDTH, WARPS = 512, 8, 8  # a row is read in tiles of LANES x WIDTH columns by 32 x WARPS threads
+GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+MERGE_BLOCK = 128  # rows
+
+MERGED = (
+    *("student_max", "student_log_sum", "teacher_max", "teacher_log_sum", "residual", "plain_max", "plain_log_sum"),
+    *("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement"),
+)
+"""Rows of what `merge_kernel` writes."""
+
+
+def local_statistics(
+    student: Tensor,  # [n, w] bf16/fp16/fp32
+    teacher: Tensor | None,
+    labels: Tensor,
+    loss_mask: Tensor,
+    shard: VocabShard,
+    objective: KDObjective,
+) -> Tensor:
+    """As `torch_rows.local_statistics`; what rows of mask 0 hold has no meaning."""
+    n = student.shape[0]
+    result = torch.empty(len(objective.statistic_names), n, dtype=torch.float32, device=student.device)
+    if n:
+        student = _unit_stride(student)
+        teacher = student if teacher is None else _unit_stride(teacher)
+        statistics_kernel[(n,)](
+            student,
+            teacher,
+            labels,
+            loss_mask,
+            result,
+            student.stride(0),
+            teacher.stride(0),
+            n,
+            student.shape[1],
+            shard.start,
+            shard.shared,
+            shard.student,
+            1.0 / objective.temperature,
+            **_switches(objective),
+            LANES=LANES,
+            WIDTH=WIDTH,
+            num_warps=WARPS,
+        )
+    return result
+
+
+def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective) -> MergedStatistics:
+    """As `statistics.merge_statistics`, in one launch; the gradient kernel needs no shares."""
+    tp, k, n = gathered.shape
+    result = torch.empty(len(MERGED), n, dtype=torch.float32, device=gathered.device)
+    rule = objective.rule
+    weights = (rule.forward, rule.reverse) if isinstance(rule, KLMixture) else (0.0, 0.0)
+    if n:
+        merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
+            gathered, result, k, n, 1.0 / objective.temperature, *weights, **_switches(objective), TP=tp, BLOCK=MERGE_BLOCK
+        )
+    row = dict(zip(MERGED, result.unbind(), strict=True))
+    kd = ce = {}
+    if objective.uses_teacher:
+        names = ("teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (not rule.needs_terms)
+        kd = {name: row[name] for name in names}
+        kd["residual"] = row["residual"] if "reverse_cross" in rule.cross_names else None
+        kd["student"] = RowSoftmax(row["student_max"], row["student_log_sum"], None)
+        kd["teacher"] = RowSoftmax(row["teacher_max"], row["teacher_log_sum"], None)
+    if objective.measures_ce:
+        ce = {"ce": row["ce"], "student_plain": RowSoftmax(row["plain_max"], row["plain_log_sum"], None)}
+    return MergedStatistics(**kd, **ce)
+
+
+def _switches(objective: KDObjective) -> dict[str, bool]:
+    """What the statistics hold, for the kernels that write and read them."""
+    return dict(
+        HAS_KD=objective.uses_teacher,
+        HAS_CE=objective.measures_ce,
+        OWN_CE_SOFTMAX=objective.measures_ce and not objective.ce_reads_kd_softmax,
+        HOT=objective.temperature != 1.0,
+        FORWARD="forward_cross" in objective.statistic_names,
+        REVERSE="reverse_cross" in objective.statistic_names,
+    )
+
+
+def divergence_terms(
+    student: Tensor, teacher: Tensor, loss_mask: Tensor, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
+) -> Tensor:
+    """As `torch_rows.divergence_terms`, of the Jensen-Shannon divergence; rows of mask 0 hold zeros."""
+    n = student.shape[0]
+    result = torch.empty(2, n, dtype=torch.float32, device=student.device)
+    if n:
+        student, teacher = _unit_stride(student), _unit_stride(teacher)
+        terms_kernel[(n,)](
+            student,
+            teacher,
+            loss_mask,
+            result,
+            *(merged.student.maximum, merged.student.log_sum, merged.teacher.maximum, merged.teacher.log_sum),
+            student.stride(0),
+            teacher.stride(0),
+            n,
+            student.shape[1],
+            shard.shared,
+            1.0 / objective.temperature,
+            objective.rule.beta,
+            LANES=LANES,
+            WIDTH=WIDTH,
+            num_warps=WARPS,
+        )
+    return result
+
+
+def write_gradient(
+    result: Tensor,
+    student: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    loss_mask: Tensor,
+    row_weight: Tensor,
+    merged: MergedStatistics,
+    shard: VocabShard,
+    objective: KDObjective,
+) -> None:
+    """As `torch_rows.write_gradient`."""
+    n, width = student.shape
+    if n == 0:
+        return
+    source = _unit_stride(student)
+    teacher = source if teacher is None else _unit_stride(teacher)
+    unused = row_weight
+    kd, ce = objective.uses_teacher, objective.uses_ce
+    rule = objective.rule
+    own, target, plain = merged.student, merged.teacher, merged.student_plain
+    gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
+        source,
+        teacher,
+        result,
+        labels,
+        loss_mask,
+        row_weight,
+        *((own.maximum, own.log_sum, target.maximum, target.log_sum) if kd else (unused,) * 4),
+        merged.residual if merged.residual is not None else unused,
+        *((plain.maximum, plain.log_sum) if ce else (unused,) * 2),
+        source.stride(0),
+        teacher.stride(0),
+        result.stride(0),
+        width,
+        shard.start,
+        shard.shared,
+        shard.student,
+        1.0 / objective.temperature,
+        objective.kd_ratio * objective.scale / objective.temperature,
+        1.0 - objective.kd_ratio,
+        *((rule.forward, rule.reverse) if isinstance(rule, KLMixture) else (rule.beta, 0.0)),
+        HAS_KD=kd,
+        HAS_CE=ce,
+        OWN_CE_SOFTMAX=ce and not objective.ce_reads_kd_softmax,
+        FORWARD=isinstance(rule, KLMixture) and rule.forward != 0.0,
+        REVERSE=isinstance(rule, KLMixture) and rule.reverse != 0.0,
+        JENSEN_SHANNON=isinstance(rule, JensenShannon),
+        BLOCK=GRADIENT_BLOCK,
+        num_warps=GRADIENT_WARPS,
+    )
+
+
+def _unit_stride(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()

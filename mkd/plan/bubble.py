@@ -1,0 +1,106 @@
+"""The pipeline bubble: time that ranks wait in a step, by formula for equal stages and by simulation for any.
+
+The simulation runs every rank's work in Megatron's order; a task starts when its rank is free and its input has been
+computed. Messages take no time, and the update after the last backward is not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mkd.plan.cost import StageTime
+
+
+class Task(NamedTuple):
+    """The forward or backward of one micro-batch through one chunk of a pipeline rank."""
+
+    is_forward: bool
+    microbatch: int
+    virtual_stage: int
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Predicted time of all micro-batches of one optimizer step."""
+
+    step_ms: float
+    ideal_ms: float  # the same work spread evenly over all ranks, nobody waiting
+
+    @property
+    def bubble(self) -> float:
+        """Proportion of the step (0 to 1) that an average rank waits, unequal stages included."""
+        return max(0.0, 1 - self.ideal_ms / self.step_ms)
+
+    @property
+    def ratio(self) -> float:
+        """Step time over ideal time."""
+        return self.step_ms / self.ideal_ms
+
+
+def balanced_bubble(pipeline_parallel: int, num_microbatches: int, virtual_stages: int = 1) -> float:
+    """Bubble (0 to 1) of equal stages, (p - 1) / (v m + p - 1): Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+
+    It holds for v > 1 when m is a multiple of p, which the interleaved schedule wants anyway.
+    """
+    waits = pipeline_parallel - 1
+    return waits / (virtual_stages * num_microbatches + waits)
+
+
+def rank_order(
+    pipeline_rank: int, pipeline_parallel: int, virtual_stages: int, num_microbatches: int
+) -> list[Task]:
+    """What Megatron's schedules run on one rank: forwards to fill the pipeline, one forward and one backward in turn, rest.
+
+    Interleaved, micro-batches go through the chunks in groups of `pipeline_parallel`; backward takes the chunks from the
+    last to the first.
+    """
+    groups = range(0, num_microbatches, pipeline_parallel if virtual_stages > 1 else num_microbatches)
+    forwards = [
+        (microbatch, chunk)
+        for first in groups
+        for chunk in range(virtual_stages)
+        for microbatch in range(first, min(first + groups.step, num_microbatches))
+    ]
+    distance = pipeline_parallel - pipeline_rank - 1
+    warmup = distance if virtual_stages == 1 else 2 * distance + (virtual_stages - 1) * pipeline_parallel
+    warmup = min(warmup, len(forwards))
+    tasks = [Task(True, *forward) for forward in forwards[:warmup]]
+    backwards = [Task(False, microbatch, virtual_stages - 1 - chunk) for microbatch, chunk in forwards]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        tasks += [Task(True, *forward), backward]
+    return tasks + backwards[len(forwards) - warmup :]
+
+
+def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
+    """Run one step over `stages` (in model order, a multiple of `pipeline_parallel`)."""
+    virtual_stages = len(stages) // pipeline_parallel
+    orders = [rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches) for rank in range(pipeline_parallel)]
+    position, clock_ms = [0] * pipeline_parallel, [0.0] * pipeline_parallel
+    done_ms: dict[tuple[bool, int, int], float] = {}  # by (is_forward, micro-batch, stage)
+    while any(position[rank] < len(order) for rank, order in enumerate(orders)):
+        before = list(position)
+        for rank, order in enumerate(orders):
+            while position[rank] < len(order):
+                task = order[position[rank]]
+                stage = task.virtual_stage * pipeline_parallel + rank
+                source = _input(task, stage, len(stages))
+                if source is not None and source not in done_ms:
+                    break
+                took_ms = stages[stage].forward_ms if task.is_forward else stages[stage].backward_ms
+                clock_ms[rank] = max(clock_ms[rank], done_ms.get(source, 0.0)) + took_ms
+                done_ms[(task.is_forward, task.microbatch, stage)] = clock_ms[rank]
+                position[rank] += 1
+        assert position != before, "the schedule's order waits for itself"
+    work_ms = num_microbatches * sum(stage.total_ms for stage in stages)
+    return StepForecast(step_ms=max(clock_ms), ideal_ms=work_ms / pipeline_parallel)
+
+
+def _input(task: Task, stage: int, num_stages: int) -> tuple[bool, int, int] | None:
+    """What a task waits for: the forward of the stage before, the backward of the stage behind, or its own forward."""
+    if task.is_forward:
+        return (True, task.microbatch, stage - 1) if stage else None
+    if stage == num_stages - 1:
+        return (True, task.microbatch, stage)
+    return (False, task.microbatch, stage + 1)

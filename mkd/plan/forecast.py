@@ -1,0 +1,92 @@
+"""A run foretold: batch, layouts, stage times, bubble, FLOPs and memory, as the text that a start of a run shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mkd.plan.batch import BatchPlan
+from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
+from mkd.plan.cost import DOCUMENT_LENGTH, StageTime, pair_cost
+from mkd.plan.flops import distillation_flops
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.memory import MemoryPlan, predict_memory
+from mkd.plan.model_shape import ModelShape
+
+PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: the 1.0 of an MFU
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one configuration will do on GPUs. Times are of H200s (see `mkd.plan.cost.Rates`), memory of any GPU."""
+
+    config: Any  # mkd.config.schema.Config
+    batch: BatchPlan
+    student: ModelShape
+    teacher: ModelShape | None
+    student_layout: PipelineLayout
+    teacher_layout: PipelineLayout | None
+    document_length: int = DOCUMENT_LENGTH  # tokens of a typical document; longer than a pack: one fills it
+
+    def stage_times(self) -> list[StageTime]:
+        """By stage, in model order."""
+        stages = len(self.student_layout.layers)
+        cost = pair_cost(self.config, self.student, self.teacher, stages, self.document_length)
+        return cost.stage_times(self.student_layout, self.teacher_layout)
+
+    def step(self) -> StepForecast:
+        return simulate(self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches)
+
+    def flops_per_step(self) -> int:
+        """Model FLOPs of one optimizer step, all processes together."""
+        pack = self.batch.seq_length
+        length = min(self.document_length, pack)
+        documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
+        return self.batch.global_batch_size * distillation_flops(self.student, self.teacher, documents)
+
+    def memory(self) -> MemoryPlan:
+        return predict_memory(
+            self.config, self.student, self.teacher, self.student_layout, self.teacher_layout, self.batch
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        parallel = self.config.parallel
+        ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return ranks * parallel.context_parallel_size * self.batch.data_parallel
+
+    def mfu(self, step_ms: float) -> float:
+        """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` makes of it."""
+        return self._peak_ms() / step_ms
+
+    def _peak_ms(self) -> float:
+        """Time of a step at MFU 1."""
+        return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9)
+
+    def describe(self) -> str:
+        """Everything above, a few lines."""
+        lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
+        if self.teacher_layout is not None:
+            lines.append(f"teacher layers by stage: {self.teacher_layout.layers}")
+        return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
+
+    def _padded_attention(self) -> list[str]:
+        tensor = self.config.parallel.tensor_model_parallel_size
+        return [
+            f"{role} attention: {shape.num_query_groups} key/value heads padded to {shape.padded_query_groups(tensor)} "
+            "for tensor parallel"
+            for role, shape in (("student", self.student), ("teacher", self.teacher))
+            if shape is not None and shape.num_query_groups % tensor
+        ]
+
+    def _times(self) -> list[str]:
+        step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
+        equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
+        by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
+        return [
+            f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
+            f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
+            f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
+            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step.step_ms):.3f}; "
+            f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
+        ]

@@ -1,0 +1,50 @@
+"""The loss of one micro-batch whose teacher is stored: only the student's head runs, on the rows that have loss."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.config.schema import KDConfig
+from mkd.data.batch import PackedBatch
+from mkd.losses import KDOutput, vocab_parallel_topk_kd
+from mkd.models.language_model import LanguageModel
+
+
+def topk_loss(
+    kd: KDConfig,
+    student: LanguageModel,
+    batch: PackedBatch,  # with `teacher`
+    hidden: Tensor,  # [t(/tp with sequence parallelism), 1, h], final
+    tp_group: dist.ProcessGroup,
+    with_ce_metric: bool,
+) -> KDOutput:
+    """Sums over the loss tokens of the micro-batch; `loss` has the graph."""
+    rows, teacher = batch.loss_rows, batch.teacher
+    labels = batch.labels[0, rows]
+    return vocab_parallel_topk_kd(
+        loss_row_logits(student, hidden, rows),
+        teacher.ids,
+        teacher.logprobs,
+        labels,
+        batch.loss_mask[0, rows],
+        tp_group=tp_group,
+        student_vocab_size=student.shape.vocab_size,
+        teacher_vocab_size=teacher.vocab_size,
+        kd_ratio=kd.kd_ratio,
+        temperature=kd.kd_temperature,
+        temperature_scaling=kd.kd_temperature_scaling,
+        with_ce_metric=with_ce_metric,
+        teacher_metrics=teacher.metrics,
+        overwrite_student_logits=True,
+    )
+
+
+def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Logits [n, v/tp] of the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
+
+    Rows without loss skip the head, but for sequence parallelism: there the head itself gathers the rows of all ranks.
+    """
+    if model.config.sequence_parallel:
+        return model.logits(hidden).squeeze(1).index_select(0, rows)
+    return model.logits(hidden.index_select(0, rows)).squeeze(1)

@@ -1,0 +1,92 @@
+"""Transformer Engine's layers against the local ones, the same weights, on a GPU; both against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.test_hf_parity import LENGTHS, PADDING, documents, pack
+from tests.tiny_models import FAMILIES, make_model
+
+pytestmark = pytest.mark.gpu
+
+SMOLLM2 = dict(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+    vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192,
+)  # fmt: skip
+QWEN3 = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=128, vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=40960,
+)  # fmt: skip
+FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
+
+
+@torch.no_grad()
+def logits_on_gpu(folder, dtype, transformer_engine):
+    """[sum(LENGTHS), v] fp32 on the CPU, of one pack that holds all documents."""
+    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.models.builder import build_chunks
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+
+    platform = detect()
+    assert platform.transformer_engine
+    context = ParallelContext.create(replace(platform, transformer_engine=transformer_engine))
+    shape = ModelShape.from_hf_dir(folder)
+    (model,) = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context)
+    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    tokens = torch.cat([*documents(shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)]).to(context.device)
+    packed = pack(LENGTHS, PADDING, padding_joins_document=transformer_engine)
+    for name, value in vars(packed).items():
+        if isinstance(value, torch.Tensor):
+            setattr(packed, name, value.to(context.device))
+    positions = torch.arange(tokens.numel(), device=context.device)
+    hidden = model.eval()(tokens[None], positions[None], None, packed_seq_params=packed)
+    return model.logits(hidden)[: sum(LENGTHS), 0, : shape.vocab_size].float().cpu()
+
+
+def relative_error(logits, reference) -> float:
+    return float((logits - reference).abs().max() / reference.abs().max())
+
+
+@torch.no_grad()
+def transformers_logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").cuda().eval()
+    return torch.cat([model(ids[None].cuda()).logits[0] for ids in documents(model.config.vocab_size)]).cpu()
+
+
+@pytest.mark.parametrize(("name", "family", "sizes"), [("SmolLM2", "llama", SMOLLM2), ("Qwen3-0.6B", "qwen3", QWEN3)])
+def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
+    folder = make_model(tmp_path / name, family, shard_size="2GB", scale=1.0, **sizes)
+    (exact,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, False)
+    (fp32,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, True)
+    (bf16,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.bfloat16, True)
+    (local,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.bfloat16, False)
+    errors = [relative_error(logits, exact) for logits in (fp32, bf16, local)]
+    print(f"{name}: TE against local spec in fp32 {errors[0]:.1e}; bf16 against fp32, TE {errors[1]:.1e}, local {errors[2]:.1e}")
+    assert relative_error(transformers_logits(folder), exact) <= FP32_TOLERANCE
+    assert errors[0] <= FP32_TOLERANCE
+    assert errors[1] <= BF16_TOLERANCE
+    assert errors[1] <= 1.5 * errors[2], "bf16 on Transformer Engine is as good as bf16 on the local spec"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_families(family, tmp_path, gpu_ranks):
+    """Heads of 64 channels, which every attention kernel takes."""
+    sizes = dict(hidden_size=256, num_attention_heads=4, head_dim=64)
+    if family.startswith("phi"):
+        sizes.pop("head_dim")
+    if family == "phi4-long":
+        pytest.skip("its scaling factors are written for one head size")
+    folder = make_model(tmp_path / family, family, **sizes | dict(num_key_value_heads=2))
+    (exact,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, False)
+    (fp32,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, True)
+    assert relative_error(transformers_logits(folder), exact) <= FP32_TOLERANCE
+    assert relative_error(fp32, exact) <= FP32_TOLERANCE

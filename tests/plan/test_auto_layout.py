@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from mkd.errors import UsageError
+from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance
+from mkd.plan.bubble import simulate
+from mkd.plan.cost import PairCost, pair_cost
+from mkd.plan.layout import PipelineLayout
+from tests.plan.shapes import STUDENT, TEACHER, config
+
+
+def splits(layers: int, bins: list[Bin]):
+    """Every way to give out `layers`, each bin at least its minimum (no minimum where there is nothing)."""
+    for counts in product(range(layers + 1), repeat=len(bins)):
+        if sum(counts) == layers and (not layers or all(n >= b.min_layers for n, b in zip(counts, bins, strict=True))):
+            yield counts
+
+
+def longest_ms(split, layer_ms, bins):
+    return max(s * layer_ms[0] + t * layer_ms[1] + b.fixed_ms for (s, t), b in zip(split, bins, strict=True))
+
+
+def unevenness(split):
+    return sum((len(split) * n - sum(counts)) ** 2 for counts in zip(*split, strict=True) for n in counts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("tie", [0.0, TIE])
+def test_balance_equals_trying_everything(seed, tie):
+    draw = random.Random(seed)
+    bins = [Bin(draw.choice([0, 1]), draw.choice([0.0, 0.0, 2.5])) for _ in range(draw.randint(1, 4))]
+    layers = (draw.randint(len(bins), 6), draw.choice([0, draw.randint(len(bins), 7)]))
+    layer_ms = (draw.choice([1.0, 3.0, draw.random() + 0.1]), draw.choice([1.0, draw.random() + 0.1]) if layers[1] else 0.0)
+    candidates = [
+        list(zip(*both, strict=True)) for both in product(splits(layers[0], bins), splits(layers[1], bins))
+    ]
+    best_ms = min(longest_ms(split, layer_ms, bins) for split in candidates)
+    limit_ms = best_ms * (1 + tie) * (1 + 1e-9)
+    found = balance(layers, layer_ms, bins, tie)
+    assert found in candidates
+    assert longest_ms(found, layer_ms, bins) <= limit_ms
+    equal = [split for split in candidates if longest_ms(split, layer_ms, bins) <= limit_ms]
+    assert unevenness(found) == min(map(unevenness, equal))
+
+
+def test_equal_ranks_get_equal_counts():
+    student, teacher = auto_layouts(PairCost(1, 2, 4, head_ms=0), 8, 16, pipeline_parallel=4)
+    assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
+    student, teacher = auto_layouts(PairCost(1, 2, 4, head_ms=0), 8, 16, pipeline_parallel=2, virtual_stages=2)
+    assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
+
+
+def test_the_last_rank_has_room_for_the_heads():
+    """36 ms of layers and a 12 ms head on 4 ranks: 12 ms each is possible, with nothing but the heads on the last."""
+    student, teacher = auto_layouts(PairCost(1, 2, 1, head_ms=12), 9, 9, pipeline_parallel=4)
+    assert (student.layers, teacher.layers) == ((3, 3, 3, 0), (3, 3, 3, 0))
+
+
+def test_among_equals_early_ranks_keep_fewer_layers():
+    """They hold the activations of more micro-batches."""
+    assert auto_layouts(PairCost(1, 2, 0, head_ms=0), 5, None, pipeline_parallel=2)[0].layers == (2, 3)
+
+
+@pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (8, 1), (4, 2), (2, 4), (16, 1)])
+def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
+    cost = pair_cost(config(), STUDENT, TEACHER, pipeline * stages)
+    student, teacher = auto_layouts(cost, 28, 36, pipeline, stages)
+    assert (sum(student.layers), sum(teacher.layers)) == (28, 36)
+    assert 0 not in student.layers[1:-1] and 0 not in teacher.layers[1:-1]
+    assert PipelineLayout.parse(",".join(map(str, teacher.layers)), 36, pipeline, stages) == teacher
+    if 28 % (pipeline * stages) == 36 % (pipeline * stages) == 0:
+        even = (PipelineLayout.even(28, pipeline, stages), PipelineLayout.even(36, pipeline, stages))
+        auto_ms, even_ms = (
+            simulate(cost.stage_times(*pair), pipeline, 4 * pipeline).step_ms for pair in ((student, teacher), even)
+        )
+        assert auto_ms < even_ms
+
+
+def test_too_few_layers():
+    with pytest.raises(UsageError) as caught:
+        auto_layouts(PairCost(1, 2, 3, head_ms=1), 5, 36, pipeline_parallel=8)
+    assert "5 (student) and 36 (teacher) layers do not fill 8 pipeline stages" in caught.value.what
+    assert caught.value.why and caught.value.do == "use fewer pipeline stages"

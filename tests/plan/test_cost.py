@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.plan.cost import PairCost, StageTime, pair_cost
+from mkd.plan.layout import PipelineLayout
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+
+TP2 = ("--tensor-model-parallel-size", 2)
+FULL = ("--recompute-granularity", "full", "--recompute-method")
+
+
+@pytest.mark.parametrize(
+    ("document_length", "student_ms", "teacher_ms"),
+    [(1024, 148.5, 200.2), (SEQ_LENGTH, 193.7, 235.5)],  # measured on one H200: packs of short documents, one long document
+)
+def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
+    cost = pair_cost(config(), STUDENT, TEACHER, 1, document_length)
+    assert 28 * cost.student_ms == pytest.approx(student_ms, rel=0.02)
+    assert 36 * cost.teacher_forward_ms == pytest.approx(teacher_ms, rel=0.02)
+    assert cost.head_ms == pytest.approx(41, rel=0.01)
+
+
+def test_heads_are_forward_time_of_the_last_stage():
+    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=10, head_ms=100)
+    times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), PipelineLayout.parse("1,3", 4, 2))
+    assert times == [StageTime(12, 4), StageTime(131, 2)]
+    assert times[1].total_ms == 133
+    assert cost.stage_times(PipelineLayout.parse("2,1", 3, 2), None) == [StageTime(2, 4), StageTime(101, 2)]
+
+
+def test_without_a_teacher_only_the_student_counts():
+    alone, pair = pair_cost(config(), STUDENT, None, 1), pair_cost(config(), STUDENT, TEACHER, 1)
+    assert alone.teacher_forward_ms == 0
+    assert alone.student_ms == pair.student_ms
+    assert alone.head_ms == pytest.approx(pair.head_ms * 3 * 2048 / (3 * 2048 + 4096))
+
+
+@pytest.mark.parametrize("flags", [TP2, ("--context-parallel-size", 2)])
+def test_processes_share_the_work(flags):
+    one, two = pair_cost(config(), STUDENT, TEACHER, 1), pair_cost(config(*flags), STUDENT, TEACHER, 1)
+    for field in ("student_forward_ms", "student_backward_ms", "teacher_forward_ms", "head_ms"):
+        assert getattr(two, field) == pytest.approx(getattr(one, field) / 2)
+
+
+def test_a_micro_batch_of_two_packs_takes_twice_as_long():
+    one, two = pair_cost(config(), STUDENT, TEACHER, 1), pair_cost(config("--micro-batch-size", 2), STUDENT, TEACHER, 1)
+    assert two.student_ms == pytest.approx(2 * one.student_ms)
+    assert two.head_ms == pytest.approx(2 * one.head_ms)
+
+
+@pytest.mark.parametrize(
+    ("flags", "forwards"),  # of the student in its backward
+    [
+        ((), 2),
+        ((*FULL, "uniform", "--recompute-num-layers", 1), 3),
+        ((*FULL, "block", "--recompute-num-layers", 2), 2 + 2 / 7),  # 2 of the 7 layers of each of 4 stages
+        ((*FULL, "block", "--recompute-num-layers", 9), 3),
+    ],
+)
+def test_recomputation_is_backward_time(flags, forwards):
+    cost = pair_cost(config(*flags), STUDENT, TEACHER, 4)
+    assert cost.student_backward_ms == pytest.approx(forwards * cost.student_forward_ms)
+
+
+def test_selective_recomputation_repeats_attention():
+    plain, again = (
+        pair_cost(config(*flags), STUDENT, TEACHER, 1) for flags in ((), ("--recompute-granularity", "selective"))
+    )
+    attention_ms = 2 * 2048 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
+    assert again.student_backward_ms - plain.student_backward_ms == pytest.approx(attention_ms)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.plan.batch import BatchPlan
+from mkd.plan.forecast import PEAK_TFLOPS, Forecast
+from mkd.plan.layout import PipelineLayout
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+
+PP4 = ("--pipeline-model-parallel-size", 4)
+
+
+def forecast(*flags, pipeline=1, microbatches=8, teacher=TEACHER, document_length=1024, student=STUDENT) -> Forecast:
+    layouts = [shape and PipelineLayout.even(shape.num_layers, pipeline) for shape in (student, teacher)]
+    return Forecast(
+        config(*flags), BatchPlan(1, microbatches, 1, SEQ_LENGTH), student, teacher, *layouts, document_length
+    )
+
+
+def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
+    """Bodies measured alone, 148.5 + 200.2 ms on packs of short documents, and a 41 ms head, 8 times; 55% MFU."""
+    one = forecast()
+    assert one.step().step_ms == pytest.approx(8 * (148.5 + 200.2 + 41), rel=0.02)
+    assert one.step().bubble == pytest.approx(0)
+    assert one.mfu(one.step().step_ms) == pytest.approx(0.55, abs=0.01)
+
+
+def test_heads_on_the_last_of_equal_stages_cost_more_than_the_formula():
+    step = forecast(*PP4, pipeline=4).step()
+    assert step.bubble > 3 / 11 + 0.05
+
+
+def test_documents_that_do_not_divide_a_pack():
+    """A pack of 8192 is 2 documents of 3000 and one of 2192."""
+    flops, whole = (forecast(document_length=n).flops_per_step() for n in (3000, 10**9))
+    squares = SEQ_LENGTH**2 - 2 * 3000**2 - 2192**2
+    assert whole - flops == 8 * 2 * squares * (3 * 28 * 2048 + 36 * 4096)
+
+
+def test_mfu_is_of_all_gpus():
+    four, one = forecast("--tensor-model-parallel-size", 4), forecast()
+    assert (four.num_gpus, one.num_gpus) == (4, 1)
+    assert four.mfu(1000) == pytest.approx(one.mfu(1000) / 4)
+    assert one.mfu(1000) == pytest.approx(one.flops_per_step() / 1e12 / PEAK_TFLOPS)
+
+
+def test_description():
+    lines = forecast(*PP4, pipeline=4).describe().splitlines()
+    assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
+    assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
+    assert lines[3].count(" + ") == 1 + 4 and "forward + backward ms" in lines[3]
+    assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
+    assert "on 4 GPUs: predicted MFU 0." in lines[5]
+    assert [line.split(":")[0] for line in lines[6:]] == [f"memory of pipeline rank {rank}" for rank in range(4)]
+    assert "teacher" not in forecast(teacher=None).describe().splitlines()[1]
+
+
+def test_padded_attention_is_named():
+    text = forecast("--tensor-model-parallel-size", 16).describe()
+    assert "student attention: 8 key/value heads padded to 16 for tensor parallel" in text
+    assert "teacher attention: 8 key/value heads padded to 16 for tensor parallel" in text
+    assert "padded" not in forecast("--tensor-model-parallel-size", 8).describe()

@@ -1,0 +1,197 @@
+"""Predicted bytes against what real models, DDP buffers and optimizers hold; activations against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.plan.activations import Activations
+from mkd.plan.batch import BatchPlan
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.memory import GIB, HEAD_CHUNK_ROWS, WORKSPACE_GIB, predict_memory
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+from tests.tiny_models import make_model
+from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, make_pair, microbatches
+
+TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
+LAYOUTS = (
+    Layout("one process"),
+    Layout("TP2", 2, tp=2, flags=SP),
+    Layout("PP2", 2, pp=2, flags=("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")),
+    Layout("PP2 VPP2", 2, pp=2, vp=2),
+    Layout("DP2", 2, flags=DISTRIBUTED),
+    Layout("bf16", flags=("--bf16",)),
+    Layout("bf16 CP2", 2, cp=2, flags=(*DISTRIBUTED, "--bf16")),
+)
+
+
+def held_bytes(layout: Layout, student, teacher):
+    """(weights, gradients, optimizer state, teacher) of this rank after one step, and the same as predicted."""
+    from mkd.config.load import load_config
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.setup import build_engine, plan_run
+    from mkd.train.step import train_step
+
+    plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
+    context = ParallelContext.create(
+        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp,
+        context_parallel=layout.cp,
+    )  # fmt: skip
+    engine, _ = build_engine(plan, context)
+    train_step(engine, microbatches(layout, context), NUM_PACKS)
+    teachers = [chunk.module.teacher for chunk in engine.chunks]
+    learned = {p for chunk in engine.chunks for p in chunk.parameters()}
+    frozen = {p for chunk in teachers for p in chunk.parameters()}
+    buffers = [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
+    held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
+    predicted = predict_memory(
+        plan.config, plan.student.shape, plan.teacher.shape, plan.student_layout, plan.teacher_layout, plan.batch
+    ).ranks[context.pp_rank]
+    parts = (predicted.student_gib, predicted.gradients_gib, predicted.optimizer_gib, predicted.teacher_gib)
+    return held, [part * GIB for part in parts]
+
+
+def _bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _optimizer_bytes(optimizer) -> int:
+    """Moments, and the fp32 copies of bf16 weights."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    moments = [t for part in parts for state in part.optimizer.state.values() for t in state.values() if t.numel() > 1]
+    names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
+    groups = [group for part in parts for name in names for group in getattr(part, name, ())]
+    return _bytes(moments) + _bytes(weight for group in groups for weight in group)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, ranks):
+    for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):
+        for part, expected in zip(held, predicted, strict=True):
+            assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-biases", "llama-mlp-bias", "mistral", "phi3"])
+def test_parameters_of_every_family(family, tmp_path, ranks):
+    student, teacher = make_model(tmp_path / "s", family), make_model(tmp_path / "t", family, num_hidden_layers=2)
+    for held, predicted in ranks.run(held_bytes, 2, Layout(family, 2, tp=2), student, teacher):
+        assert held[0] == pytest.approx(predicted[0])
+        assert held[3] == pytest.approx(predicted[3])
+
+
+def predict(*flags, student=STUDENT, teacher=TEACHER, microbatches=8, layouts=(None, None), data_parallel=1):
+    settings = config(*flags)
+    pipeline = settings.parallel.pipeline_model_parallel_size
+    stages = settings.parallel.num_virtual_stages_per_pipeline_rank or 1
+    split = [
+        shape and PipelineLayout.create(text, shape.num_layers, pipeline, stages)
+        for shape, text in zip((student, teacher), layouts, strict=True)
+    ]
+    return predict_memory(settings, student, teacher, *split, BatchPlan(1, microbatches, data_parallel, SEQ_LENGTH)).ranks
+
+
+def test_a_layer_by_hand():
+    """Bytes per token of a Qwen3-1.7B layer in bf16: h 2048, q 2048, k 1024, f 6144, 16 + 8 heads."""
+    norms = 4 * 2 * 2048 + 2 * 4
+    head_norms = 2 * (2048 + 1024) + 4 * 24
+    attention = 2 * (2048 + 2 * 1024 + 2048) + 4 * 16
+    mlp = 2 * 3 * 6144
+    assert Activations(config(), STUDENT, 2).layer_bytes() == SEQ_LENGTH * (norms + head_norms + attention + mlp)
+
+
+def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
+    whole = Activations(config(), STUDENT, 2)
+    tensor, sequence = (Activations(config(*TP4, *flags), STUDENT, 2) for flags in ((), ("--sequence-parallel",)))
+    hidden = SEQ_LENGTH * 2048 * 2
+    rows = 2 * 4 * SEQ_LENGTH  # one fp32 value a row for both norms, on every process
+    assert tensor.layer_bytes() == (whole.layer_bytes() - 4 * hidden - rows) / 4 + 4 * hidden + rows
+    assert sequence.layer_bytes() == (whole.layer_bytes() - rows) / 4 + rows
+
+
+def test_early_ranks_keep_more_micro_batches():
+    """1F1B: rank r of 4 holds 4 - r micro-batches, never more than there are."""
+    chunk = 7 * Activations(config(), STUDENT, 2).layer_bytes() / GIB
+    assert [rank.activations_gib / chunk for rank in predict(*PP4)[:3]] == pytest.approx([4, 3, 2])
+    assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx([2, 2, 2])
+
+
+def test_interleaving_keeps_more():
+    """Rank 0 of 2 x 2: 2 x 1 + 2 chunks to fill, one more in each turn."""
+    flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
+    chunk = 7 * Activations(config(), STUDENT, 2).layer_bytes() / GIB
+    assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers", "inputs"),
+    [
+        (("uniform", "--recompute-num-layers", 1), 0, 28),
+        (("uniform", "--recompute-num-layers", 3), 0, 10),
+        (("block", "--recompute-num-layers", 20), 8, 20),
+    ],
+)
+def test_recomputed_layers_keep_their_input(flags, layers, inputs):
+    kept = Activations(config("--recompute-granularity", "full", "--recompute-method", *flags), STUDENT, 2)
+    assert kept.chunk_bytes(28, is_last=False) == layers * kept.layer_bytes() + inputs * kept.hidden_bytes
+    assert kept.backward_bytes() > kept.layer_bytes() * (3 if flags[-1] == 3 else 1)
+
+
+def test_selective_recomputation_saves_nothing_with_flash_attention():
+    """It drops 64 bytes of statistics a token, and keeps q and k of the joint projection alive through v."""
+    plain, selective = (
+        Activations(config(*flags), STUDENT, 2).layer_bytes() for flags in ((), ("--recompute-granularity", "selective"))
+    )
+    assert selective - plain == SEQ_LENGTH * (2 * (2048 + 1024) - 64)
+
+
+def test_the_head_holds_two_chunks_of_logits():
+    (rank,), (alone,) = predict(), predict(teacher=None, layouts=(None, None))
+    logits = HEAD_CHUNK_ROWS * 151936 * 2 / GIB
+    assert 2 * logits < rank.transient_gib < 2 * logits + 0.5
+    assert logits < alone.transient_gib < rank.transient_gib - logits
+    assert alone.teacher_gib == 0
+
+
+def test_other_heads_hold_more():
+    """All rows at once; or fp32 logits, beside which the gradient is a third tensor."""
+    (fused,), (whole,), (exact,) = (predict(*flags) for flags in ((), ("--no-kd-fused-head",), ("--kd-fp32-logits",)))
+    vocabulary, widths = 151936, 2 * 2048 + 4096
+    more = (SEQ_LENGTH - HEAD_CHUNK_ROWS) * (2 * vocabulary + widths) * 2
+    assert whole.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
+    more = HEAD_CHUNK_ROWS * vocabulary * (2 * 4 + 2 - 2 * 2)
+    assert exact.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
+
+
+def test_head_rows_are_those_of_the_fused_head():
+    from mkd.losses.fused_linear import ACCELERATOR_CHUNK_ROWS
+
+    assert HEAD_CHUNK_ROWS == ACCELERATOR_CHUNK_ROWS
+
+
+def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
+    """Its MLP: layer input, residual, SwiGLU's input and output; besides, messages of both models in and out."""
+    first, _ = predict("--pipeline-model-parallel-size", 2, layouts=("0,28", "18,18"))
+    forward = 2 * SEQ_LENGTH * 4096 * 2 + 3 * SEQ_LENGTH * 12288 * 2
+    messages = 2 * SEQ_LENGTH * (2048 + 4096) * 2
+    assert first.activations_gib == 0
+    assert first.transient_gib == pytest.approx((forward + messages) / GIB + WORKSPACE_GIB)
+
+
+def test_distributed_optimizer_spreads_its_state_only():
+    (one,), (spread,) = predict(data_parallel=4), predict("--use-distributed-optimizer", data_parallel=4)
+    assert spread.optimizer_gib == pytest.approx(one.optimizer_gib / 4)
+    assert (spread.student_gib, spread.gradients_gib) == (one.student_gib, one.gradients_gib)
+    assert one.optimizer_gib == pytest.approx(6 * one.student_gib)  # 12 bytes beside 2
+
+
+def test_description_adds_up():
+    (rank,) = predict()
+    text = rank.describe()
+    total, parts = text.split(" GiB = ")
+    assert sum(float(part.split()[1]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.1)
+    assert rank.allocated_gib == pytest.approx(rank.total_gib - rank.device_gib)

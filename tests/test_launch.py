@@ -1,0 +1,134 @@
+"""The launch scripts: they parse, they train, and the exit code of pretrain_kd.py comes through torchrun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import flags, make_files, read_metrics
+
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+SCRIPTS = sorted(LAUNCH.iterdir())
+TP2 = ("--tensor-model-parallel-size", 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("launch"))
+
+
+def start(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.Popen:
+    """Start a launch script with this interpreter, as a user would."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        ["bash", LAUNCH / script, *argv], cwd=cwd, env=inherited | {"PYTHON": sys.executable} | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    try:
+        stdout, stderr = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return process.returncode, stdout, stderr
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash(script):
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_has_no_remark():
+    checked = subprocess.run(["shellcheck", "--external-sources", *SCRIPTS], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_local_trains_on_two_processes(files):
+    code, stdout, stderr = finish(start("local.sh", flags(files, "local", *TP2), files, NPROC="2"))
+    assert code == 0, stderr
+    assert "iteration        2/       2" in stdout
+    assert [record["iteration"] for record in read_metrics(files / "local")] == [1, 2]
+
+
+def test_local_returns_the_exit_code_of_the_training(files):
+    """torchrun alone would return 1."""
+    code, _, stderr = finish(start("local.sh", flags(files, "refused", data_path="missing.jsonl"), files, NPROC="2"))
+    assert code == 65, stderr
+    assert stderr.count("error: ") >= 1 and "missing.jsonl" in stderr
+
+
+def test_a_signal_to_local_reaches_the_training(files, tmp_path):
+    """A stand-in for Python that is a training which saves at SIGUSR1: every process gets the signal, and time to end."""
+    python = program(
+        tmp_path / "python",
+        f'case "$1" in *pretrain_kd.py) ;; *) exec {sys.executable} "$@";; esac\n'
+        f"trap 'sleep 1; touch {tmp_path}/saved.$RANK; exit 75' USR1; touch {tmp_path}/started.$RANK\n"
+        "while :; do sleep 0.1; done",
+    )
+    process = start("local.sh", [], tmp_path, NPROC="2", PYTHON=str(python))
+    wait_for(tmp_path / "started.0", tmp_path / "started.1")
+    process.send_signal(signal.SIGUSR1)
+    code, _, stderr = finish(process)
+    assert code == 75, stderr
+    assert (tmp_path / "saved.0").exists() and (tmp_path / "saved.1").exists()
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The environment of a batch job of one machine; `srun` runs its command here, `scontrol` writes down what is asked."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    program(programs / "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    program(programs / "scontrol", f'echo "$*" >>{tmp_path}/asked; [ "$1" = show ] && echo 127.0.0.1; exit 0')
+    return {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
+        "SLURM_JOB_ID": str(10000 + os.getpid() % 10000),
+        "SLURM_JOB_NODELIST": "node[1-1]",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+
+
+def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
+    code, stdout, stderr = finish(start("slurm.sbatch", flags(files, "slurm", *TP2), files, **slurm))
+    assert code == 0, stderr
+    assert "iteration        2/       2" in stdout
+    assert (tmp_path / "asked").read_text().splitlines() == ["show hostnames node[1-1]"]
+
+
+def test_slurm_requeues_a_preempted_job_and_no_other(slurm, tmp_path):
+    """75 is the exit code of a run that was stopped by a signal and has saved."""
+    for wanted in (75, 70):
+        python = program(
+            tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit {wanted};; esac; exec {sys.executable} "$@"'
+        )
+        code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python)))
+        assert code == wanted, stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked.count(f"requeue {slurm['SLURM_JOB_ID']}") == 1
+    assert not list(LAUNCH.parent.glob(".mkd-exit-*"))

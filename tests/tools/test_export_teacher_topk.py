@@ -1,0 +1,181 @@
+"""The export of a teacher: the same under every layout, restartable, and never mixed with another one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.command import flags, make_files, poison
+from tests.train.topk_files import DATA, export, exported
+
+pytest.importorskip("pyarrow")
+ROOT = Path(__file__).resolve().parent.parent.parent
+T2 = ("--kd-temperature", 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def single(files, ranks):
+    """The cache of one process: k = 16, fp32, temperature 2."""
+    return exported(ranks, files, "single", "--k", 16, *T2)
+
+
+def stored_rows(folder: Path) -> dict:
+    """(part, pack) -> (ids [n, k], log-probabilities [n, k], logarithm of their mass, cross entropy and entropy [n, 3])."""
+    import pyarrow.parquet as pq
+
+    rows = {}
+    for path in sorted(folder.glob("*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            statistics = np.array(row["statistics"]).reshape(-1, 3)
+            shape = (len(statistics), -1)
+            columns = (np.array(row[name]).reshape(shape) for name in ("ids", "logprobs"))
+            rows[path.name.split("-")[0], row["sample_id"]] = (*columns, statistics)
+    return rows
+
+
+def teacher_by_transformers(files: Path, cache: Path) -> dict:
+    """The same from transformers, each document of a pack alone, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    from mkd.data.build import open_datasets
+    from mkd.data.tokenizer import load_tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(files / "teacher", dtype=torch.float32).eval()
+    datasets = open_datasets(
+        data_path=[str(files / "text.jsonl")], split=DATA[1], seq_length=32, vocab_size=307, cache_dir=str(files / "cache"),
+        tokenizer=load_tokenizer("HuggingFaceTokenizer", str(files / "student")),
+    )  # fmt: skip
+    rows = {}
+    for part, dataset in zip(("train", "valid"), datasets, strict=True):
+        for index in range(len(dataset)):
+            pack, logits, start = dataset[index], torch.zeros(32, 307), 0
+            for length, span in zip(pack.lengths, pack.spans, strict=True):
+                with torch.no_grad():
+                    ids = torch.from_numpy(pack.tokens[start : start + length])
+                    logits[start : start + length] = model(ids[None]).logits[0]
+                start += span
+            chosen = pack.loss_mask != 0
+            logits, labels = logits[chosen].double(), torch.from_numpy(pack.labels[chosen])
+            top = (logits / 2).log_softmax(dim=1).topk(16, dim=1)
+            log_p = logits.log_softmax(dim=1)
+            ce, entropy = -log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)
+            statistics = torch.stack([top.values.logsumexp(dim=1), ce, entropy], dim=1)
+            rows[part, index] = (top.indices.numpy(), top.values.numpy(), statistics.numpy())
+    return rows
+
+
+def assert_same(found: dict, wanted: dict, tolerance: float) -> None:
+    """Ids may only differ where two log-probabilities are nearly one."""
+    assert found.keys() == wanted.keys()
+    for key, (ids, logprobs, statistics) in wanted.items():
+        assert np.abs(found[key][1] - logprobs).max() <= tolerance * np.abs(logprobs).max()
+        assert np.abs(found[key][2] - statistics).max() <= tolerance * np.abs(statistics).max()
+        gaps = -np.diff(logprobs, axis=1)
+        clear = np.ones_like(ids, dtype=bool)
+        for side in (clear[:, 1:], clear[:, :-1]):
+            side &= gaps > 2 * tolerance * np.abs(logprobs).max()
+        clear[:, -1] = False  # the next one may be as probable
+        assert clear.mean() > 0.9
+        assert np.array_equal(found[key][0][clear], ids[clear])
+
+
+def test_equals_transformers(single, files):
+    assert_same(stored_rows(single), teacher_by_transformers(files, single), 1e-5)
+
+
+LAYOUTS = {
+    "TP2 SP": (2, ("--tensor-model-parallel-size", 2, "--sequence-parallel")),
+    "PP2": (2, ("--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")),
+    "DP2 micro-batch 2": (2, ("--micro-batch-size", 2)),
+    "TP2 PP2": (4, ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2,
+                    "--teacher-pipeline-layout", "1,2")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_writes_the_same(name, single, files, ranks):
+    world_size, layout = LAYOUTS[name]
+    cache = exported(ranks, files, name, "--k", 16, *T2, *layout, world_size=world_size)
+    assert [path.name for path in sorted(cache.iterdir())] == [path.name for path in sorted(single.iterdir())]
+    assert_same(stored_rows(cache), stored_rows(single), 1e-5)
+
+
+def test_half_precision(single, files, ranks):
+    """Log-probabilities lose 2^-11 of their size at most; masses, cross entropies and entropies nothing."""
+    half = stored_rows(exported(ranks, files, "half", "--k", 16, *T2, "--logprob-dtype", "float16"))
+    for key, (_, logprobs, statistics) in stored_rows(single).items():
+        assert np.abs(half[key][1] - logprobs).max() <= 1.001 * 2**-11 * np.abs(logprobs).max()
+        assert np.array_equal(half[key][2], statistics)
+
+
+def test_goes_on_where_it_stopped(single, files, ranks):
+    """Shards that are there are kept, and the ones made later are the same; a second complete export makes nothing."""
+    import shutil
+
+    cache = Path(shutil.copytree(single, files / "stopped"))
+    lost = cache / "train-00001.parquet"
+    wanted = lost.read_bytes()
+    lost.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in cache.glob("*.parquet")}
+    (result,) = export(ranks, files, "stopped", "--k", 16, *T2)
+    assert result.exit_code == 0 and "train: 1 of " in result.stdout, result.stderr
+    assert lost.read_bytes() == wanted
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    (result,) = export(ranks, files, "stopped", "--k", 16, *T2)
+    assert result.exit_code == 0 and "train: 0 of " in result.stdout
+
+
+def test_a_folder_holds_one_cache(single, files, ranks):
+    for more, differing in (
+        (("--k", 8, *T2), "k differ"),
+        (("--k", 16), "temperature differ"),
+        (("--k", 16, *T2, "--seq-length", 64), "data, parts differ"),
+    ):
+        results = export(ranks, files, "single", *more, world_size=2)
+        assert [result.exit_code for result in results] == [65, 65]
+        assert "holds another teacher cache" in results[0].stderr and differing in results[0].stderr
+        assert "choose another --out" in results[0].stderr and "error" not in results[1].stderr
+
+
+def test_a_teacher_that_is_not_finite(files, ranks):
+    poison(files / "teacher", files / "nan teacher", float("nan"))
+    results = export(ranks, files, "nan", teacher_hf="nan teacher", world_size=2)
+    assert [result.exit_code for result in results] == [70, 70]
+    assert f"{files / 'nan teacher'}: the teacher's predictions of " in results[0].stderr
+    assert "they are in train shards 0, 1 of 10 packs each" in results[0].stderr
+    assert not list((files / "nan").glob("train*"))
+
+
+def test_wrong_flags(files, ranks):
+    for more, paths, exit_code, text in (
+        (("--k", 308), {}, 64, "--k 308 is not from 1 to 307"),
+        (("--k", 0), {}, 64, "--k 0 is not from 1 to 307"),
+        (("--samples-per-shard", 0), {}, 64, "--samples-per-shard is 0"),
+        ((), {"teacher_hf": None}, 64, "no teacher is given"),
+        ((), {"data_path": "nothing.jsonl"}, 65, "nothing found"),
+        (("--kk", 3), {}, 64, "--kk is not a flag of mkd"),
+    ):
+        (result,) = export(ranks, files, "wrong", *more, **paths)
+        assert result.exit_code == exit_code and text in result.stderr
+        assert not (files / "wrong").exists()
+
+
+def test_as_a_user_starts_it(files):
+    argv = ["--out", files / "alone", "--k", 4, *flags(files, "alone log", *DATA)]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "export_teacher_topk.py", *map(str, argv)],
+        cwd=files, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "packs, k = 4, " in done.stdout
+    assert (files / "alone" / "valid-00000.parquet").exists()

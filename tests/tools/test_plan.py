@@ -1,0 +1,73 @@
+"""tools/plan.py: the start of a run without torch, data or weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import flags, make_files, run_main
+from tools.plan import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=300)
+
+
+@pytest.fixture
+def models(tmp_path) -> list[str]:
+    """The flags of two folders that hold nothing but a config.json."""
+    words = []
+    for role, layers in (("student", 6), ("teacher", 9)):
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "config.json").write_text(json.dumps({**SIZES, "num_hidden_layers": layers}))
+        words += [f"--{role}-hf", str(tmp_path / role)]
+    return words
+
+
+def test_plan_without_torch(models):
+    """As a command; the modules it has loaded are printed behind it."""
+    code = "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
+    code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules]); sys.exit(code)"
+    argv = [*models, "--world-size", "4", "--pipeline-model-parallel-size", "2", "--pipeline-layout", "auto"]
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *plan, modules = done.stdout.splitlines()
+    assert modules == "[]"
+    assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batches x 2 data-parallel")
+    assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith("memory of pipeline rank 1: ")
+
+
+def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
+    files = make_files(tmp_path)
+    argv = flags(files, "dry", "--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")
+    assert main([*argv, "--world-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    first, _ = run_main(ranks, [*argv, "--dry-run"], world_size=2)
+    assert "memory of pipeline rank 1: " in shown and shown in first.stdout
+
+
+def test_short_documents_make_attention_cheaper(models, capsys):
+    def step_ms(*more: str) -> float:
+        assert main([*models, "--seq-length", "65536", *more]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted step: "))
+        return float(line.split()[2])
+
+    assert step_ms("--document-length", "512") < step_ms() < 0.5 * step_ms("--document-length", "65536")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["--world-size", "3", "--tensor-model-parallel-size", "2"], 64, "3 processes do not divide"),
+        (["--world-size", "4", "--pipeline-model-parallel-size", "4"], 64, "6 layers do not divide over 4 pipeline stages"),
+        (["--world-size", "0"], 64, "--world-size"),
+        (["--world-size", "4", "--no-such-flag"], 64, "--no-such-flag is not a flag of mkd"),
+        (["--teacher-hf", "nowhere-at-all/"], 66, "nowhere-at-all"),
+    ],
+)
+def test_refusals_have_the_exit_codes_of_a_run(models, capsys, argv, code, text):
+    assert main([*models, *argv]) == code
+    assert text in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""What the top-k of a real model on real text is worth: SmolLM2-135M-Instruct, an 8-layer student, Python sources."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+
+from tests.train.command import run_main
+from tools.fetch_smollm2 import fetch_smollm2
+from tools.make_student import make_student
+from tools.quickstart import write_text
+
+pytestmark = pytest.mark.download
+pytest.importorskip("pyarrow")
+PACKS = 4
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quality")
+    try:
+        fetch_smollm2(folder / "teacher")
+    except subprocess.CalledProcessError:
+        pytest.skip("SmolLM2-135M-Instruct could not be downloaded")
+    for layers in (8, 27):
+        make_student(folder / "teacher", folder / f"student {layers}", layers)
+    train, _ = write_text(folder)
+    lines = train.read_text(encoding="utf-8").splitlines()[:2]
+    train.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def run_flags(files, layers, *more) -> list[str]:
+    argv = ["--student-hf", files / f"student {layers}", "--data-path", files / "train.jsonl"]
+    argv += ["--data-cache-path", files / "cache", "--log-dir", files / "log"]
+    argv += ["--seq-length", 256, "--train-iters", 1, "--kd-ratio", 1]
+    return [str(word) for word in (*argv, "--global-batch-size", PACKS, *more)]
+
+
+def gradient(argv, out) -> dict[str, float]:
+    """Sums of the first step, through the engine of a run; its gradient by all student parameters goes to the file `out`."""
+    from mkd.config.load import load_config
+    from mkd.data.loader import TrainStream
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.objective import SUMS, Objective
+    from mkd.train.setup import build_data, build_engine, plan_run
+    from mkd.train.step import count_loss_tokens
+
+    plan = plan_run(load_config(argv).config, 1)
+    context = ParallelContext.create(detect())
+    dataset, _ = build_data(plan, context)
+    engine, _ = build_engine(plan, context)
+    batches = TrainStream(dataset, micro_batch_size=1, global_batch_size=PACKS, seed=1).next_step()
+    engine.optimizer.zero_grad()
+    objective = Objective(engine.kd, context, 1.0 / count_loss_tokens(batches, context).float())
+    sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
+    torch.save(torch.cat([p.main_grad.flatten() for chunk in engine.chunks for p in chunk.parameters()]), out)
+    return dict(zip(SUMS, sums.tolist(), strict=True))
+
+
+def compared(found: tuple[dict, torch.Tensor], wanted: tuple[dict, torch.Tensor]) -> dict[str, float]:
+    """Cosine and size of a gradient against the full one, divergences and relative errors of the metrics."""
+    (sums, ours), (full, theirs) = found, wanted
+    for name in ("num_loss_tokens", "top1_agreement"):
+        assert sums[name] == full[name]
+    cosine = torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=0).item()
+    result = {"cosine": cosine, "size": (ours.norm() / theirs.norm()).item()}
+    result |= {name: of["kd"] / of["num_loss_tokens"] for name, of in (("kd", sums), ("full kd", full))}
+    return result | {name: abs(sums[name] / full[name] - 1) for name in ("teacher_ce", "teacher_entropy")}
+
+
+def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
+    """For a student far from the teacher (8 of its 30 layers) and one close to it (27 of them)."""
+
+    def run(layers, *more):
+        (sums,) = ranks.run(gradient, 1, run_flags(files, layers, *more), files / "gradient.pt")
+        return sums, torch.load(files / "gradient.pt")
+
+    teacher, wanted, found = ("--teacher-hf", files / "teacher"), {}, {}
+    for layers, k, dtype in ((8, 8, "float16"), (8, 128, "float16"), (8, 128, "float32"), (27, 128, "float16")):
+        out = files / f"{k} {dtype}"
+        if layers not in wanted:
+            wanted[layers] = run(layers, *teacher)
+        if not out.exists():
+            argv = ["--out", str(out), "--k", str(k), "--logprob-dtype", dtype, *run_flags(files, layers, *teacher)]
+            (result,) = run_main(ranks, argv, command="tools.export_teacher_topk")
+            assert result.exit_code == 0, result.stderr
+        values = found[layers, k, dtype] = compared(run(layers, "--teacher-topk", out), wanted[layers])
+        size = sum(path.stat().st_size for path in out.glob("*.parquet"))
+        print(f"\n{layers} layers, k = {k} {dtype}, {size} bytes: " + ", ".join(f"{n} {v:.6f}" for n, v in values.items()))
+        assert 0 <= values["kd"] <= values["full kd"]
+        assert values["teacher_ce"] <= 1e-5 and values["teacher_entropy"] <= 1e-5
+        assert values["cosine"] >= (0.99 if k == 128 else 0.9)
+    half, single = found[8, 128, "float16"], found[8, 128, "float32"]
+    assert abs(half["cosine"] - single["cosine"]) <= 1e-4 and half["kd"] == pytest.approx(single["kd"], rel=1e-3)

@@ -1,0 +1,123 @@
+"""Show what a configuration will do, without torch: batch, layouts, stage times, bubble, FLOPs, memory of every pipeline rank.
+
+    python tools/plan.py --world-size 32 --config configs/qwen3_1.7b_from_8b.yaml [--flag value ...]
+
+It takes the flags of pretrain_kd.py; models need their config.json only, and neither data nor --train-iters is asked for.
+Exit codes are those of pretrain_kd.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mkd.config.load import load_config
+from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.config.validate import layouts_of, validate, virtual_stages
+from mkd.errors import EXIT_DONE, CheckpointError, ErrorList, MkdError, UsageError
+from mkd.plan.batch import BatchPlan
+from mkd.plan.cost import DOCUMENT_LENGTH
+from mkd.plan.forecast import Forecast
+from mkd.plan.model_shape import ModelShape
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan; returns the exit code."""
+    try:
+        own, rest = own_flags(argv)
+        print(plan(load_config(rest).config, own.world_size, own.document_length).describe())
+    except MkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return EXIT_DONE
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "", "see --help")
+
+
+def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this tool, and the rest of the command line, which is that of pretrain_kd.py."""
+    parser = _Parser(
+        prog="plan.py",
+        description=__doc__.splitlines()[0],
+        epilog="The flags of pretrain_kd.py follow.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--world-size", type=_count, default=1, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument(
+        "--document-length",
+        type=_count,
+        default=DOCUMENT_LENGTH,
+        metavar="N",
+        help="tokens of a typical document, for the cost of attention. A run with --pipeline-layout auto assumes "
+        f"{DOCUMENT_LENGTH} (the default); for other documents, give it the layouts that this tool prints",
+    )
+    if "--help" in argv:
+        parser.print_help()
+    return parser.parse_known_args(argv)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:
+    """The forecast of a run on `world_size` processes. Raises MkdError, with everything that is wrong."""
+    config = replace(
+        config,
+        training=replace(config.training, train_iters=config.training.train_iters or 1),
+        data=replace(config.data, data_path=config.data.data_path or ("-",)),
+    )
+    problems: list[MkdError] = []
+    student = find_shape(problems, "student", config.student)
+    runs_teacher = config.kd.kd_ratio > 0 and config.teachers and not config.teachers[0].topk
+    teacher = find_shape(problems, "teacher", config.teachers[0]) if runs_teacher else None
+    problems += validate(config, world_size, student, teacher)
+    if problems:
+        raise ErrorList(problems)
+    layouts = layouts_of(config, student, teacher, virtual_stages(config, student), document_length)
+    return Forecast(config, BatchPlan.from_config(config, world_size), student, teacher, *layouts, document_length)
+
+
+def find_shape(problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig) -> ModelShape | None:
+    """The shape of a folder, of a hub model (only its config.json is fetched) or of a Megatron checkpoint folder."""
+    if not (source.hf or source.load):
+        return None
+    try:
+        if source.hf is None:
+            written = sorted(Path(source.load).glob("**/hf/config.json"))
+            return ModelShape.from_hf_dir(written[-1].parent if written else source.load)
+        folder = Path(source.hf).expanduser()
+        return ModelShape.from_hf_dir(folder if folder.is_dir() else fetch_config(role, source.hf))
+    except MkdError as error:
+        problems.append(error)
+        return None
+
+
+def fetch_config(role: str, hub_id: str) -> Path:
+    """The folder in the hub's cache with the config.json of a model. Raises CheckpointError when there is none."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(hub_id, "config.json")).parent
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"--{role}-hf {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
+            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            "check the path; for a plan, a folder with the model's config.json is enough",
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
