@@ -43,8 +43,6 @@ def parser() -> argparse.ArgumentParser:
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
     packing.add_argument("--documents", type=int, help="documents of a step")
     pipeline = _add(commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11")
-    pipeline.add_argument("--pipeline-parallel", type=int, default=1, help="pipeline ranks")
-    pipeline.add_argument("--virtual-stages", type=int, default=1, help="model chunks of each rank")
     for command in (step, packing, pipeline):
         command.add_argument("--student-shape", help="qwen3-1.7b on a GPU, tiny-student on a CPU; see mkd/bench/shapes.py")
         command.add_argument("--teacher-shape", help="qwen3-8b on a GPU, tiny-teacher on a CPU")
@@ -53,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     for command in (step, pipeline):
         command.add_argument("--microbatches", type=int, default=4, help="packs of a step")
         command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share every layer")
+        command.add_argument("--pipeline-parallel", type=int, default=1, help="pipeline ranks")
+        command.add_argument("--virtual-stages", type=int, default=1, help="model chunks of each rank")
     return main
 
 

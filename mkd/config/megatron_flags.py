@@ -127,13 +127,11 @@ SAFE_TO_DROP: dict[str, str] = {
 
 NOT_YET: dict[str, str] = {
     "--exit-signal-handler": "use --exit-duration-in-mins or --exit-interval to stop with a checkpoint",
-    "--kd-jsd-beta": "use --kd-divergence forward_kl, which has no beta",
     "--num-experts": "use dense models",
     "--profile": "wrap the command with your profiler",
     "--profile-step-start": "wrap the command with your profiler",
     "--profile-step-end": "wrap the command with your profiler",
     "--use-pytorch-profiler": "wrap the command with your profiler",
-    "--teacher-topk": "leave it away: the whole distribution of the teacher is used",
     "--wandb-project": "use --tensorboard-dir, or read metrics.jsonl",
     "--wandb-entity": "use --tensorboard-dir, or read metrics.jsonl",
     "--xtoken": "use a teacher with the student's tokenizer",

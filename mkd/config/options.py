@@ -28,7 +28,6 @@ class Option:
     optional: bool  # None is a value
     help: str
     choices: tuple[str, ...] | None
-    planned: tuple[str, ...]
     has_flag: bool
 
     @property
@@ -50,8 +49,6 @@ class Option:
             return tuple(texts)
         (text,) = texts
         if self.choices is not None and text not in self.choices:
-            if text in self.planned:
-                raise UsageError(f"{label}: {text} is not supported yet", "", f"use {_one_of(self.choices)}")
             raise UsageError(f"{label}: {text!r} is not a known value", "", f"use {_one_of(self.choices)}")
         try:
             return _READERS[self.kind](text)
@@ -93,7 +90,6 @@ def _option(field: Any, hint: Any, section: str) -> Option:
         optional=NoneType in get_args(hint),
         help=field.metadata["help"],
         choices=field.metadata["choices"],
-        planned=field.metadata["planned"],
         has_flag=field.metadata["flag"],
     )
 

@@ -208,7 +208,8 @@ class _FusedLinearKD(torch.autograd.Function):
             if gradients is not None:
                 gradient = head.logit_gradient(hidden.dtype, student, teacher, label, mask, merged)
                 gradients.add(rows, own, gradient)
-            del student, teacher  # before the next chunk's are made
+                del gradient
+            del student, teacher  # before the next chunk's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return loss, sums
 

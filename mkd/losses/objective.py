@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel.utils import VocabUtility
@@ -116,7 +117,7 @@ class KDObjective:
         """s(T)."""
         return TEMPERATURE_SCALINGS[self.temperature_scaling](self.temperature)
 
-    @property
+    @cached_property
     def rule(self) -> Divergence:
         return DIVERGENCES[self.divergence](self.jsd_beta, self.mixed_kl_weight)
 
@@ -129,7 +130,7 @@ class KDObjective:
         """Whether CE and KD need one and the same softmax of the student: same temperature, same columns."""
         return self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
 
-    @property
+    @cached_property
     def statistic_names(self) -> tuple[str, ...]:
         """Rows of the [k, n] statistics that a shard contributes (k <= 13), in order; see `mkd/losses/statistics.py`."""
         names: tuple[str, ...] = ()

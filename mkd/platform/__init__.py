@@ -54,6 +54,17 @@ def detect() -> Platform:
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
 
 
+def make_deterministic() -> None:
+    """Ask torch, cuBLAS, NCCL and Transformer Engine for kernels that give the same bits in every run.
+
+    Before the first CUDA call: the libraries read these variables when they start.
+    """
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NCCL_ALGO"] = "Ring"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def _importable(module: str) -> bool:
     """Whether `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
     try:

@@ -29,8 +29,10 @@ def main(argv: list[str]) -> int:
 
 def run(loaded: LoadedConfig) -> None:
     """Plan, show, build, train, export. Everything that can be refused is refused before processes talk to each other."""
-    from mkd.platform import detect
+    from mkd.platform import detect, make_deterministic
 
+    if loaded.config.training.deterministic_mode:
+        make_deterministic()
     platform = detect()  # before Megatron is imported, whose remarks it quiets
     from mkd.train.loop import train
     from mkd.train.setup import build_run, log_folder, plan_run

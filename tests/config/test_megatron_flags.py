@@ -34,8 +34,6 @@ def test_every_flag_that_is_recommended_exists():
         (["--wandb-project", "x"], "--wandb-project: not supported yet"),
         (["--profile"], "--profile: not supported yet"),
         (["--exit-signal-handler"], "--exit-signal-handler: not supported yet"),
-        (["--teacher-topk", "5"], "--teacher-topk: not supported yet"),
-        (["--kd-jsd-beta", "0.5"], "--kd-jsd-beta: not supported yet"),
     ],
 )
 def test_known_flags_get_advice(argv, what):

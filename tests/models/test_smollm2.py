@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.models.test_hf_parity import packed_logits, reference_logits
+from tests.models.test_te_spec import logits_on_gpu
+from tests.ranks import REPOSITORY
 from tools.fetch_smollm2 import fetch_smollm2
 
 pytestmark = pytest.mark.download
@@ -29,3 +31,21 @@ def test_logits_equal_transformers(smollm2, ranks):
         kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
         assert abs(kl) <= 1e-8
+
+
+@pytest.mark.gpu
+def test_bf16_on_transformer_engine(smollm2, gpu_ranks):
+    """KL between the model in fp32 and in bf16, per token of real text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:1024] for path in sorted(REPOSITORY.glob("*.md"))]
+    texts = [torch.tensor(ids) for ids in texts]
+    exact, whole, kept = (
+        gpu_ranks.run(logits_on_gpu, 1, smollm2, dtype, True, texts, fp32_logits)[0].double().log_softmax(-1)
+        for dtype, fp32_logits in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+    )
+    kl = [float((exact.exp() * (exact - other)).sum(-1).mean()) for other in (whole, kept)]
+    print(f"KL(fp32 || bf16) of SmolLM2 on {len(exact)} tokens: {kl[0]:.1e}, with fp32 logits {kl[1]:.1e}")
+    assert kl[1] <= 1e-3
+    assert kl[0] <= 2e-3, "logits near 20 are rounded to 1/16 in bf16"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.test_hf_parity import LENGTHS, PADDING, documents, pack
+from tests.models.test_hf_parity import PADDING, documents, pack
 from tests.tiny_models import FAMILIES, make_model
 
 pytestmark = pytest.mark.gpu
@@ -24,8 +24,8 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 
 
 @torch.no_grad()
-def logits_on_gpu(folder, dtype, transformer_engine):
-    """[sum(LENGTHS), v] fp32 on the CPU, of one pack that holds all documents."""
+def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=False):
+    """[tokens, v] fp32 on the CPU, of one pack that holds all documents (token ids; random ones if not given)."""
     from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions
@@ -40,14 +40,19 @@ def logits_on_gpu(folder, dtype, transformer_engine):
     shape = ModelShape.from_hf_dir(folder)
     (model,) = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context)
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
-    tokens = torch.cat([*documents(shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)]).to(context.device)
-    packed = pack(LENGTHS, PADDING, padding_joins_document=transformer_engine)
+    texts = documents(shape.vocab_size) if texts is None else texts
+    lengths = [len(ids) for ids in texts]
+    tokens = torch.cat([*texts, torch.zeros(PADDING, dtype=torch.int64)]).to(context.device)
+    packed = pack(lengths, PADDING, padding_joins_document=transformer_engine)
     for name, value in vars(packed).items():
         if isinstance(value, torch.Tensor):
             setattr(packed, name, value.to(context.device))
     positions = torch.arange(tokens.numel(), device=context.device)
     hidden = model.eval()(tokens[None], positions[None], None, packed_seq_params=packed)
-    return model.logits(hidden)[: sum(LENGTHS), 0, : shape.vocab_size].float().cpu()
+    logits = model.logits(hidden).squeeze(1)
+    if fp32_logits:
+        logits = model.use_head(lambda weight: torch.mm(hidden.squeeze(1), weight.t(), out_dtype=torch.float32))
+    return logits[: sum(lengths), : shape.vocab_size].float().cpu()
 
 
 def relative_error(logits, reference) -> float:
@@ -70,7 +75,8 @@ def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     (bf16,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.bfloat16, True)
     (local,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.bfloat16, False)
     errors = [relative_error(logits, exact) for logits in (fp32, bf16, local)]
-    print(f"{name}: TE against local spec in fp32 {errors[0]:.1e}; bf16 against fp32, TE {errors[1]:.1e}, local {errors[2]:.1e}")
+    te32, te16, local16 = errors
+    print(f"{name}: TE against local spec in fp32 {te32:.1e}; bf16 against fp32, TE {te16:.1e}, local {local16:.1e}")
     assert relative_error(transformers_logits(folder), exact) <= FP32_TOLERANCE
     assert errors[0] <= FP32_TOLERANCE
     assert errors[1] <= BF16_TOLERANCE

@@ -190,7 +190,8 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
 
 
 class gradients_as_parameters:
-    """Inside, every student parameter's data is its reduced gradient."""
+    """Inside, every student parameter's data is its reduced gradient, in the parameter's own type: autograd would drop the
+    hooks that Megatron's DDP has on a parameter whose type changes."""
 
     def __init__(self, engine, context):
         self.engine, self.context, self.saved = engine, context, []
@@ -204,7 +205,7 @@ class gradients_as_parameters:
                     torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
             for parameter in chunk.parameters():
                 self.saved.append((parameter, parameter.data))
-                parameter.data = parameter.main_grad.clone()
+                parameter.data = parameter.main_grad.to(parameter.dtype, copy=True)
 
     def __exit__(self, *_):
         for parameter, data in self.saved:

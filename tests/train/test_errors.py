@@ -40,7 +40,7 @@ def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
 
 def test_unknown_and_unsupported_flags_before_torch_is_imported():
     """All of them in one answer, from the script itself."""
-    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "jsd", "--wandb-project"]
+    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "tvd", "--wandb-project"]
     code = "import sys, mkd.train.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
         done = subprocess.run([sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -51,7 +51,7 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
             "do:  did you mean --kd-ratio?\n",
             "--num-layers: known, not supported: use --student-hf and --teacher-hf: both models' config.json say it",
             "--use-flash-attn: known, not supported: safe to drop\n  why: mkd picks",
-            "--kd-divergence: jsd is not supported yet\n  do:  use forward_kl",
+            "--kd-divergence: 'tvd' is not a known value\n  do:  use forward_kl or reverse_kl or mixed_kl or jsd",
             "--wandb-project: not supported yet\n  why: this release does not have it\n  do:  use --tensorboard-dir",
         ):
             assert text in done.stderr
