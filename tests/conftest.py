@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores: before torch starts its threads
 
@@ -10,6 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.ranks import RankPool  # noqa: E402
+from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,15 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """Folder of the real SmolLM2-135M-Instruct, fetched once; tests that use it are marked `download`."""
+    try:
+        return fetch_smollm2(tmp_path_factory.mktemp("smollm2"))
+    except subprocess.CalledProcessError:
+        pytest.skip("SmolLM2-135M-Instruct could not be downloaded")
 
 
 @pytest.fixture(scope="session")

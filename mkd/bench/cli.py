@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(prog="benchmark.py", description="Measure mkd beside its peers, as ratios.")
     commands = main.add_subparsers(dest="command", required=True)
     _add(commands, "ceilings", run_ceilings, "copy bandwidth and matrix-product rate of the device")
-    logits = _add(commands, "logits", run_logits, "divergences on logits: R1 R2 R3 R4 R6 R8, on CPU R6 R8 R12")
+    logits = _add(commands, "logits", run_logits, "divergences on logits: R1 R2 R3 R4 R8, on CPU R8 R12")
     logits.add_argument("--shape", nargs="+", type=sizes(2), metavar="N,V", help="rows and vocabulary")
     head = _add(commands, "head", run_head, "LM heads and loss in one: R4 R5 R6; under torchrun strong scaling, R7")
     head.add_argument("--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary")
@@ -115,12 +115,11 @@ def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
 
 def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     from mkd.bench import head, head_tp
-    from mkd.bench.head_case import HeadShape, default_chunk_rows
+    from mkd.bench.head_case import HeadShape
 
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
     benchmark = head_tp.benchmark if is_parallel() else head.benchmark
-    chunk_rows = args.chunk_rows or default_chunk_rows(machine)
-    return merge([benchmark(machine, HeadShape(*shape), chunk_rows) for shape in shapes])
+    return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])
 
 
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:

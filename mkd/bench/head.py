@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mkd.bench import peers
 from mkd.bench.gate import SAME_FUNCTION, Errors, attempt, by_reference
-from mkd.bench.head_case import Gradients, HeadCase, HeadShape, mkd_head
+from mkd.bench.head_case import Gradients, HeadCase, HeadShape, chunk_rows_of, mkd_head
 from mkd.bench.logits import eager_kl
 from mkd.bench.machine import Machine
 from mkd.bench.measure import Arm, peak_bytes, time_arms
@@ -90,7 +90,7 @@ def _backward(loss: Tensor, hidden: Tensor, weight: Tensor) -> Gradients:
     return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
 
 
-def arms_of(case: HeadCase, chunk_rows: int) -> tuple[list[HeadArm], list[str]]:
+def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list[str]]:
     """All arms that can run here, and notes on those that cannot."""
     arms = [
         HeadArm(FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows), is_ours=True),
@@ -101,6 +101,8 @@ def arms_of(case: HeadCase, chunk_rows: int) -> tuple[list[HeadArm], list[str]]:
     ]
     loaders = {
         ("logits kept, TRL", "forward_kl"): lambda: materialised_head(case, peers.trl_jsd(0.0)),
+        ("logits kept, ModelOpt", "forward_kl"): lambda: materialised_head(case, peers.modelopt_kl()),
+        ("logits kept, Automodel", "forward_kl"): lambda: materialised_head(case, peers.automodel_kd()),
         (TRL_CHUNKED, "forward_kl"): lambda: trl_head(case, peers.trl_chunked(), 0.0),
         (f"{TRL_CHUNKED} JSD", "jsd"): lambda: trl_head(case, peers.trl_chunked(), 0.5),
         ("Liger FusedLinearJSD", "forward_kl"): lambda: liger_head(case, peers.liger_fused_jsd(0.0)),
@@ -127,10 +129,11 @@ def check(case: HeadCase, arms: list[HeadArm], notes: list[str]) -> dict[str, Er
     return errors
 
 
-def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int) -> Report:
+def benchmark(machine: Machine, shape: HeadShape, given_rows: int | None = None) -> Report:
     """Gate, time and weigh all arms at one shape; prints the table."""
     case = HeadCase(shape, machine)
-    arms, notes = arms_of(case, chunk_rows)
+    chunk_rows = chunk_rows_of(machine, shape, given_rows)
+    arms, notes = arms_of(case, given_rows)
     errors = check(case, arms, notes)
     arms = [arm for arm in arms if arm.name in errors]
     right = [arm for arm in arms if errors[arm.name].within(SAME_FUNCTION)]

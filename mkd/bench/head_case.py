@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mkd.bench.gate import Errors, reference_chunks, reference_rows, relative, worst
 from mkd.bench.machine import Machine
 from mkd.losses import fused_linear_kd
-from mkd.losses.fused_linear import ACCELERATOR_CHUNK_ROWS, CPU_CHUNK_ROWS
+from mkd.plan.head import head_chunk_rows
 
 SHARED_STD, OWN_STD = 3.0, 0.7  # of logits: what both models agree on, and each model's own part. KL is about 0.5.
 GATE_COLUMNS = 128  # vocabulary rows whose weight gradient is compared, spread over all
@@ -95,16 +95,16 @@ class HeadCase:
         return worst([Errors(relative(loss, reference[0]), relative(*pair)) for pair in pairs])
 
 
-def default_chunk_rows(machine: Machine) -> int:
-    """What the engine uses on this device."""
-    return ACCELERATOR_CHUNK_ROWS if machine.is_cuda else CPU_CHUNK_ROWS
+def chunk_rows_of(machine: Machine, shape: HeadShape, given: int | None, ranks: int = 1) -> int:
+    """Rows of a chunk: `given`, or what the engine takes on this device."""
+    return given or head_chunk_rows(shape.rows, shape.vocab // ranks, machine.dtype.itemsize, machine.is_cuda)
 
 
 def mkd_head(
     case: HeadCase,
     divergence: str,
     mask: Tensor,
-    chunk_rows: int,
+    chunk_rows: int | None,  # None: what the engine takes
     shard: slice | None = None,
     tp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = False,

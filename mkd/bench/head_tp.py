@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkd.bench.gate import Errors, relative, worst
-from mkd.bench.head_case import HeadCase, HeadShape, mkd_head
+from mkd.bench.head_case import HeadCase, HeadShape, chunk_rows_of, mkd_head
 from mkd.bench.machine import Machine
 from mkd.bench.measure import Arm, time_arms
 from mkd.bench.report import Report, Requirement, table
@@ -29,7 +29,7 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int) -> Report:
+def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
     """Collective: every rank of the world holds 1 / world of the vocabulary, and for comparison all of it."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if shape.vocab % size:
@@ -56,7 +56,8 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int) -> Report:
         lines.append(Requirement("R7", per_chunk, f"collectives per chunk, {divergence}", "<=", limit))
     if rank == 0:
         header = ["", "one rank, ms", f"TP {size}, ms", "efficiency", "collectives/chunk", "loss diff", "grad diff"]
-        print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunk_rows} rows", header, rows))
+        chunks = [chunk_rows_of(machine, shape, chunk_rows, ranks) for ranks in (1, size)]
+        print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunks[0]} and {chunks[1]} rows", header, rows))
     return Report(lines, wrong)
 
 

@@ -1,8 +1,13 @@
-"""Time and peak memory of a call. Arms run interleaved (A B C A B C ...), so that drift of the machine meets all of them."""
+"""Time and peak memory of a call. Arms run interleaved, so that drift of the machine meets all of them.
+
+Their order is another one in every round (the same on all ranks): what ran before decides how warm a GPU is and how high
+it clocks, and should not always be the same arm.
+"""
 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 import weakref
@@ -36,8 +41,9 @@ def time_arms(
     Where there are several processes, `across_ranks` takes the slowest one's time in every round.
     """
     times: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    order = random.Random(0)
     for index in range(warmup + rounds):
-        for arm in arms:
+        for arm in order.sample(arms, len(arms)):
             elapsed = _time_once(arm, device)
             if across_ranks:
                 elapsed = _slowest(elapsed, device)

@@ -23,11 +23,7 @@ from mkd.losses.objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
-
-# Rows of a chunk. On an accelerator so many that the products are bound by arithmetic and not by the traffic of the fp32
-# weight gradient; on a CPU so few that both chunks of logits stay small.
-ACCELERATOR_CHUNK_ROWS = 4096
-CPU_CHUNK_ROWS = 256
+from mkd.plan.head import head_chunk_rows
 
 
 def fused_linear_kd(
@@ -57,8 +53,8 @@ def fused_linear_kd(
     """`vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and head.
 
     Same values, same arguments where the names are the same. Logits have the dtype of the hidden states, or fp32 with
-    `fp32_logits` (bf16 logits cost about 4e-3 relative in the gradient). Memory beyond the gradients: two chunks of logits,
-    [chunk_rows, w] each.
+    `fp32_logits` (bf16 logits put an error of about 3e-2 into the gradients, fp32 ones 2e-3). Memory beyond the gradients:
+    two chunks of logits, [chunk_rows, w] each.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). When it is given,
     gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's DDP) gets its gradient added
@@ -75,9 +71,9 @@ def fused_linear_kd(
     objective.require_teacher(None not in (teacher_hidden, teacher_weight, teacher_vocab_size))
     rows = labels.shape[0] if loss_rows is None else loss_rows.shape[0]
     shard = VocabShard.of_group(student_weight.shape[0], tp_group, objective)
-    chunks = _even_chunks(rows, chunk_rows or (ACCELERATOR_CHUNK_ROWS if labels.is_cuda else CPU_CHUNK_ROWS))
-    logits_dtype = torch.float32 if fp32_logits else student_hidden.dtype
-    head = _Head(objective, shard, tp_group, chunks, torch.is_grad_enabled(), loss_gradient, logits_dtype)
+    dtype = torch.float32 if fp32_logits else student_hidden.dtype
+    chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
+    head = _Head(objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype)
     student_hidden = _whole_sequence(student_hidden, tp_group, sequence_parallel)
     if not objective.uses_teacher:
         teacher_hidden = teacher_weight = None
@@ -101,10 +97,8 @@ def _whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence
     return copy_to_tensor_model_parallel_region(hidden, group=tp_group)
 
 
-def _even_chunks(rows: int, largest: int) -> list[slice]:
-    """Slices of nearly equal size, at least one."""
-    count = max(1, -(-rows // largest))
-    size = max(1, -(-rows // count))
+def _chunks(rows: int, size: int) -> list[slice]:
+    """Slices of `size` rows that cover all; at least one, empty where there is no row."""
     return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 

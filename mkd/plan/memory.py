@@ -14,11 +14,11 @@ from typing import Any
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
+from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 
 GIB = 2**30
-HEAD_CHUNK_ROWS = 4096  # rows whose logits the fused head holds at a time on a GPU
 WORKSPACE_GIB = 0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, loss scalars
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
@@ -166,8 +166,9 @@ class _Pair:
         With sequence parallelism both hidden states are gathered. The weight's gradient goes into DDP's buffer.
         """
         kd = self.config.kd
-        rows = min(HEAD_CHUNK_ROWS, student.tokens) if kd.kd_fused_head else student.tokens
-        of_logit = (2 if teacher else 1) * (4 if kd.kd_fp32_logits else self.element)
+        bytes_per_logit = 4 if kd.kd_fp32_logits else self.element
+        rows = head_chunk_rows(student.tokens, self.vocab_rows, bytes_per_logit) if kd.kd_fused_head else student.tokens
+        of_logit = (2 if teacher else 1) * bytes_per_logit
         if kd.kd_fp32_logits and self.element < 4:
             of_logit += self.element  # the gradient; bf16 logits are overwritten by theirs
         widths = 2 * self.student.hidden_size + (self.teacher.hidden_size if self.teacher else 0)

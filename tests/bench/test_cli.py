@@ -46,7 +46,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
     ("arguments", "ids"),
     [
         (("ceilings",), set()),
-        (("logits", "--shape", "24,400", "5,37"), {"R6", "R8", "R12"}),
+        (("logits", "--shape", "24,400", "5,37"), {"R8", "R12"}),
         (("head", "--shape", "24,16,24,400", "--chunk-rows", "8"), {"R6"}),
         (("packing", "--documents", "9", "--seq-length", "256"), {"R9"}),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 
 from tests.models.test_hf_parity import packed_logits, reference_logits
 from tests.models.test_te_spec import logits_on_gpu
 from tests.ranks import REPOSITORY
-from tools.fetch_smollm2 import fetch_smollm2
 
 pytestmark = pytest.mark.download
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    try:
-        return fetch_smollm2(tmp_path_factory.mktemp("smollm2"))
-    except subprocess.CalledProcessError:
-        pytest.skip("SmolLM2-135M-Instruct could not be downloaded")
 
 
 def test_logits_equal_transformers(smollm2, ranks):

@@ -6,8 +6,9 @@ import pytest
 
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
+from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, HEAD_CHUNK_ROWS, WORKSPACE_GIB, predict_memory
+from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
 from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, make_pair, microbatches
@@ -151,7 +152,7 @@ def test_selective_recomputation_saves_nothing_with_flash_attention():
 
 def test_the_head_holds_two_chunks_of_logits():
     (rank,), (alone,) = predict(), predict(teacher=None, layouts=(None, None))
-    logits = HEAD_CHUNK_ROWS * 151936 * 2 / GIB
+    logits = head_chunk_rows(SEQ_LENGTH, 151936, 2) * 151936 * 2 / GIB
     assert 2 * logits < rank.transient_gib < 2 * logits + 0.5
     assert logits < alone.transient_gib < rank.transient_gib - logits
     assert alone.teacher_gib == 0
@@ -159,18 +160,17 @@ def test_the_head_holds_two_chunks_of_logits():
 
 def test_other_heads_hold_more():
     """All rows at once; or fp32 logits, beside which the gradient is a third tensor."""
-    (fused,), (whole,), (exact,) = (predict(*flags) for flags in ((), ("--no-kd-fused-head",), ("--kd-fp32-logits",)))
-    vocabulary, widths = 151936, 2 * 2048 + 4096
-    more = (SEQ_LENGTH - HEAD_CHUNK_ROWS) * (2 * vocabulary + widths) * 2
+    micro = ("--micro-batch-size", 2)
+    (fused,), (whole,), (exact,) = (
+        predict(*micro, *flags) for flags in ((), ("--no-kd-fused-head",), ("--kd-fp32-logits",))
+    )
+    vocabulary, widths, tokens = 151936, 2 * 2048 + 4096, 2 * SEQ_LENGTH
+    rows, fp32_rows = (head_chunk_rows(tokens, vocabulary, size) for size in (2, 4))
+    assert fp32_rows < rows < tokens
+    more = (tokens - rows) * (2 * vocabulary + widths) * 2
     assert whole.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
-    more = HEAD_CHUNK_ROWS * vocabulary * (2 * 4 + 2 - 2 * 2)
+    more = fp32_rows * (vocabulary * (2 * 4 + 2) + 2 * widths) - rows * (2 * 2 * vocabulary + 2 * widths)
     assert exact.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
-
-
-def test_head_rows_are_those_of_the_fused_head():
-    from mkd.losses.fused_linear import ACCELERATOR_CHUNK_ROWS
-
-    assert HEAD_CHUNK_ROWS == ACCELERATOR_CHUNK_ROWS
 
 
 def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():

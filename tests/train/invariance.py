@@ -56,6 +56,8 @@ class Layout:
 SP, DISTRIBUTED = ("--sequence-parallel",), ("--use-distributed-optimizer",)
 OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")
+SELECTIVE = ("--recompute-granularity", "selective")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SINGLE = Layout("one process")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
@@ -89,6 +91,10 @@ LAYOUTS = (
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
     Layout("documents permuted", permuted=True),
+    Layout("all logits at once", flags=("--no-kd-fused-head",)),
+    Layout("TP2 + sequence parallel, all logits at once", 2, tp=2, flags=(*SP, "--no-kd-fused-head")),
+    Layout("selective recomputation", flags=SELECTIVE),
+    Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
     Layout("TP2 documents permuted", 2, tp=2, permuted=True),
 )
 

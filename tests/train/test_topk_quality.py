@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 
 from tests.train.command import run_main
-from tools.fetch_smollm2 import fetch_smollm2
 from tools.make_student import make_student
 from tools.quickstart import write_text
 
 pytestmark = pytest.mark.download
 pytest.importorskip("pyarrow")
-PACKS = 4
+PACKS = 2
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(smollm2, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
-    try:
-        fetch_smollm2(folder / "teacher")
-    except subprocess.CalledProcessError:
-        pytest.skip("SmolLM2-135M-Instruct could not be downloaded")
+    (folder / "teacher").symlink_to(smollm2)
     for layers in (8, 27):
-        make_student(folder / "teacher", folder / f"student {layers}", layers)
+        make_student(smollm2, folder / f"student {layers}", layers)
     train, _ = write_text(folder)
     lines = train.read_text(encoding="utf-8").splitlines()[:2]
     train.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -79,8 +73,8 @@ def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
         (sums,) = ranks.run(gradient, 1, run_flags(files, layers, *more), files / "gradient.pt")
         return sums, torch.load(files / "gradient.pt")
 
-    teacher, wanted, found = ("--teacher-hf", files / "teacher"), {}, {}
-    for layers, k, dtype in ((8, 8, "float16"), (8, 128, "float16"), (8, 128, "float32"), (27, 128, "float16")):
+    teacher, wanted = ("--teacher-hf", files / "teacher"), {}
+    for layers, k, dtype in ((8, 128, "float16"), (27, 128, "float16")):
         out = files / f"{k} {dtype}"
         if layers not in wanted:
             wanted[layers] = run(layers, *teacher)
@@ -88,11 +82,9 @@ def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
             argv = ["--out", str(out), "--k", str(k), "--logprob-dtype", dtype, *run_flags(files, layers, *teacher)]
             (result,) = run_main(ranks, argv, command="tools.export_teacher_topk")
             assert result.exit_code == 0, result.stderr
-        values = found[layers, k, dtype] = compared(run(layers, "--teacher-topk", out), wanted[layers])
+        values = compared(run(layers, "--teacher-topk", out), wanted[layers])
         size = sum(path.stat().st_size for path in out.glob("*.parquet"))
         print(f"\n{layers} layers, k = {k} {dtype}, {size} bytes: " + ", ".join(f"{n} {v:.6f}" for n, v in values.items()))
         assert 0 <= values["kd"] <= values["full kd"]
         assert values["teacher_ce"] <= 1e-5 and values["teacher_entropy"] <= 1e-5
-        assert values["cosine"] >= (0.99 if k == 128 else 0.9)
-    half, single = found[8, 128, "float16"], found[8, 128, "float32"]
-    assert abs(half["cosine"] - single["cosine"]) <= 1e-4 and half["kd"] == pytest.approx(single["kd"], rel=1e-3)
+        assert values["cosine"] >= 0.99
