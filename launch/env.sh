@@ -49,7 +49,7 @@ export NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO:-1}"
 # Options of torchrun, the same on every machine.
 # shellcheck disable=SC2034  # read by the scripts that source this file
 TORCHRUN_OPTIONS=(
-    # Forward these to the training processes, which save and stop. By default SIGUSR1 kills torchrun and orphans them.
+    # Forward these to the training processes. By default SIGUSR1 kills torchrun and orphans them.
     --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     # Seconds they have for that before SIGKILL; longer than a save takes.
     --shutdown-timeout "${SHUTDOWN_TIMEOUT_S:-300}"

@@ -129,11 +129,11 @@ def check(case: HeadCase, arms: list[HeadArm], notes: list[str]) -> dict[str, Er
     return errors
 
 
-def benchmark(machine: Machine, shape: HeadShape, given_rows: int | None = None) -> Report:
+def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
     """Gate, time and weigh all arms at one shape; prints the table."""
     case = HeadCase(shape, machine)
-    chunk_rows = chunk_rows_of(machine, shape, given_rows)
-    arms, notes = arms_of(case, given_rows)
+    arms, notes = arms_of(case, chunk_rows)
+    chunk_rows = chunk_rows_of(machine, shape, chunk_rows)
     errors = check(case, arms, notes)
     arms = [arm for arm in arms if arm.name in errors]
     right = [arm for arm in arms if errors[arm.name].within(SAME_FUNCTION)]

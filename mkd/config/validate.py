@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from mkd.config.options import all_options
-from mkd.config.schema import Config
+from mkd.config.schema import Config, KDConfig
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
 from mkd.plan.batch import BatchPlan, document_multiple
@@ -17,7 +17,7 @@ from mkd.plan.model_shape import ModelShape
 _RANGES = {
     "distributed_timeout_minutes": ("above 0", lambda x: x > 0),
     "kd_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "kd_temperature": ("above 0", lambda x: x > 0),
+    "kd_temperature": ("from 0.01 to 100", lambda x: 0.01 <= x <= 100),  # beyond, fp32 statistics lose their digits
     "kd_jsd_beta": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "kd_mixed_kl_weight": ("from 0 to 1", lambda x: 0 <= x <= 1),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
@@ -68,7 +68,7 @@ def validate(
     """
     problems: list[MkdError] = list(_ranges(config))
     is_in_range = not problems
-    for check in (_models, _training, _optimizer, _recompute, _parallel):
+    for check in (_models, _objective, _training, _optimizer, _recompute, _parallel):
         problems += check(config)
     if not is_in_range:
         return problems  # the arithmetic below needs sizes that make sense
@@ -163,7 +163,7 @@ def _models(config: Config) -> Iterator[UsageError]:
             "the distillation loss needs the teacher's logits",
             "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
         )
-    elif config.teachers and config.teachers[0].topk and config.kd.kd_divergence != "forward_kl":
+    elif config.kd.kd_ratio > 0 and config.teachers[0].topk and config.kd.kd_divergence != "forward_kl":
         yield UsageError(
             f"kd-divergence {config.kd.kd_divergence} cannot be computed from --teacher-topk",
             "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
@@ -175,6 +175,26 @@ def _models(config: Config) -> Iterator[UsageError]:
             "a single teacher has the whole weight",
             "remove it; --kd-ratio sets the share of distillation in the loss",
         )
+
+
+def _objective(config: Config) -> Iterator[UsageError]:
+    """Settings of the loss that the rest of the configuration leaves without effect."""
+    kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
+    if kd.kd_jsd_beta != KDConfig().kd_jsd_beta and kd.kd_divergence != "jsd":
+        yield _no_effect(f"kd-jsd-beta {kd.kd_jsd_beta}", f"kd-divergence is {kd.kd_divergence}", "add --kd-divergence jsd")
+    if kd.kd_mixed_kl_weight != KDConfig().kd_mixed_kl_weight and kd.kd_divergence != "mixed_kl":
+        why = f"kd-divergence is {kd.kd_divergence}"
+        yield _no_effect(f"kd-mixed-kl-weight {kd.kd_mixed_kl_weight}", why, "add --kd-divergence mixed_kl")
+    if kd.kd_fp32_logits and not config.training.bf16:
+        yield _no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
+    elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
+        yield _no_effect("kd-fp32-logits", "only the fused head makes logits of another precision than the model", "remove it")
+    if stored and not kd.kd_fused_head:
+        yield _no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
+
+
+def _no_effect(setting: str, why: str, do: str) -> UsageError:
+    return UsageError(f"{setting} would have no effect", why, do if do == "remove it" else f"{do}, or remove it")
 
 
 def _training(config: Config) -> Iterator[UsageError]:
@@ -273,7 +293,9 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "raise --pipeline-model-parallel-size, or remove the virtual stages",
         )
     models = [("student", config.student), *(("teacher", teacher) for teacher in config.teachers[:1])]
-    flags = " and ".join(f"--{role}-pipeline-layout" for role, model in models if model.pipeline_layout)
+    flags = [f"--{role}-pipeline-layout" for role, model in models if model.pipeline_layout]
+    flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
+    flags = " and ".join(flags)
     if parallel.pipeline_layout == "auto" and flags:
         yield UsageError(
             f"--pipeline-layout auto and {flags} exclude each other",

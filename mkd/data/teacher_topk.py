@@ -23,7 +23,7 @@ from mkd.data.batch import Pack
 from mkd.data.teacher_rows import TeacherRows
 from mkd.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # pages with checksums
 META_FILE = "meta.json"
 GROUP_BYTES = 1 << 20  # of packs that are read together: small, because shuffled packs are read one by one
 OPEN_FILES = 64
@@ -61,6 +61,8 @@ class TopKMeta:
             meta = json.loads(path.read_text(encoding="utf-8"))
             if meta["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"it has format version {meta['format_version']}, this program reads {FORMAT_VERSION}")
+            if not isinstance(meta["data"], dict) or not isinstance(meta["parts"], dict):
+                raise ValueError("data and parts are not objects")
             return cls(**meta)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is no description of a teacher cache", str(error), "export the cache again") from error
@@ -123,7 +125,7 @@ class ShardWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # the high bytes of neighbouring numbers are alike: apart from the low ones they take a fifth less
         encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("ids", "logprobs")}
-        options = dict(compression="zstd", use_dictionary=False, column_encoding=encoding)
+        options = dict(compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True)
         self._file = self._pq.ParquetWriter(self._partial, self._schema, **options)
         return self
 
@@ -216,7 +218,7 @@ class TopKPart:
         pa, pq = load_pyarrow()
         path = self.meta.shard_path(self._folder, self._part, shard)
         try:
-            return pq.ParquetFile(path, memory_map=True)
+            return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise _damaged(path, str(error)) from error
 

@@ -90,7 +90,7 @@ class KLMixture:
             mean = (student.share * (cross["reverse_cross"] - shift)).sum(dim=0)
             residual = mean - student.log_sum + teacher.log_sum
             value = value + self.reverse * residual
-        return value, residual
+        return value.clamp(min=0.0), residual  # rounding alone makes it negative
 
     def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
         """forward (p_s - p_t) + reverse p_s (ln p_s - ln p_t - KL(p_s || p_t))."""
@@ -125,10 +125,10 @@ class JensenShannon:
         """This shard's part of KL(p_t || Q) and of KL(p_s || Q)."""
         log_p_s, log_p_t = student.log_probabilities(), teacher.log_probabilities()
         log_q = self._log_mixture(log_p_s, log_p_t)
-        to_teacher = (log_p_t.exp() * (log_p_t - log_q)).sum(dim=1)
-        return torch.stack([to_teacher, (log_p_s.exp() * (log_p_s - log_q)).sum(dim=1)])
+        return torch.stack([_kl_terms(log_p_t, log_q), _kl_terms(log_p_s, log_q)])
 
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor]:
+        terms = terms.clamp(min=0.0)  # rounding alone makes them negative
         return self.beta * terms[0] + (1.0 - self.beta) * terms[1], terms[1]
 
     def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
@@ -139,6 +139,17 @@ class JensenShannon:
 
     def _log_mixture(self, log_p_s: Tensor, log_p_t: Tensor) -> Tensor:
         return torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
+
+
+def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Sum over columns of p ln(p / q) + (q - p), [n]; over the whole vocabulary the second part adds nothing.
+
+    With it no summand is negative, and an error that all logarithms of p share (that of its normaliser) no longer counts at
+    first order, which matters where both are alike. Close to p = q the summand is p (x + expm1(-x)), x = ln(p / q).
+    """
+    p, x = log_p.exp(), log_p - log_q
+    near = p * (x + torch.expm1(-x))
+    return torch.where(x.abs() < 1.0, near, p * x + (log_q.exp() - p)).sum(dim=1)
 
 
 def _jsd(beta: float) -> Divergence:

@@ -228,9 +228,14 @@ def terms_kernel(
 
 @triton.jit
 def _mixture_terms(a, b, beta):
-    """Each lane's sums of p_t log2(p_t / Q) and p_s log2(p_s / Q), from a = log2 p_s and b = log2 p_t."""
+    """Each lane's sums of p log2(p / Q) + (Q - p) / ln 2 for p_t and p_s, from a = log2 p_s and b = log2 p_t.
+
+    Over the whole vocabulary Q - p adds nothing; see `divergences._kl_terms`.
+    """
     p_s, p_t, log_q = _mixture(a, b, beta)
-    return tl.sum(p_t * (b - log_q), axis=1), tl.sum(p_s * (a - log_q), axis=1)
+    q = beta * p_t + (1.0 - beta) * p_s
+    to_teacher = p_t * (b - log_q) + (q - p_t) * LOG2E
+    return tl.sum(to_teacher, axis=1), tl.sum(p_s * (a - log_q) + (q - p_s) * LOG2E, axis=1)
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def merge_kernel(
         tl.store(out + n, log_s, mask=inside)
         tl.store(out + 2 * n, m_t, mask=inside)
         tl.store(out + 3 * n, log_t, mask=inside)
-        tl.store(out + 8 * n, kd, mask=inside)
+        tl.store(out + 8 * n, tl.maximum(kd, 0.0), mask=inside)  # rounding alone makes it negative
         tl.store(out + 9 * n, log_plain - (label - m_t), mask=inside)
         tl.store(out + 10 * n, log_plain - mean, mask=inside)
         tl.store(out + 11 * n, tl.where(at_top == m_s, 1.0, 0.0), mask=inside)

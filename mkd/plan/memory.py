@@ -167,7 +167,9 @@ class _Pair:
         """
         kd = self.config.kd
         bytes_per_logit = 4 if kd.kd_fp32_logits else self.element
-        rows = head_chunk_rows(student.tokens, self.vocab_rows, bytes_per_logit) if kd.kd_fused_head else student.tokens
+        rows = student.tokens
+        if kd.kd_fused_head and not any(source.topk for source in self.config.teachers):
+            rows = head_chunk_rows(rows, self.vocab_rows, bytes_per_logit)
         of_logit = (2 if teacher else 1) * bytes_per_logit
         if kd.kd_fp32_logits and self.element < 4:
             of_logit += self.element  # the gradient; bf16 logits are overwritten by theirs

@@ -54,11 +54,12 @@ def export_teacher(
 
     Raises the errors of a training run, and DataError when the folder holds another cache.
     """
-    plan = plan_run(teacher_as_student(config), world_size)
+    plan = plan_run(teacher_as_student(config, world_size), world_size)
     vocab_size = min(plan.student.shape.vocab_size, _student_vocab_size(config) or plan.student.shape.vocab_size)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         raise UsageError(what, "that many ids have a probability", "128 is enough for most vocabularies")
+    _make_folder(settings.out)
     context = ParallelContext.create(
         platform,
         tensor_parallel=config.parallel.tensor_model_parallel_size,
@@ -77,22 +78,34 @@ def export_teacher(
     return meta
 
 
-def teacher_as_student(config: Config) -> Config:
+def teacher_as_student(config: Config, world_size: int) -> Config:
     """The run in which the teacher is alone, with the tokenizer and so the packs of `config`."""
     if not config.teachers or not (config.teachers[0].hf or config.teachers[0].load):
         raise UsageError("no teacher is given", "its predictions are what is exported", "give --teacher-hf DIR")
     teacher = config.teachers[0]
     tokenizer = config.data.tokenizer_model or config.student.hf or teacher.hf
+    global_batch_size = None  # one micro-batch on every data-parallel rank; interleaving wants one for every pipeline rank
+    if (config.parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 or config.parallel.num_layers_per_virtual_pipeline_stage:
+        parallel = config.parallel
+        replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        global_batch_size = config.training.micro_batch_size * world_size // replica
     return replace(
         config,
         student=StudentConfig(hf=teacher.hf, load=teacher.load, pipeline_layout=teacher.pipeline_layout),
         teachers=(),
         kd=replace(config.kd, kd_ratio=0.0),
         data=replace(config.data, tokenizer_model=tokenizer),
-        training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=None),
+        training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size),
         checkpoint=replace(config.checkpoint, save=None, load=None, save_interval=None, ckpt_step=None, export_hf=None),
         log=replace(config.log, log_dir=config.log.log_dir or config.checkpoint.save),
     )
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make --out {out}: {error}", "the cache is written there", "choose another one") from error
 
 
 def _student_vocab_size(config: Config) -> int | None:

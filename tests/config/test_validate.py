@@ -61,7 +61,7 @@ def test_empty_command_line_reports_everything():
         ("--context-parallel-size", "0", "1 or more"),
         ("--expert-model-parallel-size", "8", "1 in this release"),
         ("--kd-ratio", "1.5", "from 0 to 1"),
-        ("--kd-temperature", "0.0", "above 0"),
+        ("--kd-temperature", "0.0", "from 0.01 to 100"),
         ("--micro-batch-size", "0", "1 or more"),
         ("--global-batch-size", "-4", "1 or more"),
         ("--seq-length", "0", "1 or more"),
@@ -170,7 +170,32 @@ def test_auto_layout_splits_what_does_not_divide():
     assert [layout.layers for layout in even] == [(2, 2, 2, 2), (4, 4, 4, 4)]
 
 
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3 would have no effect"),
+        (("--kd-jsd-beta", "0.3", "--kd-divergence", "mixed_kl"), "kd-jsd-beta 0.3 would have no effect"),
+        (("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "jsd"), "kd-mixed-kl-weight 0.3 would have no effect"),
+        (("--kd-fp32-logits",), "kd-fp32-logits would have no effect"),
+        (("--kd-fp32-logits", "--bf16", "--no-kd-fused-head"), "kd-fp32-logits would have no effect"),
+        (("--teacher-topk", "cache", "--no-kd-fused-head"), "no-kd-fused-head would have no effect"),
+        (("--kd-temperature", "1e-30"), "kd-temperature 1e-30 must be from 0.01 to 100"),
+    ],
+)
+def test_settings_of_the_loss_that_do_nothing(flags, what):
+    assert problem(*flags).what == what
+
+
+def test_settings_of_the_loss_that_do_something():
+    assert problems("--kd-jsd-beta", "0.3", "--kd-divergence", "jsd") == []
+    assert problems("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "mixed_kl") == []
+    assert problems("--kd-fp32-logits", "--bf16") == []
+    assert problems("--kd-ratio", "0", "--teacher-topk", "cache", "--kd-divergence", "jsd") == [], "no teacher is read"
+
+
 def test_auto_layout_excludes_explicit_ones():
+    by_layers = problem(*PP2, *AUTO, BY_LAYERS, "2", "--global-batch-size", "2", world_size=2, student=shape(8))
+    assert by_layers.what == f"--pipeline-layout auto and {BY_LAYERS} exclude each other"
     error = problem(*PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16))
     assert error.what == "--pipeline-layout auto and --student-pipeline-layout exclude each other"
     assert error.why and error.do == "remove --student-pipeline-layout, or --pipeline-layout auto"

@@ -182,5 +182,11 @@ def test_damaged_shards(dataset, cache):
     for content in (whole[: len(whole) // 2], b"", b"PAR1" * 10):
         path.write_bytes(content)
         assert_refused(lambda: TopKPart(cache, "train", part.meta).rows(0, digest), f"{path} is damaged")
+    flipped = bytearray(whole)
+    flipped[len(whole) // 3] ^= 4  # one bit, in the pages
+    path.write_bytes(flipped)
+    part = TopKPart(cache, "train", part.meta)
+    digests = [pack_digest(dataset[i]) for i in range(len(dataset))]
+    assert_refused(lambda: [part.rows(i, each) for i, each in enumerate(digests)], f"{path} is damaged")
     path.write_bytes(part.meta.shard_path(cache, "train", 1).read_bytes())
     assert_refused(lambda: TopKPart(cache, "train", part.meta).rows(0, digest), "pack 0 is not where it should be")

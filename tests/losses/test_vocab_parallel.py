@@ -117,6 +117,45 @@ def test_equals_dense_reference(ranks, tp, student_vocab, teacher_vocab, tempera
 
 
 BOTH = dict(student_vocab_size=300, teacher_vocab_size=310)
+OTHERS = [
+    dict(divergence="reverse_kl"),
+    dict(divergence="mixed_kl", mixed_kl_weight=0.3),
+    *(dict(divergence="jsd", jsd_beta=beta) for beta in (0.0, 0.1, 0.5, 1.0)),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("divergence", OTHERS, ids=lambda d: "-".join(map(str, d.values())))
+def test_other_divergences_equal_dense_reference(ranks, tp, temperature, divergence):
+    for vocabularies, mask in (((300, 310), "random"), ((200, 230), "weights"), ((310, 300), "none")):
+        sizes = dict(zip(("student_vocab_size", "teacher_vocab_size"), vocabularies, strict=True))
+        settings = dict(sizes, temperature=temperature, kd_ratio=0.7, **divergence)
+        for seed, dtype, tolerance in ((1, torch.float64, 1e-11), (2, torch.float32, 1e-5)):
+            case = batch(seed, *vocabularies, mask, dtype=dtype)
+            assert_equal_to_reference(case, settings, ranks.run(sharded, tp, *case, settings), tolerance)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_ends_of_jsd_are_the_two_kls(beta):
+    case = batch(3, 300, 310, "random", dtype=torch.float32)
+    jsd, gradient = whole(*case, **BOTH, divergence="jsd", jsd_beta=beta)
+    kl, wanted = whole(*case, **BOTH, divergence="reverse_kl" if beta else "forward_kl")
+    assert torch.equal(jsd.loss, kl.loss) and torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_jsd_of_models_that_are_nearly_alike(noise, beta):
+    """The common error of a softmax's normaliser would swamp it: 1e-5 nats a row at noise 0.01."""
+    student, _, labels, mask = batch(4, 8000, 8000, "all", rows=8, padded=8000, dtype=torch.float32)
+    teacher = student + noise * torch.randn(student.shape, generator=torch.Generator().manual_seed(5))
+    settings = dict(student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, divergence="jsd", jsd_beta=beta)
+    output, gradient = whole(student, teacher, labels, mask, **settings)
+    wanted, wanted_gradient = expected(student, teacher, labels, mask, settings)
+    assert output.kd >= 0.0
+    assert abs(output.kd - wanted["kd"]) <= 1e-5 * wanted["kd"] + 1e-12
+    assert (gradient - wanted_gradient).abs().max() <= 1e-4 * wanted_gradient.abs().max() + 1e-7
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -162,9 +201,10 @@ def test_teacher_equal_to_student_gives_exactly_nothing(ranks, tp, temperature):
 
 
 def test_kl_is_not_negative():
-    for seed in range(50):
+    for seed in range(60):
         case = batch(seed, 300, 310, "all", rows=4, dtype=torch.float32, spread=[0.01, 1.0, 30.0][seed % 3])
-        output, _ = whole(*case, **BOTH, kd_ratio=1.0, temperature=[1.0, 2.5][seed % 2])
+        divergence = ["forward_kl", "reverse_kl", "mixed_kl", "jsd"][seed % 4]
+        output, _ = whole(*case, **BOTH, kd_ratio=1.0, temperature=[1.0, 2.5][seed % 2], divergence=divergence)
         assert output.kd >= 0.0
 
 
@@ -173,10 +213,12 @@ def test_gradcheck():
     for temperature, ratio in ((1.0, 0.5), (2.5, 0.3), (1.0, 0.0), (2.5, 1.0)):
         settings = dict(student_vocab_size=9, teacher_vocab_size=11, temperature=temperature, kd_ratio=ratio)
 
-        def loss(logits, settings=settings):
-            return vocab_parallel_kd(logits, teacher, labels, mask, tp_group=None, **settings).loss
+        for divergence in ("forward_kl", "reverse_kl", "mixed_kl", "jsd"):
 
-        assert torch.autograd.gradcheck(loss, student.requires_grad_())
+            def loss(logits, settings=dict(settings, divergence=divergence)):  # noqa: B006
+                return vocab_parallel_kd(logits, teacher, labels, mask, tp_group=None, **settings).loss
+
+            assert torch.autograd.gradcheck(loss, student.requires_grad_())
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])

@@ -169,6 +169,10 @@ def test_other_heads_hold_more():
     assert fp32_rows < rows < tokens
     more = (tokens - rows) * (2 * vocabulary + widths) * 2
     assert whole.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
+    (stored,) = predict(*micro, "--teacher-topk", "cache", teacher=None, layouts=(None, None))
+    (alone,) = predict(*micro, teacher=None, layouts=(None, None))
+    more_stored = (tokens - head_chunk_rows(tokens, vocabulary, 2)) * (vocabulary + 2 * 2048) * 2
+    assert stored.transient_gib - alone.transient_gib == pytest.approx(more_stored / GIB), "all rows with loss at once"
     more = fp32_rows * (vocabulary * (2 * 4 + 2) + 2 * widths) - rows * (2 * 2 * vocabulary + 2 * widths)
     assert exact.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
 

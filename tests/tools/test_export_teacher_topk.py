@@ -96,6 +96,8 @@ def test_equals_transformers(single, files):
 LAYOUTS = {
     "TP2 SP": (2, ("--tensor-model-parallel-size", 2, "--sequence-parallel")),
     "PP2": (2, ("--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")),
+    "PP2 VPP2": (2, ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2,
+                     "--teacher-pipeline-layout", "1,1,1,0", "--global-batch-size", 12)),
     "DP2 micro-batch 2": (2, ("--micro-batch-size", 2)),
     "TP2 PP2": (4, ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2,
                     "--teacher-pipeline-layout", "1,2")),

@@ -62,8 +62,8 @@ SINGLE = Layout("one process")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
     Layout("TP2 + sequence parallel", 2, tp=2, flags=SP),
-    Layout("TP4", 4, tp=4),
-    Layout("TP4 + sequence parallel", 4, tp=4, flags=SP),
+    Layout("TP4 micro-batch 4", 4, tp=4, micro=4),
+    Layout("TP4 + sequence parallel, micro-batch 4", 4, tp=4, micro=4, flags=SP),
     Layout("PP2", 2, pp=2),
     Layout("PP4", 4, pp=4),
     Layout("PP2 VPP2", 2, pp=2, vp=2),
@@ -75,27 +75,27 @@ LAYOUTS = (
     Layout("DP2 + overlapped communication", 2, flags=OVERLAP),
     Layout("DP4", 4),
     Layout("DP4 + distributed optimizer", 4, flags=DISTRIBUTED),
-    Layout("TP2 PP2 DP2", 8, tp=2, pp=2),
+    Layout("TP2 PP2 DP2 micro-batch 2", 8, tp=2, pp=2, micro=2),
     Layout("TP2 PP2 VPP2 DP2 + SP, distributed", 8, tp=2, pp=2, vp=2, flags=SP + DISTRIBUTED),
     Layout("CP2", 2, cp=2),
-    Layout("CP4", 4, cp=4),
-    Layout("CP2 + distributed optimizer", 2, cp=2, flags=DISTRIBUTED),
+    Layout("CP4 micro-batch 2", 4, cp=4, micro=2),
+    Layout("CP2 micro-batch 4 + distributed optimizer", 2, cp=2, micro=4, flags=DISTRIBUTED),
     Layout("CP2 DP2", 4, cp=2),
-    Layout("CP2 DP2 + overlapped communication", 4, cp=2, flags=OVERLAP),
-    Layout("TP2 CP2 + sequence parallel", 4, tp=2, cp=2, flags=SP),
+    Layout("CP2 DP2 micro-batch 2 + overlapped communication", 4, cp=2, micro=2, flags=OVERLAP),
+    Layout("TP2 CP2 + sequence parallel, micro-batch 4", 4, tp=2, cp=2, micro=4, flags=SP),
     Layout("PP2 CP2", 4, pp=2, cp=2),
     Layout("PP2 VPP2 CP2 micro-batch 2", 4, pp=2, vp=2, cp=2, micro=2),
-    Layout("TP2 PP2 CP2 + SP, distributed", 8, tp=2, pp=2, cp=2, flags=SP + DISTRIBUTED),
-    Layout("CP2 documents permuted", 2, cp=2, permuted=True),
+    Layout("TP2 PP2 CP2 + SP, distributed, micro-batch 4", 8, tp=2, pp=2, cp=2, micro=4, flags=SP + DISTRIBUTED),
+    Layout("CP2 micro-batch 4, documents permuted", 2, cp=2, micro=4, permuted=True),
     Layout("micro-batch 2", micro=2),
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
     Layout("documents permuted", permuted=True),
     Layout("all logits at once", flags=("--no-kd-fused-head",)),
-    Layout("TP2 + sequence parallel, all logits at once", 2, tp=2, flags=(*SP, "--no-kd-fused-head")),
+    Layout("TP2 + SP, all logits at once, micro-batch 4", 2, tp=2, micro=4, flags=(*SP, "--no-kd-fused-head")),
     Layout("selective recomputation", flags=SELECTIVE),
     Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
-    Layout("TP2 documents permuted", 2, tp=2, permuted=True),
+    Layout("TP2 micro-batch 4, documents permuted", 2, tp=2, micro=4, permuted=True),
 )
 
 
@@ -261,13 +261,13 @@ def main() -> int:
         (single,) = pool.run(run_layout, 1, SINGLE, student, teacher, folder / "single")
         columns = ("loss", "gradient", "evaluation", "grad norm", "updated")
         print(f"relative error to one process, fp32 (allowed {TOLERANCE:.0e})\n")
-        print(f"{'layout':36}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
+        print(f"{'layout':52}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
         for layout in LAYOUTS:
             errors = compare(layout, pool, student, teacher, folder, single)
             ok = all(errors[column] <= TOLERANCE for column in columns)
             failed += not ok
             values = "".join(f"{errors[column]:12.1e}" for column in columns)
-            print(f"{layout.name:36}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}", flush=True)
+            print(f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}", flush=True)
     pool.close()
     print(f"\n{len(LAYOUTS) - failed} of {len(LAYOUTS)} layouts within {TOLERANCE:.0e}")
     return int(failed > 0)
