@@ -125,17 +125,23 @@ def locate_model(
         return None
 
 
+def join(plan: Plan, platform: Platform) -> ParallelContext:
+    """Join the process group in the layout of the plan."""
+    parallel = plan.config.parallel
+    return ParallelContext.create(
+        platform,
+        tensor_parallel=parallel.tensor_model_parallel_size,
+        pipeline_parallel=parallel.pipeline_model_parallel_size,
+        context_parallel=parallel.context_parallel_size,
+        virtual_stages=plan.virtual_stages,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+
+
 def build_run(plan: Plan, platform: Platform) -> Run:
     """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
     config = plan.config
-    context = ParallelContext.create(
-        platform,
-        tensor_parallel=config.parallel.tensor_model_parallel_size,
-        pipeline_parallel=config.parallel.pipeline_model_parallel_size,
-        context_parallel=config.parallel.context_parallel_size,
-        virtual_stages=plan.virtual_stages,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    context = join(plan, platform)
     train_set, valid_set = build_data(plan, context)
     engine, state = build_engine(plan, context)
     position = resume(plan, state, context)

@@ -32,7 +32,7 @@ from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.train.objective import SUMS
 from mkd.train.schedule import PipelineSchedule
-from mkd.train.setup import Plan, build_data, build_schedule, load_weights, plan_run, require_same_tokenizer
+from mkd.train.setup import Plan, build_data, build_schedule, join, load_weights, plan_run, require_same_tokenizer
 from mkd.train.topk_objective import loss_row_logits
 from mkd.train.topk_teacher import data_settings, weights_fingerprint
 
@@ -60,14 +60,7 @@ def export_teacher(
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         raise UsageError(what, "that many ids have a probability", "128 is enough for most vocabularies")
     _make_folder(settings.out)
-    context = ParallelContext.create(
-        platform,
-        tensor_parallel=config.parallel.tensor_model_parallel_size,
-        pipeline_parallel=config.parallel.pipeline_model_parallel_size,
-        context_parallel=config.parallel.context_parallel_size,
-        virtual_stages=plan.virtual_stages,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-    )
+    context = join(plan, platform)
     train_set, valid_set = build_data(plan, context)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
     meta = _describe(plan, settings, vocab_size, {name: len(dataset) for name, dataset in datasets.items()}, context)
