@@ -45,6 +45,21 @@ class GatedArm(Protocol):
     run: Callable[[], tuple[Tensor, ...]]
 
 
+class Case(Protocol):
+    """The inputs of a benchmark, and what is right on them."""
+
+    all_rows: Tensor  # [n] loss masks
+    half_of_rows: Tensor
+
+    def restore(self) -> None:
+        """Undo what an arm has written over."""
+
+    def reference(self, divergence: str, mask: Tensor) -> tuple[Tensor, ...]:
+        """float64: the loss, and gradients."""
+
+    def errors(self, result: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> Errors: ...
+
+
 ArmType = TypeVar("ArmType", bound=GatedArm)
 
 
@@ -63,6 +78,19 @@ def attempt(arm: GatedArm, notes: list[str]) -> tuple[Tensor, ...] | None:
             raise
         notes.append(f"{arm.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}, skipped")
         return None
+
+
+def check(case: Case, arms: Sequence[GatedArm], notes: list[str]) -> dict[str, Errors]:
+    """Errors of every arm that runs, against float64 on the case's own inputs."""
+    errors = {}
+    for half, divergence, group in by_reference(arms):
+        reference = case.reference(divergence, case.half_of_rows if half else case.all_rows)
+        for arm in group:
+            case.restore()
+            result = attempt(arm, notes)
+            if result is not None:
+                errors[arm.name] = case.errors(result, reference)
+    return errors
 
 
 def worst(errors: list[Errors]) -> Errors:

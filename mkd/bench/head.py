@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.bench import peers
-from mkd.bench.gate import SAME_FUNCTION, Errors, attempt, by_reference
+from mkd.bench.gate import SAME_FUNCTION, Errors, check
 from mkd.bench.head_case import Gradients, HeadCase, HeadShape, chunk_rows_of, mkd_head
 from mkd.bench.logits import eager_kl
 from mkd.bench.machine import Machine
@@ -114,19 +114,6 @@ def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list
             )
     found, notes = peers.find(loaders)
     return arms + [HeadArm(name, divergence, run) for (name, divergence), run in found.items()], notes
-
-
-def check(case: HeadCase, arms: list[HeadArm], notes: list[str]) -> dict[str, Errors]:
-    """Errors of every arm that runs, against float64."""
-    errors = {}
-    for half, divergence, group in by_reference(arms):
-        reference = case.reference(divergence, case.half_of_rows if half else case.all_rows)
-        for arm in group:
-            case.restore()
-            result = attempt(arm, notes)
-            if result is not None:
-                errors[arm.name] = case.errors(result, reference)
-    return errors
 
 
 def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:

@@ -14,8 +14,7 @@ from mkd.bench import peers
 from mkd.bench.gate import (
     SAME_FUNCTION,
     Errors,
-    attempt,
-    by_reference,
+    check,
     reference_chunks,
     reference_rows,
     relative,
@@ -91,6 +90,11 @@ class LogitsCase:
         ]
         return torch.stack(losses).sum() / count, torch.cat(gradients) / count
 
+    def errors(self, result: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> Errors:
+        loss, gradient = result
+        return Errors(relative(loss, reference[0]), relative(gradient[self.gate_rows], reference[1]))
+
+
 def mkd_loss(case: LogitsCase, divergence: str, mask: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     inverse_count = 1.0 / mask.sum()
 
@@ -157,20 +161,6 @@ def arms_of(case: LogitsCase) -> tuple[list[LogitsArm], list[str]]:
     found, notes = peers.find(loaders)
     arms += [LogitsArm(name, divergence, other_loss(case, loss)) for (name, divergence), loss in found.items()]
     return arms, notes
-
-
-def check(case: LogitsCase, arms: list[LogitsArm], notes: list[str]) -> dict[str, Errors]:
-    """Errors of every arm that runs, against float64 on the case's own logits."""
-    errors = {}
-    for half, divergence, group in by_reference(arms):
-        reference = case.reference(divergence, case.half_of_rows if half else case.all_rows)
-        for arm in group:
-            case.restore()
-            result = attempt(arm, notes)
-            if result is not None:
-                loss, gradient = result
-                errors[arm.name] = Errors(relative(loss, reference[0]), relative(gradient[case.gate_rows], reference[1]))
-    return errors
 
 
 def fp32_error(machine: Machine, vocab: int, rows: int = 64) -> Errors:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mkd.bench import head, logits
 from mkd.bench.cli import main
-from mkd.bench.gate import SAME_FUNCTION, attempt
+from mkd.bench.gate import SAME_FUNCTION, attempt, check
 from mkd.bench.head_case import HeadCase, HeadShape
 from mkd.bench.machine import Machine
 from mkd.errors import EXIT_USAGE
@@ -146,6 +146,6 @@ def test_logits_are_half_a_nat_apart_and_every_arm_sees_the_same_ones():
 
 def test_every_right_arm_passes_the_gate():
     case = logits.LogitsCase(32, 500, MACHINE)
-    assert all(error.within(SAME_FUNCTION) for error in logits.check(case, logits.arms_of(case)[0], []).values())
+    assert all(error.within(SAME_FUNCTION) for error in check(case, logits.arms_of(case)[0], []).values())
     heads = HeadCase(HeadShape(32, 24, 16, 500), MACHINE)
-    assert all(error.within(SAME_FUNCTION) for error in head.check(heads, head.arms_of(heads, 8)[0], []).values())
+    assert all(error.within(SAME_FUNCTION) for error in check(heads, head.arms_of(heads, 8)[0], []).values())
