@@ -12,8 +12,8 @@ from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store, cache_key
-from mkd.data.tokenizer import Tokenizer
 from mkd.errors import DataError, MkdError
+from mkd.tokenizers.tokenizer import Tokenizer
 
 SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora of unknown origin are only checked pack by pack, as they are read
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mkd.data.tokenizer import Tokenizer
 from mkd.errors import DataError
+from mkd.tokenizers.tokenizer import Tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".json")
 ARROW_SUFFIXES = (".parquet", ".arrow")

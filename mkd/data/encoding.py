@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mkd.data.documents import Document, Row, encode_record, parse_row, read_rows
-from mkd.data.tokenizer import Tokenizer
 from mkd.errors import DataError, MkdError
+from mkd.tokenizers.tokenizer import Tokenizer
 
 ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
 

@@ -15,8 +15,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.encoding import EncodedChunk, encode_files
 from mkd.data.store import FORMAT_VERSION, StoreFiles
-from mkd.data.tokenizer import Tokenizer
 from mkd.errors import DataError, ErrorList
+from mkd.tokenizers.tokenizer import Tokenizer
 
 MAX_REPORTED_ERRORS = 10
 

@@ -14,7 +14,6 @@ from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.data.build import missing_data, open_datasets
 from mkd.data.loader import EvalStream, TrainStream
-from mkd.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from mkd.errors import CheckpointError, DataError, ErrorList, MkdError, UsageError
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.models.builder import build_chunks, common_padded_vocab_size, pair_stages
@@ -27,6 +26,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
+from mkd.tokenizers.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from mkd.train.loop import Run
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.report import Reporter

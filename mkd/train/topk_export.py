@@ -20,7 +20,6 @@ from mkd.checkpoint.hf_reader import resolve_hf
 from mkd.config.schema import Config, StudentConfig
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.teacher_topk import ShardWriter, TopKMeta, pack_digest
-from mkd.data.tokenizer import load_tokenizer
 from mkd.errors import DataError, NonFiniteError, UsageError
 from mkd.losses.topk_select import vocab_parallel_topk
 from mkd.models.builder import build_chunks, pair_stages
@@ -30,6 +29,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
+from mkd.tokenizers.tokenizer import load_tokenizer
 from mkd.train.objective import SUMS
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.setup import Plan, build_data, build_schedule, join, load_weights, plan_run, require_same_tokenizer

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from mkd.config.schema import Config
 from mkd.data.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
-from mkd.data.tokenizer import Tokenizer
 from mkd.errors import CheckpointError, DataError, MkdError, UsageError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
+from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mkd.train.setup import ModelSource

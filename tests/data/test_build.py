@@ -10,9 +10,9 @@ import pytest
 
 from mkd.data.build import open_datasets
 from mkd.data.store_builder import build_store
-from mkd.data.tokenizer import HuggingFaceTokenizer
 from mkd.errors import DataError, UsageError
-from tests.data.conftest import train_hf_tokenizer
+from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from tests.tokenizers.trained import train_hf_tokenizer
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mkd.data.documents import encode_record, parse_row, read_rows
-from mkd.data.tokenizer import HuggingFaceTokenizer
 from mkd.errors import DataError
-from tests.data.conftest import train_hf_tokenizer
+from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from tests.tokenizers.trained import train_hf_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Which fox?"}, {"role": "assistant", "content": "The quick one."}]
 RECORDS = [{"text": "a"}, {"messages": MESSAGES}, {"prompt": "p", "completion": "c"}]

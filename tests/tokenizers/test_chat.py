@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.data.tokenizer import HuggingFaceTokenizer
 from mkd.errors import DataError
-from tests.data.conftest import train_hf_tokenizer
+from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from tests.tokenizers.trained import train_hf_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

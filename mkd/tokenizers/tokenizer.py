@@ -12,8 +12,8 @@ from pathlib import Path
 import sentencepiece
 from transformers import AutoTokenizer
 
-from mkd.data.chat import encode_chat
 from mkd.errors import DataError, UsageError
+from mkd.tokenizers.chat import encode_chat
 
 
 class Tokenizer(ABC):

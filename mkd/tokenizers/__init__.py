@@ -1,0 +1,1 @@
+"""Tokenizers behind one interface, and what their tokens are in bytes."""

@@ -1,0 +1,1 @@
+"""Cross-tokenizer distillation: alignment of two tokenizations, vocabulary relation, chunk losses."""

@@ -1,0 +1,67 @@
+"""Two real tokenizers, trained in a moment."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mkd.tokenizers.tokenizer import load_tokenizer
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A model predicts the next token of the same document.",
+    "Questions have answers, and answers have reasons.",
+    "Packing puts many short documents into one row.",
+] * 5
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_hf_tokenizer(template=CHATML, specials=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), vocab_size=350):
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=specials[0], pad_token=None)
+    hf.chat_template = template
+    return hf
+
+
+@pytest.fixture(scope="session")
+def hf_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf_tokenizer")
+    train_hf_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(hf_dir):
+    return load_tokenizer("HuggingFaceTokenizer", hf_dir)
+
+
+@pytest.fixture(scope="session")
+def spm_file(tmp_path_factory):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=50, minloglevel=2
+    )
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return str(path)
