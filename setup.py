@@ -32,6 +32,8 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "data": ["pyarrow>=16"],
+        "xtoken": ["numba"],  # compiles the alignment mode dp
+        "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
         "dev": ["pytest", "ruff", "import-linter"],
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],

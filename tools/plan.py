@@ -80,17 +80,18 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
         data=replace(config.data, data_path=config.data.data_path or ("-",)),
     )
     problems: list[MkdError] = []
-    student = find_shape(problems, "student", config.student)
-    runs_teacher = config.kd.kd_ratio > 0 and config.teachers and not config.teachers[0].topk
-    teacher = find_shape(problems, "teacher", config.teachers[0]) if runs_teacher else None
-    problems += validate(config, world_size, student, teacher)
+    student = find_shape(problems, "--student-hf", config.student)
+    running = [teacher for teacher in config.teachers if config.kd.kd_ratio > 0 and not teacher.topk]
+    flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
+    teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
+    problems += validate(config, world_size, student, teachers)
     if problems:
         raise ErrorList(problems)
-    layouts = layouts_of(config, student, teacher, virtual_stages(config, student), document_length)
-    return Forecast(config, BatchPlan.from_config(config, world_size), student, teacher, *layouts, document_length)
+    layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
+    return Forecast(config, BatchPlan.from_config(config, world_size), student, teachers, *layouts, document_length)
 
 
-def find_shape(problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig) -> ModelShape | None:
+def find_shape(problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig) -> ModelShape | None:
     """The shape of a folder, of a hub model (only its config.json is fetched) or of a Megatron checkpoint folder."""
     if not (source.hf or source.load):
         return None
@@ -99,13 +100,13 @@ def find_shape(problems: list[MkdError], role: str, source: StudentConfig | Teac
             written = sorted(Path(source.load).glob("**/hf/config.json"))
             return ModelShape.from_hf_dir(written[-1].parent if written else source.load)
         folder = Path(source.hf).expanduser()
-        return ModelShape.from_hf_dir(folder if folder.is_dir() else fetch_config(role, source.hf))
+        return ModelShape.from_hf_dir(folder if folder.is_dir() else fetch_config(flag, source.hf))
     except MkdError as error:
         problems.append(error)
         return None
 
 
-def fetch_config(role: str, hub_id: str) -> Path:
+def fetch_config(flag: str, hub_id: str) -> Path:
     """The folder in the hub's cache with the config.json of a model. Raises CheckpointError when there is none."""
     from huggingface_hub import hf_hub_download
 
@@ -113,7 +114,7 @@ def fetch_config(role: str, hub_id: str) -> Path:
         return Path(hf_hub_download(hub_id, "config.json")).parent
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"--{role}-hf {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
+            f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             "check the path; for a plan, a folder with the model's config.json is enough",
         ) from error

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from mkd.data.store_builder import StoreSummary, build_store  # noqa: E402
 from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
-from mkd.tokenizers.tokenizer import load_tokenizer  # noqa: E402
+from mkd.tokenizers.load import load_tokenizer  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -57,5 +57,6 @@ def benchmark(
 
 
 def _difference(result, reference, key: str) -> float:
-    values = [one.sums["loss"] / one.sums["num_loss_tokens"] if key == "loss" else one.grad_norm for one in (result, reference)]
-    return abs(values[0] - values[1]) / abs(values[1])
+    ours, theirs = (one.sums.token_sums()["loss"] / one.sums.num_loss_tokens if key == "loss" else one.grad_norm
+                    for one in (result, reference))  # fmt: skip
+    return abs(ours - theirs) / abs(theirs)

@@ -17,13 +17,14 @@ from mkd.bench.report import Report, Requirement, Skipped, table
 from mkd.bench.synthetic_documents import ChatLengths, full_pack
 from mkd.data.batch import PackedBatch
 from mkd.models.packed import packed_documents
+from mkd.models.stage import StageInput
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import attach_rider
+from mkd.parallel.pipeline import attach_riders
 from mkd.plan.bubble import balanced_bubble
 from mkd.platform import Platform
 from mkd.train.objective import Objective
-from mkd.train.setup import Plan
-from mkd.train.step import Engine, count_loss_tokens
+from mkd.train.plan import Plan
+from mkd.train.step import Engine, training_objective
 
 
 def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
@@ -36,10 +37,10 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
         random = np.random.default_rng(machine.seed)
-        vocab = min(plan.student.shape.vocab_size, plan.teacher.shape.vocab_size)
+        vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         batch = full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
         batches = [batch] * settings.num_microbatches  # the same work for each: the formula speaks of equal ones
-        objective = Objective(engine.kd, context, 1.0 / count_loss_tokens(batches, context).float())
+        objective = training_objective(engine, batches)
         step = Arm("step", lambda: engine.schedule.run(engine.chunks, batches, objective, forward_only=False))
         step_ms = time_arms([step], machine.device, machine.rounds)["step"]
         stage_ms = _stage_times(machine, engine, plan, batch, objective)
@@ -88,7 +89,7 @@ def stage_alone(
 ) -> Callable[[], None]:
     """One micro-batch through one chunk, forward and backward, with random tensors in place of messages."""
     context: ParallelContext = objective.context
-    stage = get_attr_wrapped_model(chunk, "teacher", return_model_obj=True)
+    stage = get_attr_wrapped_model(chunk, "teachers", return_model_obj=True)
     shards = context.tp_size if stage.config.sequence_parallel else 1
     rows = batch.tokens.numel() // shards
     joins = context.platform.transformer_engine
@@ -99,13 +100,13 @@ def stage_alone(
 
     activation, rider, gradient = (
         message(width)
-        for width in (plan.student.shape.hidden_size, plan.teacher.shape.hidden_size, plan.student.shape.hidden_size)
+        for width in (plan.student.shape.hidden_size, plan.teachers[0].shape.hidden_size, plan.student.shape.hidden_size)
     )
 
     def run() -> None:
         if not context.is_first_stage(virtual_stage):
-            stage.set_input_tensor(attach_rider(activation.detach().requires_grad_(), rider))
-        output = chunk(batch.tokens, batch.position_ids, packed)
+            stage.set_input_tensor(attach_riders(activation.detach().requires_grad_(), [rider]))
+        output = chunk(StageInput(batch.tokens, batch.position_ids, packed), [None])
         if context.is_last_stage(virtual_stage):
             objective(stage, batch, output)[0].backward()
         else:

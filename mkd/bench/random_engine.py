@@ -22,7 +22,8 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import BatchPlan
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
-from mkd.train.setup import ModelSource, Plan, build_engine
+from mkd.train.build_engine import build_engine
+from mkd.train.plan import ModelSource, Plan
 from mkd.train.step import Engine
 
 
@@ -103,22 +104,22 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
         return ModelSource(shape, Path(name), RandomCheckpoint(shape, context.device), None)
 
     student = source(settings.student)
-    teacher = source(settings.teacher) if settings.kd_ratio > 0 else None
+    teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
     stages = virtual_stages(config, student.shape)
-    student_layout, teacher_layout = layouts_of(config, student.shape, teacher.shape if teacher else None, stages)
+    student_layout, teacher_layouts = layouts_of(config, student.shape, [one.shape for one in teachers], stages)
     return Plan(
         config=config,
         student=student,
-        teacher=teacher,
+        teachers=teachers,
         batch=BatchPlan.from_config(config, context.world_size),
         virtual_stages=stages,
         student_layout=student_layout,
-        teacher_layout=teacher_layout,
+        teacher_layouts=teacher_layouts,
     )
 
 
 def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:
-    """What `mkd.train.setup.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
+    """What `mkd.train.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
     if machine.device.type != context.device.type:
         what = f"--device {machine.device.type} on a machine with a GPU"
         raise UsageError(what, "the engine runs on the GPU where there is one", "leave --device out")

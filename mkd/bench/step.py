@@ -21,7 +21,7 @@ from mkd.plan.flops import distillation_flops, forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS
 from mkd.plan.memory import predict_memory
 from mkd.platform import Platform
-from mkd.train.setup import Plan
+from mkd.train.plan import Plan
 from mkd.train.step import Engine, train_step
 
 KD, SFT, TEACHER = "KD step", "SFT step of the student", "teacher forward"
@@ -33,7 +33,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
         random = np.random.default_rng(machine.seed + context.dp_rank)
-        vocab = min(plan.student.shape.vocab_size, plan.teacher.shape.vocab_size)
+        vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         batches = [
             full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
             for _ in range(settings.num_microbatches)
@@ -65,7 +65,7 @@ def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], obje
 
 def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], None]:
     """The teacher's layers and head on every micro-batch; its logits are made and dropped."""
-    teacher = get_attr_wrapped_model(engine.chunks[0], "teacher")
+    (teacher,) = get_attr_wrapped_model(engine.chunks[0], "teachers")
     joins = engine.context.platform.transformer_engine
 
     @torch.no_grad()
@@ -81,10 +81,10 @@ def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[
 
 def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
     """Of one data-parallel replica's step, by arm."""
-    student, teacher = plan.student.shape, plan.teacher.shape
+    student, teacher = plan.student.shape, plan.teachers[0].shape
     return {
-        KD: distillation_flops(student, teacher, lengths),
-        SFT: distillation_flops(student, None, lengths),
+        KD: distillation_flops(student, [teacher], lengths),
+        SFT: distillation_flops(student, [], lengths),
         TEACHER: forward_flops(teacher, lengths),
     }
 
@@ -98,8 +98,8 @@ def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContex
         arm.run()
     measured: list = [None] * context.world_size
     dist.all_gather_object(measured, (context.pp_rank, torch.cuda.max_memory_allocated() / GIB))
-    layouts = (plan.student_layout, plan.teacher_layout)
-    planned = predict_memory(plan.config, plan.student.shape, plan.teacher.shape, *layouts, plan.batch)
+    layouts = (plan.student_layout, plan.teacher_layouts)
+    planned = predict_memory(plan.config, plan.student.shape, [plan.teachers[0].shape], *layouts, plan.batch)
     lines = []
     for rank, memory in enumerate(planned.ranks):
         peak, predicted = max(gib for owner, gib in measured if owner == rank), memory.allocated_gib

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from mkd.config.megatron_flags import unsupported
-from mkd.config.options import Option, all_options, section_types
+from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
 from mkd.errors import MkdError, UsageError
 
 _USAGE = "torchrun --nproc-per-node N pretrain_kd.py [--config FILE.yaml] [--flag value ...]"
@@ -42,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/")
     groups = {"": run}
     for section, cls in section_types().items():
-        groups[section] = parser.add_argument_group(section.removesuffix("s[0]"), cls.__doc__)
+        title = section.removeprefix(FIRST_TEACHER + ".").removesuffix("s[0]")
+        groups[section] = parser.add_argument_group(title, cls.__doc__)
     for option in all_options():
         if option.has_flag:
             _add_flag(groups[option.section], option)

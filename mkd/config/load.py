@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mkd.config.flags import parse_command_line
-from mkd.config.options import FIRST_TEACHER, Option, build_config, section_options, section_types
-from mkd.config.schema import Config, TeacherConfig
+from mkd.config.options import FIRST_TEACHER, XTOKEN, build_config, settings
+from mkd.config.schema import Config
 from mkd.config.yaml_file import YamlFile, read_yaml
 from mkd.errors import ErrorList
 
@@ -44,22 +44,6 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     return LoadedConfig(config, origins)
 
 
-def settings(config: Config) -> Iterator[tuple[Option, Any]]:
-    """Every option with its value in `config`, in the order of the schema, root settings last."""
-    for section, cls in section_types().items():
-        if section != FIRST_TEACHER:
-            yield from _section(cls, section, getattr(config, section))
-            continue
-        for index, teacher in enumerate(config.teachers):
-            yield from _section(TeacherConfig, f"teachers[{index}]", teacher)
-    yield from _section(Config, "", config)
-
-
-def _section(cls: type, section: str, values: Any) -> Iterator[tuple[Option, Any]]:
-    for option in section_options(cls, section):
-        yield option, getattr(values, option.field)
-
-
 def format_config(loaded: LoadedConfig) -> str:
     """One aligned line per setting: path, value, origin. For the start of a run."""
     rows = [(option.path, _text(value), loaded.origins[option.path]) for option, value in settings(loaded.config)]
@@ -74,12 +58,19 @@ def save_config(loaded: LoadedConfig, path: str | Path) -> None:
         if option.section != section:
             section = option.section
             lines += _heading(section)
-        indent = "    " if section.startswith("teachers") else "  " if section else ""
+        indent = "  " * _depth(section)
         lines.append(f"{indent}{option.field}: {_text(value)}  # {loaded.origins[option.path]}")
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _depth(section: str) -> int:
+    """Levels of indentation of a section's settings; a teacher is an item of a list."""
+    return bool(section) + section.startswith("teachers") + section.endswith(XTOKEN)
+
+
 def _heading(section: str) -> list[str]:
+    if section.endswith(XTOKEN):
+        return ["    xtoken:"]
     if not section.startswith("teachers"):
         return [f"{section}:"] if section else []
     return ["teachers:", "  -"] if section == FIRST_TEACHER else ["  -"]

@@ -134,7 +134,6 @@ NOT_YET: dict[str, str] = {
     "--use-pytorch-profiler": "wrap the command with your profiler",
     "--wandb-project": "use --tensorboard-dir, or read metrics.jsonl",
     "--wandb-entity": "use --tensorboard-dir, or read metrics.jsonl",
-    "--xtoken": "use a teacher with the student's tokenizer",
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--optimizer-cpu-offload": "use --use-distributed-optimizer",

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from mkd.config.schema import Config, TeacherConfig
+from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
 
 FIRST_TEACHER = "teachers[0]"
-_NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_"}
+XTOKEN = ".xtoken"  # behind a teacher's section, that of its cross-tokenizer settings
+_NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_", FIRST_TEACHER + XTOKEN: "xtoken_"}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. `path` (`kd.kd_ratio`, `teachers[0].hf`) says where it lives, `name` (`teacher_hf`) is unique."""
+    """One setting. `path` (`kd.kd_ratio`, `teachers[0].xtoken.loss`) says where it lives; `name` (`xtoken_loss`) is the flag's.
+
+    Names are unique but for teachers: the second one's settings have no flags, and the names of the first one's.
+    """
 
     path: str
     name: str
@@ -42,6 +47,16 @@ class Option:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def label(self) -> str:
+        """What to call it in an error: the flag without its dashes, or the path of what is set in a file only."""
+        return self.flag[2:] if self.has_flag else self.path
+
+    @property
+    def place(self) -> str:
+        """Where to change it: the flag, or the path of what is set in a file only."""
+        return self.flag if self.has_flag else self.path
 
     def parse(self, texts: list[str], label: str) -> Any:
         """The value that `texts` (one, or several for a list) spell. Raises UsageError that starts with `label`."""
@@ -74,7 +89,7 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def section_options(cls: type, section: str) -> list[Option]:
-    """The options of one section's dataclass."""
+    """The options of one section's dataclass; sections within it have their own."""
     hints = get_type_hints(cls)
     return [_option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata]
 
@@ -82,29 +97,40 @@ def section_options(cls: type, section: str) -> list[Option]:
 def _option(field: Any, hint: Any, section: str) -> Option:
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     is_tuple = hint == tuple[str, ...]
+    of_first = _of_first_teacher(section)
     return Option(
         path=f"{section}.{field.name}" if section else field.name,
-        name=_NAME_PREFIXES.get(section, "") + field.name,
+        name=_NAME_PREFIXES.get(of_first, "") + field.name,
         kind=tuple if is_tuple else kinds[0] if kinds else hint,
         default=field.default,
         optional=NoneType in get_args(hint),
         help=field.metadata["help"],
         choices=field.metadata["choices"],
-        has_flag=field.metadata["flag"],
+        has_flag=field.metadata["flag"] and section == of_first,
     )
 
 
+def _of_first_teacher(section: str) -> str:
+    """`teachers[0].xtoken` for `teachers[3].xtoken`: the section that describes it."""
+    return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, section)
+
+
 def section_types() -> dict[str, type]:
-    """Section -> its dataclass, in the order of the schema; the teachers' section is that of the first one."""
+    """Section -> its dataclass, in the order of the schema; the teachers' sections are those of the first one."""
     hints = get_type_hints(Config)
     types = {}
     for field in fields(Config):
         assert field.default is not MISSING
         if field.name == "teachers":
-            types[FIRST_TEACHER] = TeacherConfig
+            types |= {FIRST_TEACHER: TeacherConfig, FIRST_TEACHER + XTOKEN: XTokenConfig}
         elif not field.metadata:
             types[field.name] = hints[field.name]
     return types
+
+
+def section_type(section: str) -> type | None:
+    """The dataclass of a section, of any teacher too; None where there is no such section."""
+    return section_types().get(_of_first_teacher(section))
 
 
 def all_options() -> list[Option]:
@@ -113,14 +139,38 @@ def all_options() -> list[Option]:
     return [option for options in nested for option in options] + section_options(Config, "")
 
 
+def settings(config: Config) -> Iterator[tuple[Option, Any]]:
+    """Every option with its value in `config`, in the order of the schema, root settings last."""
+    for section, cls in section_types().items():
+        if not section.startswith(FIRST_TEACHER):
+            yield from _settings(cls, section, getattr(config, section))
+        elif section == FIRST_TEACHER:
+            for index, teacher in enumerate(config.teachers):
+                yield from _settings(TeacherConfig, f"teachers[{index}]", teacher)
+                if teacher.xtoken is not None:
+                    yield from _settings(XTokenConfig, f"teachers[{index}]{XTOKEN}", teacher.xtoken)
+    yield from _settings(Config, "", config)
+
+
+def _settings(cls: type, section: str, values: Any) -> Iterator[tuple[Option, Any]]:
+    for option in section_options(cls, section):
+        yield option, getattr(values, option.field)
+
+
 def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
-    """The `Config` with `values` by path, and defaults for everything else."""
+    """The `Config` with `values` by path, and defaults for everything else.
 
-    def build(cls: type, section: str) -> Any:
+    A teacher has cross-tokenizer settings when any of them is among `values`, or the path of their section.
+    """
+
+    def build(cls: type, section: str, **nested: Any) -> Any:
         given = {option.field: values[option.path] for option in section_options(cls, section) if option.path in values}
-        return cls(**given)
+        return cls(**given, **nested)
 
-    sections = {name: build(cls, name) for name, cls in section_types().items() if name != FIRST_TEACHER}
-    teachers = tuple(build(TeacherConfig, f"teachers[{index}]") for index in range(num_teachers))
-    root = {option.field: values[option.path] for option in section_options(Config, "") if option.path in values}
-    return Config(teachers=teachers, **sections, **root)
+    def teacher(section: str) -> TeacherConfig:
+        is_xtoken = any(path.startswith(section + XTOKEN) for path in values)
+        return build(TeacherConfig, section, xtoken=build(XTokenConfig, section + XTOKEN) if is_xtoken else None)
+
+    sections = {name: build(cls, name) for name, cls in section_types().items() if not name.startswith(FIRST_TEACHER)}
+    teachers = tuple(teacher(f"teachers[{index}]") for index in range(num_teachers))
+    return build(Config, "", teachers=teachers, **sections)

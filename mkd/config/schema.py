@@ -6,62 +6,25 @@ of student and teachers carry their section's name (`--student-hf`, `--teacher-h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from mkd.config.models import DIVERGENCES, RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig, option
+from mkd.plan.teachers import teacher_names
 
-def option(
-    default: Any,
-    help: str,  # noqa: A002
-    *,
-    choices: tuple[str, ...] | None = None,
-    flag: bool = True,
-) -> Any:
-    """A documented field; without `flag` it is YAML only."""
-    return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))
-
-
-_LAYOUT = (
-    "decoder layers of each pipeline stage, when they do not divide evenly or the heads need room: 8,8,7,7, or Megatron's "
-    "form 'Et*8|t*8|t*7|t*7L'; with interleaving, all stages in model order"
-)
-
-
-@dataclass(frozen=True)
-class StudentConfig:
-    """The model that learns."""
-
-    hf: str | None = option(
-        None,
-        "Hugging Face folder or hub id of the student; with --student-load only its config and "
-        "tokenizer files are used",
-    )
-    load: str | None = option(
-        None,
-        "folder of Megatron distributed checkpoints with the student's first weights; to "
-        "continue a run of mkd use --load instead",
-    )
-    pipeline_layout: str | None = option(None, _LAYOUT)
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """The frozen model that is imitated."""
-
-    name: str | None = option(None, "label of the teacher in logs", flag=False)
-    hf: str | None = option(
-        None,
-        "Hugging Face folder or hub id of the teacher; with --teacher-load only its config and "
-        "tokenizer files are used",
-    )
-    load: str | None = option(None, "folder of Megatron distributed checkpoints with the teacher's weights")
-    topk: str | None = option(
-        None,
-        "folder that tools/export_teacher_topk.py has written: train from the teacher's stored top-k log-probabilities, no "
-        "teacher runs. With --teacher-hf or --teacher-load they must be of that very teacher",
-    )
-    weight: float = option(1.0, "share of this teacher among several; 1 in this release", flag=False)
-    pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "KDConfig",
+    "LogConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TrainingConfig",
+    "XTokenConfig",
+    "teacher_names",
+]
 
 
 @dataclass(frozen=True)
@@ -140,13 +103,30 @@ class KDConfig:
         "forward_kl",
         "what is minimised: forward_kl is KL(teacher || student), which covers all that the teacher says; reverse_kl is "
         "KL(student || teacher), which keeps to what it says most; mixed_kl and jsd lie between",
-        choices=("forward_kl", "reverse_kl", "mixed_kl", "jsd"),
+        choices=DIVERGENCES,
     )
     kd_jsd_beta: float = option(
         0.5,
         "teacher's weight in the mixture that jsd compares both models with, 0 to 1; 0 and 1 mean forward_kl and reverse_kl",
     )
     kd_mixed_kl_weight: float = option(0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest")
+    teacher_combination: str = option(
+        "weighted_sum",
+        "what several teachers make together: weighted_sum (of their divergences, each teacher's weight divided by the sum of "
+        "all), average (one divergence from the mean of their probabilities, weighted likewise; student's tokenizer only), or "
+        "select (for each pack the teacher with the lowest cross entropy of the same text)",
+        choices=("weighted_sum", "average", "select"),
+    )
+    teacher_weighting: str = option(
+        "static",
+        "where the weights of a weighted_sum come from: static (the configuration), or for each pack the softmax of ln(weight) "
+        "- what the teacher says of it: its cross entropy (ce), its entropy, or 1 - its highest probability (confidence), per "
+        "student token",
+        choices=("static", "ce", "entropy", "confidence"),
+    )
+    teacher_weighting_temperature: float = option(
+        1.0, "divides what each teacher says of a pack; below 1 the best teacher gets more of the weight"
+    )
     kd_fused_head: bool = option(
         True, "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once"
     )
@@ -197,6 +177,11 @@ class TrainingConfig:
     recompute_num_layers: int | None = option(
         None, "with full recomputation: layers of a uniform unit, or layers that block recomputes in every stage"
     )
+    optimizer_residency: str = option(
+        "device",
+        "where the optimizer state stays between updates: device, or host (pinned memory): less memory, slower",
+        choices=RESIDENCIES,
+    )
     deterministic_mode: bool = option(False, "only kernels that give the same bits in every run; slower on GPUs")
 
 
@@ -206,8 +191,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ...; .jsonl or "
-        ".json records, or the prefix of a tokenised .bin/.idx pair",
+        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ...; .jsonl, .json, .parquet or .arrow records, .txt "
+        "lines, or the prefix of a tokenised .bin/.idx pair",
     )
     valid_data_path: tuple[str, ...] = option(
         (), "held-out data, in the same form; then all of --data-path is for training"
@@ -216,6 +201,11 @@ class DataConfig:
         "100,0,0",
         "proportions of the documents for training, validation and test, when there is no "
         "--valid-data-path; 99,1,0 holds one in a hundred out",
+    )
+    characters_per_sample: int | None = option(
+        None,
+        "join consecutive text records with a newline until a document has at least so many characters; not given: every "
+        "record (line of a .txt file) is a document",
     )
     tokenizer_type: str = option(
         "HuggingFaceTokenizer",
@@ -246,6 +236,13 @@ class DataConfig:
     data_cache_path: str | None = option(
         None, "folder of tokenised text, visible to all processes; not given: data_cache in the log folder"
     )
+    eval_multiple_choice: tuple[str, ...] = option(
+        (), "multiple-choice questions for evaluations: .jsonl files of question, choices and answer"
+    )
+    eval_completions: tuple[str, ...] = option(
+        (), "completions whose likelihood evaluations measure: .jsonl files of prompt and completion"
+    )
+    eval_num_fewshot: int = option(0, "solved questions before each multiple-choice question")
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Teachers are a tuple: this release runs at most one."""
+    """All settings of a run."""
 
     student: StudentConfig = StudentConfig()
     teachers: tuple[TeacherConfig, ...] = ()

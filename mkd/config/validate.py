@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from mkd.config.options import all_options
-from mkd.config.schema import Config, KDConfig
+from mkd.config.options import Option, settings
+from mkd.config.schema import Config
+from mkd.config.validate_teachers import check_objective, check_teachers, no_effect
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
 from mkd.plan.batch import BatchPlan, document_multiple
 from mkd.plan.cost import DOCUMENT_LENGTH, pair_cost
 from mkd.plan.layout import PipelineLayout, count_virtual_stages
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import teacher_roles
 
+_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
+_PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _RANGES = {
     "distributed_timeout_minutes": ("above 0", lambda x: x > 0),
-    "kd_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "kd_temperature": ("from 0.01 to 100", lambda x: 0.01 <= x <= 100),  # beyond, fp32 statistics lose their digits
-    "kd_jsd_beta": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    "kd_mixed_kl_weight": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
+    **dict.fromkeys(
+        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
+    ),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
     "exit_duration_in_mins": ("above 0", lambda x: x > 0),
     "num_workers": ("0 or more", lambda x: x >= 0),
@@ -34,6 +39,7 @@ _RANGES = {
     "adam_eps": ("above 0", lambda x: x > 0),
     "ckpt_step": ("0 or more", lambda x: x >= 0),
     "seed": ("0 or more", lambda x: x >= 0),
+    "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
     **dict.fromkeys(
         (
             "tensor_model_parallel_size",
@@ -51,6 +57,9 @@ _RANGES = {
             "lr_wsd_decay_iters",
             "save_interval",
             "log_interval",
+            "characters_per_sample",
+            "xtoken_seq_length",
+            "xtoken_top_k",
         ),
         ("1 or more", lambda x: x >= 1),
     ),
@@ -60,7 +69,10 @@ _RANGES = {
 
 
 def validate(
-    config: Config, world_size: int, student: ModelShape | None = None, teacher: ModelShape | None = None
+    config: Config,
+    world_size: int,
+    student: ModelShape | None = None,
+    teachers: Sequence[ModelShape | None] = (),  # those that run, in the order of the configuration
 ) -> list[MkdError]:
     """Every problem of `config` on `world_size` processes; empty when the run can start.
 
@@ -68,24 +80,23 @@ def validate(
     """
     problems: list[MkdError] = list(_ranges(config))
     is_in_range = not problems
-    for check in (_models, _objective, _training, _optimizer, _recompute, _parallel):
+    for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel):
         problems += check(config)
     if not is_in_range:
         return problems  # the arithmetic below needs sizes that make sense
-    problems += _sequence(config)
+    problems += _sequences(config)
     stages = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     if student is not None:
         stages = _attempt(problems, lambda: virtual_stages(config, student))
     batch = _attempt(problems, lambda: BatchPlan.from_config(config, world_size))
     if batch is not None:
         problems += _batch(config, batch, stages or 1)
-    for role, shape in (("student", student), ("teacher", teacher)):
-        if shape is not None:
-            problems += _shape(config, role, shape)
-            if stages is not None and config.parallel.pipeline_layout == "even":
-                _attempt(problems, lambda role=role, shape=shape: layout_of(config, role, shape, stages))
-    if not problems and student is not None and config.parallel.pipeline_layout == "auto":
-        _attempt(problems, lambda: layouts_of(config, student, teacher, stages))
+    for model in _models_of(config, (student, *teachers)):
+        problems += _shape(config, model)
+        if stages is not None and config.parallel.pipeline_layout == "even":
+            _attempt(problems, lambda model=model: _layout(config, model, stages))
+    if not problems and None not in (student, *teachers) and config.parallel.pipeline_layout == "auto":
+        _attempt(problems, lambda: layouts_of(config, student, teachers, stages))
     return problems
 
 
@@ -103,24 +114,49 @@ def virtual_stages(config: Config, student: ModelShape) -> int:
 def layouts_of(
     config: Config,
     student: ModelShape,
-    teacher: ModelShape | None,
+    teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
     stages: int,  # virtual ones of each pipeline rank
     document_length: int = DOCUMENT_LENGTH,  # tokens, for the cost of attention
-) -> tuple[PipelineLayout, PipelineLayout | None]:
-    """The layouts of student and teacher (None without one), as asked for or chosen. Raises UsageError if there is none."""
+) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
+    """The layouts of the student and of each teacher, as asked for or chosen. Raises UsageError if there is none."""
     if config.parallel.pipeline_layout == "auto":
         pipeline = config.parallel.pipeline_model_parallel_size
-        cost = pair_cost(config, student, teacher, pipeline * stages, document_length)
-        return auto_layouts(cost, student.num_layers, teacher.num_layers if teacher else None, pipeline, stages)
-    of_teacher = layout_of(config, "teacher", teacher, stages) if teacher else None
-    return layout_of(config, "student", student, stages), of_teacher
+        cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
+        return auto_layouts(cost, student.num_layers, [teacher.num_layers for teacher in teachers], pipeline, stages)
+    of_student, *of_teachers = (_layout(config, model, stages) for model in _models_of(config, (student, *teachers)))
+    return of_student, tuple(of_teachers)
 
 
-def layout_of(config: Config, role: str, shape: ModelShape, stages: int) -> PipelineLayout:
-    """The layers of the `student` or the (first) `teacher` over all stages. Raises UsageError as `PipelineLayout.create`."""
-    text = config.student.pipeline_layout if role == "student" else config.teachers[0].pipeline_layout
+class _Model(NamedTuple):
+    role: str
+    shape: ModelShape
+    layout: str | None
+    layout_flag: str  # or the key of a file, for teachers without flags
+
+
+def _models_of(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[_Model]:
+    """Student and teachers, without those whose shape is None."""
+    assert len(shapes) <= 1 + len(config.teachers), f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
+    roles = ("student", *teacher_roles(config))
+    models = zip(roles, shapes, (config.student, *config.teachers), _layout_flags(config), strict=False)
+    for role, shape, source, flag in models:
+        if shape is not None:
+            yield _Model(role, shape, source.pipeline_layout, flag)
+
+
+def _layout_flags(config: Config) -> list[str]:
+    """What sets the layout of the student and of each teacher."""
+    return [
+        option.place
+        for option, _ in settings(config)
+        if option.name in ("student_pipeline_layout", "teacher_pipeline_layout")
+    ]
+
+
+def _layout(config: Config, model: _Model, stages: int) -> PipelineLayout:
+    """The layers of one model over all stages. Raises UsageError as `PipelineLayout.create`."""
     pipeline = config.parallel.pipeline_model_parallel_size
-    return PipelineLayout.create(text, shape.num_layers, pipeline, stages, flag=f"--{role}-pipeline-layout")
+    return PipelineLayout.create(model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag)
 
 
 def _attempt(problems: list[MkdError], compute: Callable):
@@ -137,13 +173,12 @@ def _ranges(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             f"train-iters is {config.training.train_iters}", "a run needs at least one step", "give --train-iters N"
         )
-    for option in all_options():
+    for option, value in settings(config):
         if option.name in _RANGES:
             wanted, is_fine = _RANGES[option.name]
-            value = getattr(getattr(config, option.section), option.field)
             if value is not None and not is_fine(value):
                 why = f"{option.name} is {option.help}"
-                yield UsageError(f"{option.flag[2:]} {value} must be {wanted}", why, f"change {option.flag}")
+                yield UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")
 
 
 def _models(config: Config) -> Iterator[UsageError]:
@@ -151,50 +186,7 @@ def _models(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             "no student is given", "there is nothing to train", "give --student-hf DIR or --student-load CKPT"
         )
-    if len(config.teachers) > 1:
-        yield UsageError(
-            f"{len(config.teachers)} teachers are given: several teachers are not supported yet",
-            "this release distils from exactly one",
-            "keep one entry below teachers:",
-        )
-    elif config.kd.kd_ratio > 0 and not any(t.hf or t.load or t.topk for t in config.teachers):
-        yield UsageError(
-            f"no teacher is given, but kd-ratio is {config.kd.kd_ratio}",
-            "the distillation loss needs the teacher's logits",
-            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
-        )
-    elif config.kd.kd_ratio > 0 and config.teachers[0].topk and config.kd.kd_divergence != "forward_kl":
-        yield UsageError(
-            f"kd-divergence {config.kd.kd_divergence} cannot be computed from --teacher-topk",
-            "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
-            "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
-        )
-    elif config.teachers and config.teachers[0].weight != 1:
-        yield UsageError(
-            f"teachers[0].weight is {config.teachers[0].weight}",
-            "a single teacher has the whole weight",
-            "remove it; --kd-ratio sets the share of distillation in the loss",
-        )
-
-
-def _objective(config: Config) -> Iterator[UsageError]:
-    """Settings of the loss that the rest of the configuration leaves without effect."""
-    kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
-    if kd.kd_jsd_beta != KDConfig().kd_jsd_beta and kd.kd_divergence != "jsd":
-        yield _no_effect(f"kd-jsd-beta {kd.kd_jsd_beta}", f"kd-divergence is {kd.kd_divergence}", "add --kd-divergence jsd")
-    if kd.kd_mixed_kl_weight != KDConfig().kd_mixed_kl_weight and kd.kd_divergence != "mixed_kl":
-        why = f"kd-divergence is {kd.kd_divergence}"
-        yield _no_effect(f"kd-mixed-kl-weight {kd.kd_mixed_kl_weight}", why, "add --kd-divergence mixed_kl")
-    if kd.kd_fp32_logits and not config.training.bf16:
-        yield _no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
-    elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
-        yield _no_effect("kd-fp32-logits", "only the fused head makes logits of another precision than the model", "remove it")
-    if stored and not kd.kd_fused_head:
-        yield _no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
-
-
-def _no_effect(setting: str, why: str, do: str) -> UsageError:
-    return UsageError(f"{setting} would have no effect", why, do if do == "remove it" else f"{do}, or remove it")
+    yield from check_teachers(config)
 
 
 def _training(config: Config) -> Iterator[UsageError]:
@@ -208,7 +200,7 @@ def _training(config: Config) -> Iterator[UsageError]:
             "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
             "use for example --split 99,1,0",
         )
-    elif training.eval_interval and not data.valid_data_path and parts[1] == 0:
+    elif training.eval_interval and not (data.valid_data_path or parts[1] or _eval_tasks(config)):
         yield UsageError(
             f"eval-interval {training.eval_interval} has no held-out data",
             f"split {data.split} gives validation nothing, and there is no valid-data-path",
@@ -229,6 +221,21 @@ def _split_parts(split: str) -> list[float] | None:
     if len(parts) > 3 or not all(0 <= part < math.inf for part in parts) or not sum(parts):
         return None
     return parts + [0.0] * (3 - len(parts))
+
+
+def _eval_tasks(config: Config) -> tuple[str, ...]:
+    return config.data.eval_multiple_choice + config.data.eval_completions
+
+
+def _evaluation(config: Config) -> Iterator[UsageError]:
+    """Tasks that evaluations run besides the held-out data."""
+    if _eval_tasks(config) and not config.training.eval_interval:
+        given = [name for name in ("eval_multiple_choice", "eval_completions") if getattr(config.data, name)]
+        setting = " and ".join(given).replace("_", "-")
+        yield no_effect(setting, "there are no evaluations without eval-interval", "add --eval-interval N")
+    if config.data.eval_num_fewshot and not config.data.eval_multiple_choice:
+        setting = f"eval-num-fewshot {config.data.eval_num_fewshot}"
+        yield no_effect(setting, "only multiple-choice questions have examples before them", "add --eval-multiple-choice FILE")
 
 
 def _optimizer(config: Config) -> Iterator[UsageError]:
@@ -292,14 +299,14 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "interleaving fills the bubble of a pipeline, and there is none",
             "raise --pipeline-model-parallel-size, or remove the virtual stages",
         )
-    models = [("student", config.student), *(("teacher", teacher) for teacher in config.teachers[:1])]
-    flags = [f"--{role}-pipeline-layout" for role, model in models if model.pipeline_layout]
+    models = zip((config.student, *config.teachers), _layout_flags(config), strict=True)
+    flags = [flag for model, flag in models if model.pipeline_layout]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
     flags = " and ".join(flags)
     if parallel.pipeline_layout == "auto" and flags:
         yield UsageError(
             f"--pipeline-layout auto and {flags} exclude each other",
-            "both say how layers are split over the pipeline; auto chooses the splits of both models together",
+            "both say how layers are split over the pipeline; auto chooses the splits of all models together",
             f"remove {flags}, or --pipeline-layout auto",
         )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
@@ -324,32 +331,39 @@ def _batch(config: Config, batch: BatchPlan, stages: int) -> Iterator[UsageError
         )
 
 
-def _sequence(config: Config) -> Iterator[UsageError]:
-    """What context and sequence parallelism ask of the length of packs."""
-    parallel, training = config.parallel, config.training
+def _sequences(config: Config) -> Iterator[UsageError]:
+    """What context and sequence parallelism ask of the length of packs, the student's and those of teachers."""
+    for option, seq_length in settings(config):
+        if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
+            yield from _sequence(config, option, seq_length)
+
+
+def _sequence(config: Config, option: Option, seq_length: int) -> Iterator[UsageError]:
+    parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     multiple, shards = document_multiple(context), tensor * context if parallel.sequence_parallel else 1
     fitting = math.lcm(multiple, shards)
-    fitting *= math.ceil(training.seq_length / fitting)
-    tokens = training.seq_length * training.micro_batch_size
-    if training.seq_length % multiple:
+    fitting *= math.ceil(seq_length / fitting)
+    tokens = seq_length * micro_batch_size
+    if seq_length % multiple:
         yield UsageError(
-            f"seq-length {training.seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
+            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
             "context parallelism gives every process two equal parts of each document",
-            f"use --seq-length {fitting}",
+            f"use {option.place} {fitting}",
         )
     elif tokens % shards:
         by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
         yield UsageError(
-            f"seq-length {training.seq_length} x micro-batch-size {training.micro_batch_size} = {tokens} tokens are not "
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are not "
             f"divisible by tensor-model-parallel-size {tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
-            f"use --seq-length {fitting}, or leave --sequence-parallel away",
+            f"use {option.place} {fitting}, or leave --sequence-parallel away",
         )
 
 
-def _shape(config: Config, role: str, shape: ModelShape) -> Iterator[UsageError]:
+def _shape(config: Config, model: _Model) -> Iterator[UsageError]:
     """What one model's sizes ask of the layout; heads and vocabulary are padded, so that they ask nothing."""
+    role, shape = model.role, model.shape
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     groups = shape.padded_query_groups(tensor) // tensor
     if shape.sliding_window is not None and groups % context:

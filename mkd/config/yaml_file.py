@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from mkd.config.megatron_flags import unsupported
-from mkd.config.options import Option, all_options, section_options, section_types
-from mkd.config.schema import TeacherConfig
+from mkd.config.options import XTOKEN, Option, all_options, section_options, section_type, section_types
 from mkd.errors import MkdError, UsageError
 
 _TAG = "tag:yaml.org,2002:"
@@ -68,6 +67,8 @@ def _read_section(file: YamlFile, node: yaml.Node, section: str) -> None:
     for key, key_node, value in _entries(file, node, section or "the file"):
         if not section and key == "teachers":
             _read_teachers(file, value)
+        elif section.startswith("teachers") and f".{key}" == XTOKEN:
+            _read_xtoken(file, value, section + XTOKEN)
         elif not section and key in section_types():
             if not _is_null(value):
                 _read_section(file, value, key)
@@ -84,6 +85,16 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     file.num_teachers = len(node.value)
     for index, entry in enumerate(node.value):
         _read_section(file, entry, f"teachers[{index}]")
+
+
+def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
+    """The nested section: it means something even when it is empty, so that its own path is among the values."""
+    if _is_null(node):
+        why = "it says that this teacher has another tokenizer than the student"
+        file.fail(node, f"{section} has no value", why, "write `xtoken: {}` for its defaults, or remove the line")
+        return
+    file.values[section] = ({}, file.place(node))
+    _read_section(file, node, section)
 
 
 def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
@@ -155,13 +166,13 @@ def _find(key: str, section: str) -> Option | None:
 
 
 def _own_options(section: str) -> list[Option]:
-    if not section:
-        return []
-    return section_options(TeacherConfig if section.startswith("teachers") else section_types()[section], section)
+    return section_options(section_type(section), section) if section else []
 
 
 def _unknown(place: str, key: str, section: str) -> UsageError:
     names = [option.field for option in _own_options(section)]
+    if section_type(section + XTOKEN):
+        names.append(XTOKEN[1:])
     if not section.startswith("teachers"):
         sections = [] if section else ["teachers", *section_types()]
         names += [*sections, *(option.name for option in all_options())]

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.teacher_batch import TeacherBatch, TeacherPack, collate_teacher
 from mkd.data.teacher_rows import TeacherRows
+from mkd.data.thd import as_row, cumulative, position_ids
 from mkd.parallel.zigzag import context_parallel_rows
 
 
@@ -24,6 +26,7 @@ class Pack:
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
     teacher: TeacherRows | None = None  # of a stored teacher, for the positions with loss
+    teachers: tuple[TeacherPack | None, ...] = ()  # one for every teacher of the data set, None: reads these tokens
 
     def with_teacher(self, teacher: TeacherRows) -> Pack:
         """The pack with what a stored teacher says about its loss positions."""
@@ -50,6 +53,7 @@ class PackedBatch:
     num_loss_tokens: int  # of the whole row
     sample_ids: tuple[int, ...]  # of the packs, -1 for empty ones
     teacher: TeacherRows | None = None  # of a stored teacher, for `loss_rows`
+    teachers: tuple[TeacherBatch | None, ...] = ()  # one for every teacher of the data set, None: reads these tokens
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on `device`; from pinned memory the copies do not block."""
@@ -66,7 +70,8 @@ class PackedBatch:
         if teacher is not None:
             places = torch.searchsorted(self.loss_rows, rows[loss_rows])
             teacher = teacher.map(lambda tensor: tensor[places])
-        return replace(self, **sharded, loss_rows=loss_rows, teacher=teacher)
+        teachers = [part and part.context_parallel_shard(rank, size, self.cu_seqlens_padded) for part in self.teachers]
+        return replace(self, **sharded, loss_rows=loss_rows, teacher=teacher, teachers=tuple(teachers))
 
     def pin_memory(self) -> PackedBatch:
         return self._with_tensors(Tensor.pin_memory)
@@ -74,7 +79,8 @@ class PackedBatch:
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **changed, teacher=None if self.teacher is None else self.teacher.map(change))
+        teachers = tuple(part and part.map(change) for part in self.teachers)
+        return replace(self, **changed, teacher=self.teacher and self.teacher.map(change), teachers=teachers)
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:
@@ -93,30 +99,24 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
     """The packs one after the other as one micro-batch."""
     lengths = np.concatenate([pack.lengths for pack in packs])
     spans = np.concatenate([pack.spans for pack in packs])
-    loss_mask = _row(np.concatenate([pack.loss_mask for pack in packs]))
-    starts = np.cumsum(spans) - spans
+    labels = np.concatenate([pack.labels for pack in packs])
+    loss_mask = as_row(np.concatenate([pack.loss_mask for pack in packs]))
+    teachers = zip(*(pack.teachers for pack in packs), strict=True)
     return PackedBatch(
-        tokens=_row(np.concatenate([pack.tokens for pack in packs])),
-        labels=_row(np.concatenate([pack.labels for pack in packs])),
+        tokens=as_row(np.concatenate([pack.tokens for pack in packs])),
+        labels=as_row(labels),
         loss_mask=loss_mask,
-        position_ids=_row(np.arange(spans.sum()) - np.repeat(starts, spans)),
-        cu_seqlens=_cumulative(lengths),
-        cu_seqlens_padded=_cumulative(spans),
+        position_ids=position_ids(spans),
+        cu_seqlens=cumulative(lengths),
+        cu_seqlens_padded=cumulative(spans),
         max_seqlen=int(spans.max()),
         loss_rows=_loss_rows(loss_mask),
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
         teacher=None if packs[0].teacher is None else TeacherRows.concatenate([pack.teacher for pack in packs]),
+        teachers=tuple(None if parts[0] is None else collate_teacher(parts, labels) for parts in teachers),
     )
-
-
-def _row(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values)[None]
 
 
 def _loss_rows(loss_mask: Tensor) -> Tensor:
     return loss_mask[0].nonzero().flatten()
-
-
-def _cumulative(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mkd.data.attach_teachers import attach_teachers
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store, cache_key
+from mkd.data.teacher_store_builder import cached_teacher_store
+from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -32,6 +35,8 @@ def open_datasets(
     cache_dir: str,  # for raw files as tokens; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
     workers: int = 0,  # processes that tokenise; 0: this one
+    characters_per_sample: int | None = None,  # text records are joined until they have so many; None: each is a document
+    teachers: Sequence[TeacherText | None] = (),  # one for every teacher, None for one that reads the student's tokens
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[BlendedDataset, BlendedDataset | None]:
@@ -40,6 +45,7 @@ def open_datasets(
     Raw files are tokenised into `cache_dir`, once for every content, tokenizer and setting, by the process with
     `is_builder`. `share(value)` is called once by every process, waits for the builder and returns the builder's value
     (picklable): an error of the builder is raised by all. With `valid_data_path` all of `data_path` is for training.
+    For `teachers` with a tokenizer of their own the corpora are tokenised and aligned likewise, and packs have their part.
     """
     train, valid = parse_blend(data_path), None
     train_end, valid_end = parse_split(split or "1")
@@ -47,8 +53,9 @@ def open_datasets(
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
     flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
     flags |= dict.fromkeys(train.paths, "--data-path")
-    preparation = _Preparation(tokenizer, vocab_size, append_eod, cache_dir, workers)
-    prefixes = _prepare_once(lambda: {path: preparation.prefix(path, flag) for path, flag in flags.items()}, is_builder, share)
+    preparation = _Preparation(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample, teachers)
+    prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
+    prefixes = {path: student for path, (student, _) in prepared.items()}
     open_packed = partial(
         PackedDataset,
         seq_length=seq_length,
@@ -66,7 +73,10 @@ def open_datasets(
             "give training a larger part",
         )
     begin, end = (0.0, 1.0) if valid else (train_end, valid_end)
-    return train_data, _open_blend(valid or train, prefixes, begin, end, open_packed)
+    valid_data = _open_blend(valid or train, prefixes, begin, end, open_packed)
+    if teachers:
+        attach_teachers((train_data, valid_data), teachers, dict(prepared.values()), document_multiple)
+    return train_data, valid_data
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,28 @@ class _Preparation:
     append_eod: bool
     cache_dir: str
     workers: int
+    characters_per_sample: int | None
+    teachers: Sequence[TeacherText | None]
 
-    def prefix(self, path: str, flag: str) -> str:
+    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
+        """Path -> (prefix of its tokenised corpus, prefixes of the same in the tokens of each teacher that has its own).
+
+        `flags` says which flag named each path.
+        """
+        return {path: self._prefixes(path, flag) for path, flag in flags.items()}
+
+    def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
+        student = self._student_prefix(path, flag)
+        settings = dict(
+            tokenizer=self.tokenizer,
+            append_eod=self.append_eod,
+            characters_per_sample=self.characters_per_sample,
+            cache_dir=self.cache_dir,
+            workers=self.workers,
+        )
+        return student, [text and cached_teacher_store(path, student, text, **settings) for text in self.teachers]
+
+    def _student_prefix(self, path: str, flag: str) -> str:
         """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
@@ -96,10 +126,10 @@ class _Preparation:
 
     def _cached(self, path: str, flag: str) -> str:
         _require_file(path, flag)
-        key = cache_key(path, self.tokenizer, self.append_eod)
+        key = cache_key(path, self.tokenizer, self.append_eod, self.characters_per_sample)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not _is_complete(prefix, key):
-            build_store([path], prefix, self.tokenizer, self.append_eod, self.workers, key)
+            build_store([path], prefix, self.tokenizer, self.append_eod, self.workers, key, self.characters_per_sample)
         return prefix
 
 

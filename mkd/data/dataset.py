@@ -11,7 +11,11 @@ from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import BlendOrder, EpochOrder, SampleOrder
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
+from mkd.data.teacher_side import StudentPack, TeacherSide
+from mkd.data.teacher_summary import summarise_teacher
 from mkd.errors import DataError
+
+SUMMARISED_PACKS = 64  # enough for proportions; one takes milliseconds
 
 
 class PackedDataset:
@@ -38,9 +42,10 @@ class PackedDataset:
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         if len(pieces) == 0:
             raise _no_loss_tokens(store, last - first, seq_length, overlong)
-        self._store, self._pieces = store, pieces
+        self.store, self.pieces = store, pieces
         self._spans = padded_lengths(pieces.length, document_multiple)
-        self._packs = pack_pieces(self._spans, seq_length, pack)
+        self.packs = pack_pieces(self._spans, seq_length, pack)
+        self.teachers: tuple[TeacherSide | None, ...] = ()  # one for every teacher, None: it reads the student's tokens
         self._vocab_size, self._pad_id = vocab_size, pad_id
         self.seq_length = seq_length
         self.num_documents = last - first
@@ -48,41 +53,63 @@ class PackedDataset:
         self.num_loss_tokens = int(loss_tokens.sum())
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self.packs)
 
     def __getitem__(self, index: int) -> Pack:
         """Pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
-        piece_ids = self._packs.piece_ids[self._packs.offsets[index] : self._packs.offsets[index + 1]]
+        piece_ids = self.packs.of(index)
         spans = self._spans[piece_ids].copy()
         spans[-1] += self.seq_length - spans.sum()  # the tail of the pack is padding of its last document
         pack = empty_pack(self.seq_length, self._pad_id)
-        for start, piece in zip(np.cumsum(spans) - spans, piece_ids, strict=True):
+        starts = np.cumsum(spans) - spans
+        for start, piece in zip(starts, piece_ids, strict=True):
             self._copy_piece(int(piece), pack, int(start))
-        return replace(pack, lengths=self._pieces.length[piece_ids], spans=spans, sample_id=index)
+        student = StudentPack(piece_ids, starts, pack.labels, pack.loss_mask)
+        teachers = tuple(side and side.pack(student) for side in self.teachers)
+        return replace(pack, lengths=self.pieces.length[piece_ids], spans=spans, sample_id=index, teachers=teachers)
 
     def empty_pack(self) -> Pack:
-        return empty_pack(self.seq_length, self._pad_id)
+        teachers = tuple(side and side.empty_pack() for side in self.teachers)
+        return replace(empty_pack(self.seq_length, self._pad_id), teachers=teachers)
+
+    @property
+    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+        """Tokens of a pack for every teacher; None for one that reads the student's tokens."""
+        return tuple(side and side.seq_length for side in self.teachers)
 
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
 
     def describe(self) -> list[str]:
-        """One line with the sizes; fill is the proportion of positions that are not padding."""
+        """One line with the sizes, and one for each teacher; fill is the proportion of positions that are not padding."""
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
-            f"{self._store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
-            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}"
+            f"{self.store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
+            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}",
+            *self._describe_teachers(),
+        ]
+
+    def _describe_teachers(self) -> list[str]:
+        """From evenly spaced packs, or from all where there are few."""
+        if not any(self.teachers):
+            return []
+        sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
+        packs, pieces = [self[index] for index in sample], np.concatenate([self.packs.of(index) for index in sample])
+        return [
+            summarise_teacher(side, packs, [pack.teachers[number] for pack in packs], side.needed(pieces), len(self))
+            for number, side in enumerate(self.teachers)
+            if side
         ]
 
     def _copy_piece(self, piece: int, pack: Pack, start: int) -> None:
         """Tokens, labels and mask of a piece into the arrays of the pack, from position `start`."""
-        pieces = self._pieces
+        pieces = self.pieces
         document, length = int(pieces.document[piece]), int(pieces.length[piece])
         num_labels = int(pieces.num_labels[piece])
-        ids, loss = self._store.read(document, int(pieces.offset[piece]), max(length, num_labels + 1))
+        ids, loss = self.store.read(document, int(pieces.offset[piece]), max(length, num_labels + 1))
         wrong = first_out_of_range(ids, self._vocab_size)
         if wrong is not None:
-            raise self._store.out_of_range(document, int(ids[wrong]), self._vocab_size)
+            raise self.store.out_of_range(document, int(ids[wrong]), self._vocab_size)
         pack.tokens[start : start + length] = ids[:length]
         pack.labels[start : start + num_labels] = ids[1 : num_labels + 1]
         pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
@@ -112,13 +139,18 @@ class BlendedDataset:
     def empty_pack(self) -> Pack:
         return self.members[0].empty_pack()
 
+    @property
+    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+        """See PackedDataset."""
+        return self.members[0].teacher_seq_lengths
+
     def sample_order(self, seed: int, shuffle: bool) -> SampleOrder:
         if self.weights is None:
             return EpochOrder(len(self), seed, shuffle)
         return BlendOrder([len(member) for member in self.members], self.weights, seed, shuffle)
 
     def describe(self) -> list[str]:
-        """One line per member."""
+        """The lines of the members."""
         return [line for member in self.members for line in member.describe()]
 
 

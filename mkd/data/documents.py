@@ -16,11 +16,12 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".json")
 ARROW_SUFFIXES = (".parquet", ".arrow")
-RAW_SUFFIXES = JSON_SUFFIXES + ARROW_SUFFIXES
+TEXT_SUFFIX = ".txt"
+RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
 ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
 
-Row = bytes | Mapping  # one raw record: a line of JSON, or a row of a table
+Row = bytes | Mapping  # one raw record: a line of JSON, or a row of a table; a line of text is {"text": bytes}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Document:
     loss: np.ndarray  # [n] uint8
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """(line or row number from 1, raw record) of a file; blank lines are skipped. Raises DataError if it cannot be read."""
+def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int, Row]]:
+    """(line or row number from 1, raw record) of a file; blank lines are skipped, those of `.txt` unless `keep_blank`.
+
+    Raises DataError if the file cannot be read.
+    """
     path = Path(path)
     if path.suffix not in RAW_SUFFIXES:
         raise DataError(
@@ -49,7 +53,9 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         )
     try:
         if path.suffix in JSON_SUFFIXES:
-            yield from _json_lines(path)
+            yield from _lines(path)
+        elif path.suffix == TEXT_SUFFIX:
+            yield from ((number, {"text": line}) for number, line in _lines(path, b"\r\n", keep_blank))
         else:
             yield from enumerate(_table_rows(path), 1)
     except OSError as error:
@@ -62,7 +68,7 @@ def parse_row(row: Row) -> Record:
     kinds = [kind for kind, keys in KINDS.items() if all(fields.get(key) is not None for key in keys)]
     if len(kinds) != 1:
         raise _wrong_keys(fields, kinds)
-    values = tuple(fields[key] for key in KINDS[kinds[0]])
+    values = tuple(_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in KINDS[kinds[0]])
     if kinds[0] == "messages":
         _check_messages(values[0])
     else:
@@ -93,11 +99,12 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8))
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, stripped: bytes | None = None, keep_blank: bool = False) -> Iterator[tuple[int, bytes]]:
+    """(number, line) without the bytes `stripped` at its ends (None: white space)."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            content = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
-            if content:
+            content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip(stripped)
+            if keep_blank or content.strip():
                 yield number, content
 
 
@@ -141,14 +148,9 @@ def _known_columns(names: list[str]) -> list[str]:
 
 
 def _json_object(line: bytes) -> Mapping:
+    text = _utf8(line)
     try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8: {error.reason} at byte {error.start + 1}",
-            "the text would be changed silently",
-            "convert the file with: iconv -t UTF-8",
-        ) from error
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"not valid JSON: {error}",
@@ -162,6 +164,17 @@ def _json_object(line: bytes) -> Mapping:
             "a file that is one JSON array becomes lines with: jq -c '.[]'",
         )
     return value
+
+
+def _utf8(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8: {error.reason} at byte {error.start + 1}",
+            "the text would be changed silently",
+            "convert the file with: iconv -t UTF-8",
+        ) from error
 
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mkd.data.documents import Document, Row, encode_record, parse_row, read_rows
+from mkd.data.joining import join_texts
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -27,41 +28,18 @@ class EncodedChunk:
     errors: list[MkdError]
 
 
-def encode_files(paths: Sequence[str], tokenizer: Tokenizer, append_eod: bool, workers: int = 0) -> Iterator[EncodedChunk]:
-    """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of files in chunks: (path, [(number, row), ...]), or the error of a file that cannot be read on."""
 
-    Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk.
-    """
-    chunks = DataLoader(
-        _Chunks(paths, tokenizer, append_eod),
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_unchanged,
-        # Not fork: the process may hold a GPU, and the tokenizers library threads, that do not survive it.
-        multiprocessing_context="spawn" if workers else None,
-        generator=torch.Generator(),  # a private one: the loader would draw from the global generator
-    )
-    yield from chunks
+    paths: Sequence[str]
+    characters_per_sample: int | None = None  # see `join_texts`; None: every record is a document
 
-
-class _Chunks(IterableDataset):
-    """Worker w of n encodes chunks w, w+n, ...; the loader asks the workers in turn, which restores the order."""
-
-    def __init__(self, paths: Sequence[str], tokenizer: Tokenizer, append_eod: bool):
-        self._paths, self._tokenizer, self._append_eod = paths, tokenizer, append_eod
-
-    def __iter__(self) -> Iterator[EncodedChunk]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for rows in islice(self._row_chunks(), first, None, step):
-            if isinstance(rows, MkdError):
-                yield _chunk([], [rows])
-            else:
-                yield encode_rows(*rows, self._tokenizer, self._append_eod)
-
-    def _row_chunks(self) -> Iterator[tuple[str, list[tuple[int, Row]]] | MkdError]:
-        for path in self._paths:
-            rows = read_rows(path)
+    def __iter__(self) -> Iterator[tuple[str, list[tuple[int, Row]]] | MkdError]:
+        for path in self.paths:
+            rows = read_rows(path, keep_blank=self.characters_per_sample is not None)
+            if self.characters_per_sample is not None:
+                rows = join_texts(rows, self.characters_per_sample)
             try:
                 while chunk := list(islice(rows, ROWS_PER_CHUNK)):
                     yield path, chunk
@@ -69,23 +47,75 @@ class _Chunks(IterableDataset):
                 yield error
 
 
-def encode_rows(path: str, rows: Iterable[tuple[int, Row]], tokenizer: Tokenizer, append_eod: bool) -> EncodedChunk:
-    """Documents of `rows` (number, raw record) of the file `path`; errors name the file and the row."""
-    documents, errors = [], []
-    for number, row in rows:
+def in_workers(source: Iterable, function: Callable, workers: int = 0) -> Iterator:
+    """`function` of every part of `source`, in the order of `source`, in `workers` processes (0: this one).
+
+    Every worker goes through the source by itself and skips what others do, so both must be picklable and `source` quick.
+    """
+    yield from DataLoader(
+        _Share(source, function),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        # Not fork: the process may hold a GPU, and the tokenizers library threads, that do not survive it.
+        multiprocessing_context="spawn" if workers else None,
+        generator=torch.Generator(),  # a private one: the loader would draw from the global generator
+    )
+
+
+class _Share(IterableDataset):
+    """Worker w of n does parts w, w+n, ...; the loader asks the workers in turn, which restores the order."""
+
+    def __init__(self, source: Iterable, function: Callable):
+        self._source, self._function = source, function
+
+    def __iter__(self) -> Iterator:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        yield from map(self._function, islice(self._source, first, None, step))
+
+
+def encode_files(
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    workers: int = 0,
+    characters_per_sample: int | None = None,
+) -> Iterator[EncodedChunk]:
+    """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
+
+    Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk.
+    """
+    return in_workers(FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    tokenizer: Tokenizer
+    append_eod: bool
+
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedChunk:
+        documents, errors = each_row(rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod))
+        parts = [*documents, Document(np.empty(0, np.int32), np.empty(0, np.uint8))]  # concatenate wants at least one
+        lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
+        return EncodedChunk(
+            np.concatenate([part.ids for part in parts]), np.concatenate([part.loss for part in parts]), lengths, errors
+        )
+
+
+def each_row(
+    rows: tuple[str, list[tuple[int, Row]]] | MkdError, encode: Callable[[Row], object]
+) -> tuple[list, list[MkdError]]:
+    """(`encode` of every row of a part of FileRows, errors), where an error names the file and the row."""
+    if isinstance(rows, MkdError):
+        return [], [rows]
+    path, encoded, errors = rows[0], [], []
+    for number, row in rows[1]:
         try:
-            documents.append(encode_record(parse_row(row), tokenizer, append_eod))
+            encoded.append(encode(row))
         except DataError as error:
             errors.append(DataError(f"{path}:{number}: {error.what}", error.why, error.do))
-    return _chunk(documents, errors)
-
-
-def _chunk(documents: Sequence[Document], errors: list[MkdError]) -> EncodedChunk:
-    parts = [*documents, Document(np.empty(0, np.int32), np.empty(0, np.uint8))]  # concatenate wants at least one
-    lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
-    return EncodedChunk(
-        np.concatenate([part.ids for part in parts]), np.concatenate([part.loss for part in parts]), lengths, errors
-    )
+    return encoded, errors
 
 
 def _unchanged(value):

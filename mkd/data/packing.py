@@ -44,6 +44,10 @@ class Packs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def of(self, pack: int) -> np.ndarray:
+        """Its pieces, int64 [n]."""
+        return self.piece_ids[self.offsets[pack] : self.offsets[pack + 1]]
+
 
 def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     """Tokens that documents take up in a pack. The only place that decides it: context parallelism wants multiples."""

@@ -40,6 +40,10 @@ class StoreFiles:
     def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs made
         return Path(self.prefix + ".meta.json")
 
+    @property
+    def in_order(self) -> tuple[Path, ...]:  # as they are put in place: what is looked for first comes last
+        return self.loss_mask, self.bin, self.idx, self.meta
+
 
 class TokenStore:
     """Documents of a tokenised corpus, memory mapped. Pickling reopens the files."""

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,21 +32,29 @@ class StoreSummary:
 
 
 def build_store(
-    inputs: Sequence[str], prefix: str, tokenizer: Tokenizer, append_eod: bool, workers: int = 0, key: str | None = None
+    inputs: Sequence[str],
+    prefix: str,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    workers: int = 0,
+    key: str | None = None,
+    characters_per_sample: int | None = None,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace one that is there.
 
-    The bytes do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are
-    complete; the description, with `key` (see `cache_key`), comes last. Raises DataError for a malformed record, or
-    ErrorList with the first ten of them.
+    Text records are joined to samples of at least `characters_per_sample` characters (None: each is a document). The bytes
+    do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are complete; the
+    description, with `key` (see `cache_key`), comes last. Raises DataError for a malformed record, or ErrorList with the
+    first ten of them.
     """
     inputs = [str(path) for path in inputs]
     for path in inputs:
         if not Path(path).is_file():
             raise DataError(f"{path} not found", do="check the path of the input file")
     files = StoreFiles(prefix)
-    with _replaced_when_complete(files) as partial:
-        summary = _write_tokens(encode_files(inputs, tokenizer, append_eod, workers), partial, tokenizer.vocab_size)
+    with replaced_when_complete(files) as partial:
+        chunks = encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample)
+        summary = _write_tokens(chunks, partial, tokenizer.vocab_size)
         if not summary.tokens:
             raise DataError(f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files")
         meta = {
@@ -55,6 +63,7 @@ def build_store(
             "tokenizer_fingerprint": tokenizer.fingerprint,
             "vocabulary_fingerprint": tokenizer.vocabulary_fingerprint,
             "append_eod": append_eod,
+            "characters_per_sample": characters_per_sample,
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **asdict(summary),
@@ -63,12 +72,18 @@ def build_store(
     return summary
 
 
-def cache_key(path: str, tokenizer: Tokenizer, append_eod: bool) -> str:
+def cache_key(path: str, tokenizer: Tokenizer, append_eod: bool, characters_per_sample: int | None = None) -> str:
     """SHA-256 over the content of a raw file and all that decides its tokens."""
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizer.fingerprint, append_eod]).encode())
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+    return content_hash([FORMAT_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path])
+
+
+def content_hash(settings: list, paths: Sequence[str | Path]) -> str:
+    """SHA-256 over `settings` (JSON) and the content of files."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -92,14 +107,14 @@ def _write_tokens(chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size:
             loss_tokens += int(chunk.loss.sum(dtype=np.int64)) - int(chunk.loss[starts].sum(dtype=np.int64))
             unpredicted += int((chunk.loss == 0).sum())
             max_token_id = max(max_token_id, int(chunk.ids.max(initial=-1)))
-    _raise_errors(errors)
+    raise_errors(errors)
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
     return StoreSummary(documents, tokens, loss_tokens, max_token_id)
 
 
-def _raise_errors(errors: list[DataError]) -> None:
+def raise_errors(errors: list[DataError]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if len(errors) >= MAX_REPORTED_ERRORS:
@@ -110,20 +125,19 @@ def _raise_errors(errors: list[DataError]) -> None:
 
 
 @contextmanager
-def _replaced_when_complete(files: StoreFiles):
+def replaced_when_complete(files: StoreFiles):
     """Files under temporary names; when the block succeeds they take their names, when it fails they go.
 
     The old description and index go first and the new ones come last, so that no moment shows parts of two corpora as
     one, nor a corpus without its mask.
     """
-    partial = StoreFiles(f"{files.prefix}.partial-{os.getpid()}")
+    partial = replace(files, prefix=f"{files.prefix}.partial-{os.getpid()}")
     try:
         files.bin.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        files.meta.unlink(missing_ok=True)
-        files.idx.unlink(missing_ok=True)
-        files.loss_mask.unlink(missing_ok=True)
-        for source, target in zip(_in_order(partial), _in_order(files), strict=True):
+        for path in reversed(files.in_order):
+            path.unlink(missing_ok=True)
+        for source, target in zip(partial.in_order, files.in_order, strict=True):
             if source.exists():
                 source.replace(target)
     except OSError as error:
@@ -134,9 +148,5 @@ def _replaced_when_complete(files: StoreFiles):
         ) from error
     finally:
         with suppress(OSError):  # the folder may not be there
-            for path in _in_order(partial):
+            for path in partial.in_order:
                 path.unlink(missing_ok=True)
-
-
-def _in_order(files: StoreFiles) -> tuple[Path, ...]:
-    return files.loss_mask, files.bin, files.idx, files.meta

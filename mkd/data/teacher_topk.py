@@ -258,6 +258,10 @@ class TaughtDataset:
     def empty_pack(self) -> Pack:
         return self._dataset.empty_pack().with_teacher(TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size))
 
+    @property
+    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+        return self._dataset.teacher_seq_lengths
+
     def sample_order(self, seed: int, shuffle: bool):
         return self._dataset.sample_order(seed, shuffle)
 

@@ -48,12 +48,17 @@ METRICS = (
     Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
 )
 
-_BY_NAME = {metric.name: metric for metric in METRICS}
-_ORDER = {metric.name: place for place, metric in enumerate(METRICS)}
+PER_TEACHER = (  # always with the teacher's name behind a slash
+    Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of one of several teachers"),
+    Metric("num_aligned", "rows/step", Reduction.STEP_MEAN, "what a teacher is compared on: loss tokens or chunks of text"),
+)
+
+_BY_NAME = {metric.name: metric for metric in METRICS + PER_TEACHER}
+_ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """The registry entry of `key`. `kd_loss/<teacher>` is `kd_loss` of one teacher. KeyError for an unknown key."""
+    """The registry entry of `key`. `kd_loss/<teacher>` is `kd_loss` of one teacher, and so on. KeyError for an unknown key."""
     return _BY_NAME[key.partition("/")[0]]
 
 
@@ -69,10 +74,13 @@ class IntervalAverager:
         self._totals: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, token_sums: Mapping[str, float], **values: float) -> None:
+    def add(
+        self, token_sums: Mapping[str, float], row_sums: Mapping[str, tuple[float, float]] | None = None, **values: float
+    ) -> None:
         """Add one step.
 
-        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `values`: metrics of the other
+        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `row_sums`: (sum, rows) of metrics of
+        single teachers, whose means are over their own rows. `values`: metrics of the other
         reductions as this step measured them; `step_time_ms` must come with those that are means over time.
         """
         for key, total in token_sums.items():
@@ -80,6 +88,8 @@ class IntervalAverager:
                 assert find_metric(key).reduction is Reduction.TOKEN_MEAN, f"{key} is not a token mean"
                 self._accumulate(key, total, token_sums["num_loss_tokens"])
         self._sum("num_loss_tokens", token_sums["num_loss_tokens"])
+        for key, (total, rows) in (row_sums or {}).items():
+            self._accumulate(key, total, rows)
         for key, value in values.items():
             match find_metric(key).reduction:
                 case Reduction.STEP_MEAN:

@@ -74,13 +74,13 @@ def fused_linear_kd(
     dtype = torch.float32 if fp32_logits else student_hidden.dtype
     chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
     head = _Head(objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype)
-    student_hidden = _whole_sequence(student_hidden, tp_group, sequence_parallel)
+    student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)
     if not objective.uses_teacher:
         teacher_hidden = teacher_weight = None
     else:
         assert teacher_weight.shape[0] == student_weight.shape[0], "pad both LM heads to the same vocabulary width"
         with torch.no_grad():
-            teacher_hidden = _whole_sequence(teacher_hidden, tp_group, sequence_parallel)
+            teacher_hidden = whole_sequence(teacher_hidden, tp_group, sequence_parallel)
     assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
     mask = loss_mask.to(compute_dtype(student_hidden))
     tensors = student_hidden, student_weight, teacher_hidden, teacher_weight, labels, mask, loss_rows
@@ -88,7 +88,7 @@ def fused_linear_kd(
     return KDOutput(loss=loss, **sums)
 
 
-def _whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
     """[t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM where nothing was split."""
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return hidden
@@ -115,12 +115,7 @@ class _Head:
     logits_dtype: torch.dtype
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[n, h], [w, h] -> [n, w] in `logits_dtype`."""
-        if self.logits_dtype == hidden.dtype:
-            return torch.mm(hidden, weight.t())
-        if hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=self.logits_dtype)
-        return torch.mm(hidden.to(self.logits_dtype), weight.t().to(self.logits_dtype))
+        return head_logits(hidden, weight, self.logits_dtype)
 
     def row_losses(self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor) -> MergedStatistics:
         return row_losses(student, teacher, labels, mask, self.shard, self.objective, self.tp_group)
@@ -142,8 +137,17 @@ class _Head:
         return result
 
 
-class _Gradients:
-    """Gradients of hidden states and head weight, summed up chunk by chunk."""
+def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, h], [w, h] -> [n, w] in `dtype`."""
+    if dtype == hidden.dtype:
+        return torch.mm(hidden, weight.t())
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=dtype)
+    return torch.mm(hidden.to(dtype), weight.t().to(dtype))
+
+
+class HeadGradients:
+    """Gradients of hidden states and head weight, summed up chunk by chunk in forward, handed on in backward."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
         self.weight = weight
@@ -160,6 +164,16 @@ class _Gradients:
         self.hidden[rows] = torch.mm(logit_gradient, self.weight)
         if self.of_weight is not None:
             add_product(self.of_weight, logit_gradient.t(), hidden)
+
+    def finish(self, loss_gradient: Tensor, announced: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(hidden states', weight's) for autograd, times `loss_gradient` unless it was `announced` and is in them already."""
+        hidden, weight = self.hidden, self.for_weight()
+        if announced is None:
+            hidden.mul_(loss_gradient)
+            weight = None if weight is None else weight.mul_(loss_gradient)
+        else:
+            torch._assert_async(loss_gradient == announced)
+        return hidden, weight if weight is None else weight.to(self.weight.dtype)
 
     def for_weight(self) -> Tensor | None:
         """What autograd gets for the weight; Megatron's DDP wants something for a weight whose gradient it has already."""
@@ -188,7 +202,7 @@ class _FusedLinearKD(torch.autograd.Function):
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, labels, loss_mask, loss_rows, head):
         gradients = None
         if head.with_gradient:
-            gradients = _Gradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
+            gradients = HeadGradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
         loss, sums = 0.0, {}
         for chunk in head.chunks:
             rows = chunk if loss_rows is None else loss_rows[chunk]
@@ -212,12 +226,5 @@ class _FusedLinearKD(torch.autograd.Function):
     def backward(ctx, loss_gradient, _):
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "gradients were made in forward, for one backward"
-        if ctx.loss_gradient is None:
-            hidden, weight = gradients.hidden.mul_(loss_gradient), gradients.for_weight()
-            weight = None if weight is None else weight.mul_(loss_gradient).to(gradients.weight.dtype)
-        else:
-            torch._assert_async(loss_gradient == ctx.loss_gradient)
-            hidden, weight = gradients.hidden, gradients.for_weight()
-            if weight is not None and weight.dtype != gradients.weight.dtype:
-                weight = weight.to(gradients.weight.dtype)
+        hidden, weight = gradients.finish(loss_gradient, ctx.loss_gradient)
         return hidden, weight, None, None, None, None, None, None

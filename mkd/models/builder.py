@@ -1,9 +1,11 @@
-"""Builds this rank's chunks of the pair."""
+"""Builds this rank's chunks of the models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mkd.models.language_model import LanguageModel
-from mkd.models.stage import PairStage
+from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -24,14 +26,13 @@ def build_chunks(
     ]
 
 
-def pair_stages(students: list[LanguageModel], teachers: list[LanguageModel] | None) -> list[PairStage]:
-    """Join the chunks of both models, virtual stage by virtual stage."""
-    if teachers is None:
-        return [PairStage(student, None) for student in students]
-    return [PairStage(student, teacher) for student, teacher in zip(students, teachers, strict=True)]
+def join_stages(
+    students: Sequence[LanguageModel], teachers: Sequence[Sequence[LanguageModel]] = ()
+) -> list[DistillationStage]:
+    """Join the chunks of the student and of each teacher, virtual stage by virtual stage."""
+    return [DistillationStage(student, [chunks[stage] for chunks in teachers]) for stage, student in enumerate(students)]
 
 
-def common_padded_vocab_size(student: ModelShape, teacher: ModelShape | None, tensor_parallel: int) -> int:
-    """Vocabulary rows of both heads: padded alike, so that every id has its logits of both models on the same rank."""
-    shapes = [student] if teacher is None else [student, teacher]
+def common_padded_vocab_size(shapes: Sequence[ModelShape], tensor_parallel: int) -> int:
+    """Vocabulary rows of all heads: padded alike, so that every id has its logits of all models on the same rank."""
     return max(shape.padded_vocab_size(tensor_parallel) for shape in shapes)

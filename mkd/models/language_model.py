@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mkd.models.head import LMHead
@@ -97,6 +99,20 @@ class LanguageModel(GPTModel):
     def use_head(self, use: Callable[[Tensor], Any]) -> Any:
         """`use(weight)` with this rank's rows of the LM head, [v/tp, h]; the same parameter as the embedding's where tied."""
         return self.output_layer(None, weight=self._tied_weight, use=use)
+
+    @torch.no_grad()
+    def select_head_rows(self, ids: Tensor) -> None:
+        """Let this rank's rows of the head be those of the vocabulary `ids` [w] (int64, -1: a row of zeros).
+
+        For a frozen model of which only the head's products are read: afterwards a column is no longer an id, and a tied head
+        is its own. Collective over the tensor-parallel group (all-gather of the head).
+        """
+        weight = self.use_head(lambda own: own)
+        if self.config.tensor_model_parallel_size > 1:
+            weight = gather_from_sequence_parallel_region(weight, group=self.output_layer.tp_group)
+        rows = weight[ids.clamp(min=0)].masked_fill_((ids < 0)[:, None], 0)
+        self.share_embeddings_and_output_weights = False
+        self.output_layer.weight = torch.nn.Parameter(rows, requires_grad=False)
 
     @property
     def _tied_weight(self) -> Tensor | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mkd.errors import MkdError
 from mkd.platform import Platform
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,23 @@ class ParallelContext:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def rank_0_first(self, prepare: Callable[[], T]) -> T:
+        """`prepare()` on rank 0, and once that is done on the others, which may find its files.
+
+        An MkdError of rank 0 is raised by all: nobody waits for ever.
+        """
+        result = error = None
+        if self.rank == 0:
+            try:
+                result = prepare()
+            except MkdError as caught:
+                error = caught
+        error = self.broadcast_object(error)
+        if error is not None:
+            error.on_all_ranks = True
+            raise error
+        return result if self.rank == 0 else prepare()
 
 
 def join_process_group(platform: Platform, timeout: timedelta) -> None:

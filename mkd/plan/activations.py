@@ -28,12 +28,12 @@ class Activations:
     config: Any  # mkd.config.schema.Config
     shape: ModelShape
     element: int  # bytes of an activation
+    seq_length: int  # tokens of a pack
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch, on this context-parallel process."""
-        training = self.config.training
-        return training.micro_batch_size * training.seq_length // self.config.parallel.context_parallel_size
+        return self.config.training.micro_batch_size * self.seq_length // self.config.parallel.context_parallel_size
 
     @property
     def is_sharded(self) -> bool:
@@ -90,7 +90,7 @@ class Activations:
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
 
     def forward_bytes(self) -> int:
-        """Peak of a forward without gradients (the teacher's) beside its weights: the MLP of one layer.
+        """Peak of a forward without gradients (a teacher's) beside its weights: the MLP of one layer.
 
         The layer's input and the residual, with the SwiGLU's input and output, or with the norm's (gathered) output and the
         SwiGLU's input.

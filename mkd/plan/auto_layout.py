@@ -1,8 +1,9 @@
-"""`--pipeline-layout auto`: both layer splits chosen together, so that the slowest pipeline rank is as fast as possible.
+"""`--pipeline-layout auto`: all layer splits chosen together, so that the slowest pipeline rank is as fast as possible.
 
 A rank with s student and t teacher layers spends `s x student_ms + t x teacher_ms` on a micro-batch, the last one the heads
 besides. The search finds the smallest possible largest time over ranks, then the most even counts among all splits within
-`TIE` of it. The same search then splits a rank's layers over its virtual stages.
+`TIE` of it. The same search then splits a rank's layers over its virtual stages. It is exact for the student and one teacher,
+the one with the slowest layers; layers of further teachers, slowest first, fill up what these leave, teacher by teacher.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mkd.errors import UsageError
 from mkd.plan.cost import PairCost
@@ -31,19 +32,23 @@ class Bin:
 
 
 def auto_layouts(
-    cost: PairCost, student_layers: int, teacher_layers: int | None, pipeline_parallel: int, virtual_stages: int = 1
-) -> tuple[PipelineLayout, PipelineLayout | None]:
-    """The layouts of student and teacher (None without one).
+    cost: PairCost,
+    student_layers: int,
+    teacher_layers: Sequence[int],  # of each teacher
+    pipeline_parallel: int,
+    virtual_stages: int = 1,
+) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
+    """The layouts of the student and of each teacher.
 
     Every stage gets a layer of each model, but the first (it has the embedding) and the last (the heads) may have none.
     Raises UsageError when a model has too few layers for that.
     """
-    counts = (student_layers, teacher_layers or 0)
+    counts = (student_layers, *teacher_layers)
     stages = pipeline_parallel * virtual_stages
-    least = max(stages - 2, 0)
-    if min(count for count in (student_layers, teacher_layers) if count is not None) < least:
+    if min(counts) < stages - 2:
+        taught = " and ".join(map(str, teacher_layers)) or "no"
         raise UsageError(
-            f"pipeline-layout auto: models of {student_layers} (student) and {teacher_layers or 'no'} (teacher) layers do "
+            f"pipeline-layout auto: models of {student_layers} (student) and {taught} (teacher) layers do "
             f"not fill {stages} pipeline stages",
             "every stage but the first and the last one needs a layer of each model",
             "use fewer pipeline stages",
@@ -53,14 +58,29 @@ def auto_layouts(
         for stage in range(stages)
     ]
     ranks = [bins[rank::pipeline_parallel] for rank in range(pipeline_parallel)]
-    layer_ms = (cost.student_ms, cost.teacher_forward_ms)
+    layer_ms = (cost.student_ms, *cost.teacher_forward_ms)
     joined = [Bin(sum(one.min_layers for one in rank), sum(one.fixed_ms for one in rank)) for rank in ranks]
-    of_ranks = balance(counts, layer_ms, joined)
-    of_stages = [balance(totals, layer_ms, rank) for totals, rank in zip(of_ranks, ranks, strict=True)]
+    of_ranks = balance_all(counts, layer_ms, joined)
+    of_stages = [balance_all(totals, layer_ms, rank) for totals, rank in zip(of_ranks, ranks, strict=True)]
     in_order = [of_stages[stage % pipeline_parallel][stage // pipeline_parallel] for stage in range(stages)]
-    learned, taught = zip(*in_order, strict=True)
-    student = PipelineLayout(learned, pipeline_parallel, virtual_stages)
-    return student, PipelineLayout(taught, pipeline_parallel, virtual_stages) if teacher_layers else None
+    student, *teachers = (PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in zip(*in_order, strict=True))
+    return student, tuple(teachers)
+
+
+def balance_all(
+    layers: Sequence[int],  # of the student and of each teacher, to be given out
+    layer_ms: Sequence[float],  # of one layer of each
+    bins: Sequence[Bin],
+) -> list[tuple[int, ...]]:
+    """Layers of each model in each bin: `balance` for the student and the slowest teacher, then for one teacher at a time."""
+    first, *others = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model]) or [None]
+    columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
+    for pair in [(0, first), *((other, None) for other in others)]:
+        counts, times = (tuple(0 if model is None else of[model] for model in pair) for of in (layers, layer_ms))
+        split = balance(counts, times, bins)
+        bins = [replace(one, fixed_ms=one.fixed_ms + _load(given, times)) for one, given in zip(bins, split, strict=True)]
+        columns |= dict(zip(pair, zip(*split, strict=True), strict=True))
+    return list(zip(*(columns[model] for model in range(len(layers))), strict=True))
 
 
 def balance(

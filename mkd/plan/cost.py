@@ -1,18 +1,20 @@
 """The time of one micro-batch on each pipeline stage, from FLOPs and measured rates.
 
-The teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes. The last stage
-also runs both LM heads and the loss: the fused head makes the gradient during forward, so all of it is forward time there.
-Embeddings, norms and communication are not counted.
+Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes. The last stage
+also runs the LM heads and the loss: the fused head makes the gradient during forward, so all of it is forward time there.
+Embeddings, norms, communication and copies of weights from host memory are not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
 """Tokens of a document where nobody knows better: about what web text has. Attention costs in proportion to it."""
@@ -38,7 +40,7 @@ class Rates:
 class StageTime:
     """Milliseconds of one micro-batch on one (pipeline rank, virtual stage)."""
 
-    forward_ms: float  # teacher and student; on the last stage both heads and the gradient of the student's too
+    forward_ms: float  # teachers and student; on the last stage their heads and the gradient of the student's too
     backward_ms: float
 
     @property
@@ -52,22 +54,23 @@ class PairCost:
 
     student_forward_ms: float
     student_backward_ms: float
-    teacher_forward_ms: float  # 0 without a teacher
-    head_ms: float  # both heads and the loss, on the last stage
+    teacher_forward_ms: tuple[float, ...]  # one for each teacher
+    head_ms: float  # all heads and the loss, on the last stage
 
     @property
     def student_ms(self) -> float:
         """One student layer, forward and backward."""
         return self.student_forward_ms + self.student_backward_ms
 
-    def stage_times(self, student: PipelineLayout, teacher: PipelineLayout | None) -> list[StageTime]:
+    def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[StageTime]:
         """The time of every stage, in model order."""
-        taught = teacher.layers if teacher else (0,) * len(student.layers)
+        frozen_ms = [
+            sum(layout.layers[stage] * ms for layout, ms in zip(teachers, self.teacher_forward_ms, strict=True))
+            for stage in range(len(student.layers))
+        ]
         times = [
-            StageTime(
-                learned * self.student_forward_ms + frozen * self.teacher_forward_ms, learned * self.student_backward_ms
-            )
-            for learned, frozen in zip(student.layers, taught, strict=True)
+            StageTime(layers * self.student_forward_ms + ms, layers * self.student_backward_ms)
+            for layers, ms in zip(student.layers, frozen_ms, strict=True)
         ]
         times[-1] = StageTime(times[-1].forward_ms + self.head_ms, times[-1].backward_ms)
         return times
@@ -76,39 +79,59 @@ class PairCost:
 def pair_cost(
     config: Any,
     student: ModelShape,
-    teacher: ModelShape | None,
+    teachers: Sequence[ModelShape],
     num_stages: int,  # pipeline ranks x virtual stages
     document_length: int = DOCUMENT_LENGTH,
     rates: Rates | None = None,
 ) -> PairCost:
     """The cost under an `mkd.config.schema.Config`: its micro-batch, tensor and context parallelism, and recomputation.
 
-    Attention is counted for packs of documents of `document_length` tokens, or of a whole pack if that is shorter. Every token
-    counts as a loss token. Block recomputation counts as if stages were equal.
+    Attention is counted for packs of documents of `document_length` student tokens, or of a whole pack if that is shorter; a
+    teacher with its own tokens has as many more or fewer as its packs are longer or shorter. Every token counts as a loss
+    token. Block recomputation counts as if stages were equal.
     """
     rates = rates or Rates()
     parallel, training = config.parallel, config.training
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    tokens = training.micro_batch_size * training.seq_length
-    squares = tokens * min(document_length, training.seq_length)
 
-    def attention_ms(shape: ModelShape) -> float:
-        return _milliseconds(layer_attention_flops(shape, squares) / ranks, rates.attention)
+    def attention_ms(shape: ModelShape, seq_length: int) -> float:
+        document = min(document_length / training.seq_length, 1.0) * seq_length
+        flops = layer_attention_flops(shape, round(training.micro_batch_size * seq_length * document))
+        return _milliseconds(flops / ranks, rates.attention)
 
-    def layer_ms(shape: ModelShape, rate: float) -> float:
-        return _milliseconds(2 * tokens * layer_matmul_parameters(shape) / ranks, rate) + attention_ms(shape)
+    def layer_ms(shape: ModelShape, seq_length: int, rate: float) -> float:
+        flops = 2 * training.micro_batch_size * seq_length * layer_matmul_parameters(shape)
+        return _milliseconds(flops / ranks, rate) + attention_ms(shape, seq_length)
 
-    forward_ms = layer_ms(student, rates.student_matmul)
-    again_ms = attention_ms(student) if training.recompute_granularity == "selective" else 0.0
+    planned = plan_teachers(config, teachers)
+    forward_ms = layer_ms(student, training.seq_length, rates.student_matmul)
+    again_ms = attention_ms(student, training.seq_length) if training.recompute_granularity == "selective" else 0.0
     if training.recompute_granularity == "full":
         again_ms = _recomputed_share(training, student.num_layers / num_stages) * forward_ms
-    head_width = 3 * student.hidden_size + (teacher.hidden_size if teacher else 0)
     return PairCost(
         student_forward_ms=forward_ms,
         student_backward_ms=2 * forward_ms + again_ms,
-        teacher_forward_ms=layer_ms(teacher, rates.teacher_matmul) if teacher else 0.0,
-        head_ms=_milliseconds(2 * tokens * student.vocab_size * head_width / ranks, rates.head),
+        teacher_forward_ms=tuple(layer_ms(one.shape, one.seq_length, rates.teacher_matmul) for one in planned),
+        head_ms=_milliseconds(training.micro_batch_size * _head_flops(config, student, planned) / ranks, rates.head),
     )
+
+
+def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -> int:
+    """FLOPs of the heads for one pack: the student's with both gradients (3 products) in every pass, each teacher's once.
+
+    One divergence over the student's own tokens (an average of teachers is one) shares its pass with the cross entropy;
+    otherwise the cross entropy and each teacher have passes of their own. Weights that depend on the pack read every teacher's
+    logits a second time.
+    """
+    kd, has_own = config.kd, any(teacher.has_own_tokens for teacher in teachers)
+    divergences = min(len(teachers), 1) if kd.teacher_combination == "average" else len(teachers)
+    passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
+    reads = 2 if len(teachers) > 1 and (kd.teacher_combination == "select" or kd.teacher_weighting != "static") else 1
+    total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
+    for teacher in teachers:
+        vocab_size = teacher.shape.vocab_size if teacher.has_own_tokens else student.vocab_size
+        total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size
+    return total
 
 
 def _recomputed_share(training: Any, layers: float) -> float:

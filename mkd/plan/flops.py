@@ -1,6 +1,8 @@
-"""Floating-point operations of the pair, for the MFU of a run. Padding and recomputation never count."""
+"""Floating-point operations of student and teachers, for the MFU of a run. Padding and recomputation never count."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from mkd.plan.model_shape import ModelShape
 
@@ -20,7 +22,7 @@ def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
     return 2 * shape.num_attention_heads * shape.head_dim * squared_lengths
 
 
-def forward_flops(shape: ModelShape, document_lengths: list[int]) -> int:
+def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
     """FLOPs of one forward pass over packed documents: 2 per parameter and token, plus causal attention.
 
     The LM head counts (it multiplies every token), an embedding lookup does not.
@@ -30,9 +32,15 @@ def forward_flops(shape: ModelShape, document_lengths: list[int]) -> int:
     return 2 * parameters * sum(document_lengths) + attention
 
 
-def distillation_flops(student: ModelShape, teacher: ModelShape | None, document_lengths: list[int]) -> int:
-    """Student forward and backward (3 forwards' worth) and one teacher forward."""
-    total = 3 * forward_flops(student, document_lengths)
-    if teacher is not None:
-        total += forward_flops(teacher, document_lengths)
-    return total
+def distillation_flops(
+    student: ModelShape,
+    teachers: Sequence[ModelShape],
+    document_lengths: Sequence[int],
+    teacher_lengths: Sequence[Sequence[int] | None] | None = None,  # of each teacher; None where it reads the student's tokens
+) -> int:
+    """Student forward and backward (3 forwards' worth) and one forward of each teacher."""
+    lengths = teacher_lengths or [None] * len(teachers)
+    forwards = [
+        forward_flops(shape, document_lengths if own is None else own) for shape, own in zip(teachers, lengths, strict=True)
+    ]
+    return 3 * forward_flops(student, document_lengths) + sum(forwards)

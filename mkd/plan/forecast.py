@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from mkd.plan.flops import distillation_flops
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import Teacher, plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: the 1.0 of an MFU
 
@@ -23,16 +25,16 @@ class Forecast:
     config: Any  # mkd.config.schema.Config
     batch: BatchPlan
     student: ModelShape
-    teacher: ModelShape | None
+    teachers: Sequence[ModelShape]  # those that run, in the order of the configuration
     student_layout: PipelineLayout
-    teacher_layout: PipelineLayout | None
-    document_length: int = DOCUMENT_LENGTH  # tokens of a typical document; longer than a pack: one fills it
+    teacher_layouts: Sequence[PipelineLayout]
+    document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document; longer than a pack: one fills it
 
     def stage_times(self) -> list[StageTime]:
         """By stage, in model order."""
         stages = len(self.student_layout.layers)
-        cost = pair_cost(self.config, self.student, self.teacher, stages, self.document_length)
-        return cost.stage_times(self.student_layout, self.teacher_layout)
+        cost = pair_cost(self.config, self.student, self.teachers, stages, self.document_length)
+        return cost.stage_times(self.student_layout, self.teacher_layouts)
 
     def step(self) -> StepForecast:
         return simulate(self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches)
@@ -42,11 +44,15 @@ class Forecast:
         pack = self.batch.seq_length
         length = min(self.document_length, pack)
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
-        return self.batch.global_batch_size * distillation_flops(self.student, self.teacher, documents)
+        of_teachers = [
+            [round(one.seq_length / pack * document) for document in documents]
+            for one in plan_teachers(self.config, self.teachers)
+        ]
+        return self.batch.global_batch_size * distillation_flops(self.student, self.teachers, documents, of_teachers)
 
     def memory(self) -> MemoryPlan:
         return predict_memory(
-            self.config, self.student, self.teacher, self.student_layout, self.teacher_layout, self.batch
+            self.config, self.student, self.teachers, self.student_layout, self.teacher_layouts, self.batch
         )
 
     @property
@@ -66,17 +72,21 @@ class Forecast:
     def describe(self) -> str:
         """Everything above, a few lines."""
         lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
-        if self.teacher_layout is not None:
-            lines.append(f"teacher layers by stage: {self.teacher_layout.layers}")
+        for teacher, layout in zip(plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True):
+            lines.append(f"{teacher.role} layers by stage: {layout.layers}{self._own_tokens(teacher)}")
         return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
+
+    def _own_tokens(self, teacher: Teacher) -> str:
+        return f"; packs of {teacher.seq_length} tokens of its own" if teacher.has_own_tokens else ""
 
     def _padded_attention(self) -> list[str]:
         tensor = self.config.parallel.tensor_model_parallel_size
+        teachers = [(teacher.role, teacher.shape) for teacher in plan_teachers(self.config, self.teachers)]
         return [
             f"{role} attention: {shape.num_query_groups} key/value heads padded to {shape.padded_query_groups(tensor)} "
             "for tensor parallel"
-            for role, shape in (("student", self.student), ("teacher", self.teacher))
-            if shape is not None and shape.num_query_groups % tensor
+            for role, shape in [("student", self.student), *teachers]
+            if shape.num_query_groups % tensor
         ]
 
     def _times(self) -> list[str]:

@@ -7,8 +7,8 @@ fragmentation of torch's allocator (a few percent of what it reserves).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mkd.plan.activations import Activations
@@ -17,11 +17,13 @@ from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import Teacher, plan_teachers
 
 GIB = 2**30
 WORKSPACE_GIB = 0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, loss scalars
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
+STREAMED_LAYERS = 2  # of a teacher on the host, on the device: one runs while the next arrives; embedding and head stay there
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class RankMemory:
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
-    optimizer_gib: float  # fp32 master weights (bf16 runs) and two moments
-    teacher_gib: float  # weights
+    optimizer_gib: float  # fp32 master weights (bf16 runs) and two moments; from the host, only what an update adds to the peak
+    teacher_gib: float  # weights of all teachers
     activations_gib: float  # of the student, all micro-batches that are alive at the peak
-    transient_gib: float  # teacher's forward, head, or one layer's backward, whatever makes the peak; messages; workspaces
+    transient_gib: float  # a teacher's forward, head, or one layer's backward, whatever makes the peak; messages; workspaces
     device_gib: float  # CUDA context and NCCL: seen by nvidia-smi, not by torch
 
     @property
@@ -65,14 +67,15 @@ class MemoryPlan:
 def predict_memory(
     config: Any,
     student: ModelShape,
-    teacher: ModelShape | None,
+    teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
     student_layout: PipelineLayout,
-    teacher_layout: PipelineLayout | None,
+    teacher_layouts: Sequence[PipelineLayout],
     batch: BatchPlan,
 ) -> MemoryPlan:
     """Predict training under an `mkd.config.schema.Config` on GPUs, with Transformer Engine layers and the fused head."""
-    pair = _Pair(config, student, teacher, student_layout, teacher_layout, batch)
-    return MemoryPlan(tuple(pair.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
+    planned = plan_teachers(config, teachers)
+    models = _Models(config, student, planned, student_layout, tuple(teacher_layouts), batch)
+    return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
 
 
 def stage_parameters(shape: ModelShape, layers: int, tensor_parallel: int, vocab_rows: int, *ends: bool) -> int:
@@ -92,14 +95,14 @@ def stage_parameters(shape: ModelShape, layers: int, tensor_parallel: int, vocab
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _Models:
     """The arguments of `predict_memory`, and the sizes that follow from them."""
 
     config: Any
     student: ModelShape
-    teacher: ModelShape | None
+    teachers: tuple[Teacher, ...]
     student_layout: PipelineLayout
-    teacher_layout: PipelineLayout | None
+    teacher_layouts: tuple[PipelineLayout, ...]
     batch: BatchPlan
 
     @property
@@ -109,48 +112,80 @@ class _Pair:
 
     @property
     def vocab_rows(self) -> int:
-        """Of each embedding and head on one process: both models are padded alike."""
+        """Of each embedding and head on one process: models that read the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        return max(shape.padded_vocab_size(tensor) for shape in (self.student, self.teacher) if shape) // tensor
+        shapes = [self.student, *(teacher.shape for teacher in self.teachers if not teacher.has_own_tokens)]
+        return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
+
+    def _head_rows(self, teacher: Teacher) -> int:
+        """Of a teacher's head on one process. With its own tokens it has a place beside each row of the student's."""
+        tensor = self.config.parallel.tensor_model_parallel_size
+        return max(self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.has_own_tokens else 0)
+
+    def _activations(self, teacher: Teacher) -> Activations:
+        return Activations(self.config, teacher.shape, self.element, teacher.seq_length)
+
+    @property
+    def _student_activations(self) -> Activations:
+        return Activations(self.config, self.student, self.element, self.config.training.seq_length)
 
     def rank_memory(self, rank: int) -> RankMemory:
-        parallel = self.config.parallel
-        learned = self._parameters(self.student, self.student_layout, rank)
-        frozen = self._parameters(self.teacher, self.teacher_layout, rank) if self.teacher else 0
+        parallel, training = self.config.parallel, self.config.training
+        learned = self._parameters(self.student, self.student_layout, rank, self.vocab_rows)
+        frozen = sum(
+            self._teacher_parameters(teacher, layout, rank)
+            for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True)
+        )
         replicas = self.batch.data_parallel * parallel.context_parallel_size
-        state_bytes = (12 if self.config.training.bf16 else 8) / (replicas if parallel.use_distributed_optimizer else 1)
+        state_bytes = (12 if training.bf16 else 8) / (replicas if parallel.use_distributed_optimizer else 1)
         alive, transient = max(self._moments(rank), key=sum)
+        optimizer = learned * state_bytes
+        if training.optimizer_residency == "host":
+            optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
         groups = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, replicas)
         return RankMemory(
             student_gib=learned * self.element / GIB,
             gradients_gib=learned * 4 / GIB,
-            optimizer_gib=learned * state_bytes / GIB,
+            optimizer_gib=optimizer / GIB,
             teacher_gib=frozen * self.element / GIB,
             activations_gib=alive / GIB,
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
             device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in groups),
         )
 
-    def _parameters(self, shape: ModelShape, layout: PipelineLayout, rank: int) -> int:
+    def _parameters(
+        self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, is_streamed: bool = False
+    ) -> int:
+        """Of one process; streamed from the host, room for `STREAMED_LAYERS` takes the place of its decoder layers."""
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
-        return sum(
-            stage_parameters(shape, layout.layers[stage], tensor, self.vocab_rows, stage == 0, stage == stages - 1)
-            for stage in range(rank, stages, layout.pipeline_parallel)
-        )
+        own = range(rank, stages, layout.pipeline_parallel)
+        layers = sum(layout.layers[stage] for stage in own)
+        if is_streamed and layers:
+            layers = STREAMED_LAYERS
+        return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
+
+    def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
+        """On the device. With its own tokens a teacher has an embedding padded by itself, and a head never tied to it."""
+        if not teacher.has_own_tokens:
+            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
+        tensor = self.config.parallel.tensor_model_parallel_size
+        rows = teacher.shape.padded_vocab_size(tensor) // tensor
+        untied = replace(teacher.shape, tie_word_embeddings=False)
+        has_head = rank == layout.pipeline_parallel - 1
+        more = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
+        return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """(activations alive, transient), bytes, at each moment of the rank's schedule that may be its peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
-        student = Activations(self.config, self.student, self.element)
-        teacher = Activations(self.config, self.teacher, self.element) if self.teacher else None
-        head = self._head_bytes(student, teacher)
+        student, head = self._student_activations, self._head_bytes()
         table = self.vocab_rows * self.student.hidden_size * self.element  # what autograd gets as gradient of embedding or head
         alive = 0
         for task in rank_order(rank, layout.pipeline_parallel, layout.virtual_stages, self.batch.num_microbatches):
             stage = task.virtual_stage * layout.pipeline_parallel + rank
             kept = student.chunk_bytes(layout.layers[stage], is_last=stage == last)
             if task.is_forward:
-                yield alive, teacher.forward_bytes() if teacher and self.teacher_layout.layers[stage] else 0
+                yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
                 yield alive, head if stage == last else 0
             else:
@@ -159,30 +194,50 @@ class _Pair:
                 alive -= kept
                 yield alive, table if stage == 0 else 0
 
-    def _head_bytes(self, student: Activations, teacher: Activations | None) -> int:
-        """The head: for a chunk of rows (all, if it is not fused) the logits of both models, their hidden states and the
-        student's gradient; for all rows the teacher's hidden state, the gradient of the student's, and statistics.
+    def _teachers_forward_bytes(self, stage: int) -> int:
+        """Peak of the teachers' forwards through a stage, one after another, those done keeping their hidden states."""
+        peak = kept = 0
+        for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
+            if layout.layers[stage]:
+                peak = max(peak, kept + self._activations(teacher).forward_bytes())
+            kept += self._activations(teacher).hidden_bytes
+        return peak
 
-        With sequence parallelism both hidden states are gathered. The weight's gradient goes into DDP's buffer.
+    def _head_bytes(self) -> int:
+        """The heads: the largest of the teachers' (`_chunk_bytes`), and for all rows every teacher's hidden state, the
+        gradient of the student's, and statistics. With sequence parallelism hidden states are gathered.
+        """
+        student = self._student_activations
+        groups = [(teacher,) for teacher in self.teachers] or [()]
+        if self.config.kd.teacher_combination == "average":
+            groups = [self.teachers]
+        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (1 + student.is_sharded)
+        for teacher in map(self._activations, self.teachers):
+            whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
+        return whole + max(self._chunk_bytes(group) for group in groups)
+
+    def _chunk_bytes(self, teachers: tuple[Teacher, ...]) -> int:
+        """One divergence from `teachers`, for a chunk of rows (all, if the head is not fused): the logits of all models, their
+        hidden states and the student's gradient. The weight's gradient goes into DDP's buffer.
         """
         kd = self.config.kd
         bytes_per_logit = 4 if kd.kd_fp32_logits else self.element
-        rows = student.tokens
+        tokens = self._student_activations.tokens
+        rows = tokens
         if kd.kd_fused_head and not any(source.topk for source in self.config.teachers):
-            rows = head_chunk_rows(rows, self.vocab_rows, bytes_per_logit)
-        of_logit = (2 if teacher else 1) * bytes_per_logit
+            rows = head_chunk_rows(rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit)
+        of_row = self.vocab_rows * bytes_per_logit + 2 * self.student.hidden_size * self.element
         if kd.kd_fp32_logits and self.element < 4:
-            of_logit += self.element  # the gradient; bf16 logits are overwritten by theirs
-        widths = 2 * self.student.hidden_size + (self.teacher.hidden_size if self.teacher else 0)
-        chunk = rows * (self.vocab_rows * of_logit + widths * self.element)
-        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (1 + student.is_sharded)
-        if teacher:
-            whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        return chunk + whole
+            of_row += self.vocab_rows * self.element  # the gradient; bf16 logits are overwritten by theirs
+        total = rows * of_row
+        for teacher in teachers:
+            of_row = self._head_rows(teacher) * bytes_per_logit + teacher.shape.hidden_size * self.element
+            total += -(-rows * self._activations(teacher).tokens // tokens) * of_row
+        return total
 
     def _message_bytes(self) -> int:
-        """Pipeline messages: activations of both models on the way in and out, or the student's gradients."""
+        """Pipeline messages: activations of all models on the way in and out, or the student's gradients."""
         if self.config.parallel.pipeline_model_parallel_size == 1:
             return 0
-        shapes = [shape for shape in (self.student, self.teacher) if shape]
-        return 2 * sum(Activations(self.config, shape, self.element).hidden_bytes for shape in shapes)
+        models = [self._student_activations, *map(self._activations, self.teachers)]
+        return 2 * sum(model.hidden_bytes for model in models)

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
 from mkd.errors import DataError
+from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
 
 ASSISTANT = "assistant"
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where an assistant message is in the rendered conversation, in bytes."""
+
+    message: int  # its number
+    start: int  # end of the generation prompt
+    content_end: int
+    end: int  # with the end-of-turn token; content_end if there is none
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A conversation under a chat template."""
+
+    encoded: EncodedText  # control tokens have spans too: the template wrote them as text
+    data: bytes  # the rendered conversation
+    turns: tuple[Turn, ...]  # the assistant's
 
 
 def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
@@ -22,25 +43,70 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     Raises DataError when the template refuses the conversation, or when no method tells its assistant turns apart.
     """
     text = _render(hf, messages)
-    backend = hf.backend_tokenizer
-    backend.encode_special_tokens = False  # the control tokens of the template are control tokens
-    encoding = backend.encode(text, add_special_tokens=False)
-    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    spans = [_turn_span(hf, messages, turn, text) for turn in turns]
-    if None not in spans:
-        return encoding.ids, _mask_of_spans(encoding.offsets, spans)
+    encoding = _encode_rendered(hf, text)
+    turns = _find_turns(hf, messages, text)
+    if None not in turns.values():
+        return encoding.ids, _mask_of_spans(encoding.offsets, [(start, end) for start, _, end in turns.values()])
     if _has_generation_marks(hf):
         marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return encoding.ids, marked["assistant_masks"]
-    raise DataError(
-        f"message {turns[spans.index(None)] + 1}: the assistant turn cannot be found in the rendered conversation",
+    raise _hidden_turn(turns)
+
+
+def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]) -> EncodedChat:
+    """The conversation with the places of its assistant turns; `pieces`: what each id spells, control tokens included.
+
+    Raises DataError when the template refuses the conversation, or when its assistant turns cannot be found.
+    """
+    text = _render(hf, messages)
+    encoding = _encode_rendered(hf, text)
+    turns = _find_turns(hf, messages, text)
+    if None in turns.values():
+        raise _hidden_turn(turns)
+    data = utf8(text)
+    in_text = np.ones(len(encoding.ids), dtype=bool)
+    encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
+    places = byte_offsets(text, [(span[i], span[i + 1]) for span in turns.values() for i in (0, 1)]).reshape(-1, 4)
+    named = [Turn(message, *place) for message, place in zip(turns, places[:, [0, 1, 3]].tolist(), strict=True)]
+    return EncodedChat(encoded, data, tuple(named))
+
+
+def end_of_turn(hf) -> str | None:
+    """The control token that closes an assistant turn in the chat template of `hf`, if there is one."""
+    messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
+    try:
+        text = _render(hf, messages)
+    except DataError:
+        return None
+    span = _turn_span(hf, messages, 1, text)
+    return None if span is None else text[span[1] : span[2]].strip() or None
+
+
+def _encode_rendered(hf, text: str):
+    backend = hf.backend_tokenizer
+    backend.encode_special_tokens = False  # the control tokens of the template are control tokens
+    return backend.encode(text, add_special_tokens=False)
+
+
+def _find_turns(hf, messages: Sequence[Mapping], text: str) -> dict[int, tuple[int, int, int] | None]:
+    """Number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
+
+
+def _hidden_turn(turns: Mapping[int, tuple | None]) -> DataError:
+    hidden = next(turn for turn, span in turns.items() if span is None)
+    return DataError(
+        f"message {hidden + 1}: the assistant turn cannot be found in the rendered conversation",
         "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
         "add {% generation %} marks to the template, or write the record as prompt and completion",
     )
 
 
-def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int] | None:
-    """Characters [start, end) of `text` that the assistant wrote in message `turn`; None if the template hides them.
+def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:
+    """(start, end of the content, end) in characters of `text` of what the assistant wrote in message `turn`.
+
+    The end-of-turn token, if there is one, lies between the two ends. None if the template hides the turn.
 
     The conversation is rendered again with a placeholder as the content of this one turn. What comes after the
     placeholder must be the tail of `text`, and that gives the end of the turn in place, whatever the template does to
@@ -58,7 +124,7 @@ def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[i
     end = len(text) - len(after)
     for prompt in (_generation_prompt(hf, messages[:turn]), before):
         if prompt is not None and text.startswith(prompt) and len(prompt) <= end:
-            return len(prompt), end + _end_of_turn_length(hf, after)
+            return len(prompt), end, end + _end_of_turn_length(hf, after)
     return None
 
 

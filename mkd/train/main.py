@@ -35,7 +35,9 @@ def run(loaded: LoadedConfig) -> None:
         make_deterministic()
     platform = detect()  # before Megatron is imported, whose remarks it quiets
     from mkd.train.loop import train
-    from mkd.train.setup import build_run, log_folder, plan_run
+    from mkd.train.own_tokens import log_folder
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
 
     plan = plan_run(loaded.config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if _is_rank_0():

@@ -1,4 +1,4 @@
-"""The objective: final hidden states of both models -> distillation loss of one micro-batch."""
+"""The objective: final hidden states of all models -> distillation loss of one micro-batch."""
 
 from __future__ import annotations
 
@@ -11,87 +11,136 @@ from torch import Tensor
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDOutput, fused_linear_kd, vocab_parallel_kd
-from mkd.models.stage import PairStage
+from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import take_rider
+from mkd.parallel.pipeline import take_riders
+from mkd.train.sums import LossSums, TeacherSums, report, report_size
+from mkd.train.teacher_loss import TeacherLoss, compare
+from mkd.train.teacher_weights import pack_weights
 from mkd.train.topk_objective import topk_loss
-
-SUMS = ("loss", "ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens")
-"""What every micro-batch reports, as sums over its loss tokens: the fields of `KDOutput`; 0 for what was not computed."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Runs both heads and the loss on the last stage; the teacher's state ends here.
+    """Runs all heads and the loss on the last stage; the teachers' states end here.
 
-    `inverse_num_tokens` (0-dim fp32) is 1 / (loss tokens of the global batch), so that gradients of micro-batches and
-    data-parallel ranks only need to be added.
+    One teacher that reads the student's tokens takes one pass over the heads. Otherwise the cross entropy and every teacher
+    have a pass of their own, whose gradients add up.
+
+    `inverse_counts` hold 1 / (loss tokens of the global batch), and for each teacher 1 / (rows of the global batch that it is
+    compared on), so that gradients of micro-batches and data-parallel ranks only need to be added.
     """
 
     kd: KDConfig
     context: ParallelContext
-    inverse_num_tokens: Tensor
+    teachers: tuple[TeacherLoss, ...]
+    inverse_counts: Tensor  # [1 + teachers] fp32
     with_ce_metric: bool = False  # also report CE where kd_ratio is 1 and the loss does without it
 
-    def __call__(self, stage: PairStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's loss callback: (loss to differentiate, 0 tokens: nothing is left to divide by, `SUMS` [7] fp64)."""
-        teacher_hidden = take_rider(hidden)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is compared with the student: the teachers, or all together."""
+        return ("average",) if self.kd.teacher_combination == "average" else tuple(one.name for one in self.teachers)
+
+    @property
+    def num_sums(self) -> int:
+        return report_size(len(self.names))
+
+    def sums(self, vector: Tensor) -> LossSums:
+        """Of the added-up reports."""
+        return LossSums.of(vector, self.names, self.kd.kd_ratio)
+
+    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Megatron's loss callback: (loss to differentiate, 0 tokens: nothing is left to divide by, report fp64)."""
+        riders = take_riders(hidden)
+        takes_one_pass = len(self.names) < 2 and not any(one.has_own_tokens for one in self.teachers)
+        one_or_many = self._one_pass if takes_one_pass else self._pass_per_teacher
+        loss, sums = one_or_many(stage, batch, hidden, riders)
+        return loss, torch.zeros((), dtype=torch.int), sums
+
+    def _one_pass(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):
         if batch.teacher is not None:
             output = topk_loss(self.kd, stage.student, batch, hidden, self.context.tp_group, self.with_ce_metric)
         else:
             loss = self._fused if self.kd.kd_fused_head else self._on_logits
-            output = loss(stage, batch, hidden, teacher_hidden)
-        sums = [getattr(output, name) for name in SUMS]
-        report = torch.stack([hidden.new_zeros(()).double() if s is None else s.detach().double() for s in sums])
-        return output.loss * self.inverse_num_tokens, torch.zeros((), dtype=torch.int), report
+            output = loss(stage, batch, hidden, riders, self.kd.kd_ratio)
+        teachers = [TeacherSums.of(output, output.num_loss_tokens)] * len(self.names)
+        sums = report(output.ce, output.num_loss_tokens, teachers, hidden)
+        return output.loss * self.inverse_counts[0], sums
 
-    def _fused(self, stage: PairStage, batch: PackedBatch, hidden: Tensor, teacher_hidden: Tensor | None) -> KDOutput:
+    def _pass_per_teacher(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):
+        ratio, total, ce = self.kd.kd_ratio, hidden.new_zeros((), dtype=torch.float32), None
+        if ratio < 1 or self.with_ce_metric:
+            output = self._fused(stage, batch, hidden, (), 0.0, (1 - ratio) * self.inverse_counts[0])
+            total, ce = output.loss * ((1 - ratio) * self.inverse_counts[0]), output.ce
+        weights = pack_weights(self.kd, self.context, self.teachers, stage, batch, riders)
+        teachers = []
+        for index, (teacher, model, rider) in enumerate(zip(self.teachers, stage.teachers, riders, strict=True)):
+            factor = ratio * self.inverse_counts[1 + index]
+            own = batch.teachers[index] if batch.teachers else None
+            loss, sums = compare(
+                teacher, self.context, stage.student, model, hidden, rider, batch, own, weights[index], factor,
+                self.kd.kd_fp32_logits,
+            )  # fmt: skip
+            total = total + loss * factor
+            teachers.append(sums)
+        return total, report(ce, batch.loss_rows.numel(), teachers, hidden)
+
+    def _fused(
+        self,
+        stage: DistillationStage,
+        batch: PackedBatch,
+        hidden: Tensor,
+        riders: tuple[Tensor, ...],
+        kd_ratio: float,
+        loss_gradient: Tensor | None = None,  # None: that of a loss per loss token
+    ) -> KDOutput:
         """Heads and loss chunk by chunk; hidden states [t(/tp), 1, h]."""
 
-        def with_weights(student_weight: Tensor, teacher_weight: Tensor | None = None) -> KDOutput:
+        def with_weights(student_weight: Tensor, *teacher_weights: Tensor) -> KDOutput:
             return fused_linear_kd(
                 hidden.squeeze(1),
                 student_weight,
-                None if teacher_hidden is None else teacher_hidden.squeeze(1),
-                teacher_weight,
+                riders[0].squeeze(1) if riders else None,
+                teacher_weights[0] if teacher_weights else None,
                 batch.labels[0],
                 batch.loss_mask[0],
                 loss_rows=batch.loss_rows,
                 sequence_parallel=stage.student.config.sequence_parallel,
-                loss_gradient=self.inverse_num_tokens,
+                loss_gradient=self.inverse_counts[0] if loss_gradient is None else loss_gradient,
                 fp32_logits=self.kd.kd_fp32_logits,
-                **self._settings(stage),
+                **self._settings(stage, kd_ratio),
             )
 
-        if teacher_hidden is None:
+        if not riders:
             return stage.student.use_head(with_weights)
-        return stage.teacher.use_head(lambda teacher: stage.student.use_head(lambda own: with_weights(own, teacher)))
+        teacher = stage.teachers[0]
+        return teacher.use_head(lambda weight: stage.student.use_head(lambda own: with_weights(own, weight)))
 
-    def _on_logits(self, stage: PairStage, batch: PackedBatch, hidden: Tensor, teacher_hidden: Tensor | None) -> KDOutput:
+    def _on_logits(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...], kd_ratio: float
+    ) -> KDOutput:
         """All logits of the micro-batch at once: the plain form that the fused one is tested against."""
         teacher_logits = None
-        if teacher_hidden is not None:
+        if riders:
             with torch.no_grad():
-                teacher_logits = stage.teacher.logits(teacher_hidden).squeeze(1)
+                teacher_logits = stage.teachers[0].logits(riders[0]).squeeze(1)
         return vocab_parallel_kd(
             stage.student.logits(hidden).squeeze(1),
             teacher_logits,
             batch.labels[0],
             batch.loss_mask[0],
             overwrite_student_logits=True,
-            **self._settings(stage),
+            **self._settings(stage, kd_ratio),
         )
 
-    def _settings(self, stage: PairStage) -> dict[str, Any]:
+    def _settings(self, stage: DistillationStage, kd_ratio: float) -> dict[str, Any]:
+        divergence = self.teachers[0].divergence if self.teachers else TeacherLoss.of_kd(self.kd).divergence
         return dict(
             tp_group=self.context.tp_group,
             student_vocab_size=stage.student.shape.vocab_size,
-            teacher_vocab_size=None if stage.teacher is None else stage.teacher.shape.vocab_size,
-            kd_ratio=self.kd.kd_ratio,
-            temperature=self.kd.kd_temperature,
-            temperature_scaling=self.kd.kd_temperature_scaling,
-            divergence=self.kd.kd_divergence,
-            jsd_beta=self.kd.kd_jsd_beta,
-            mixed_kl_weight=self.kd.kd_mixed_kl_weight,
+            teacher_vocab_size=stage.teachers[0].shape.vocab_size if kd_ratio > 0 and stage.teachers else None,
+            kd_ratio=kd_ratio,
             with_ce_metric=self.with_ce_metric,
+            **divergence,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -13,12 +14,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mkd.config.schema import Config
 from mkd.errors import NonFiniteError
-from mkd.models.stage import PairStage
+from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
+from mkd.train.optimizer_residency import OptimizerResidency
 
 
 def wrap_stages(
-    stages: Sequence[PairStage], config: Config, context: ParallelContext
+    stages: Sequence[DistillationStage], config: Config, context: ParallelContext
 ) -> list[DistributedDataParallel]:
     """Give every chunk Megatron's gradient buffers and set the schedule's callbacks.
 
@@ -54,7 +56,7 @@ def wrap_stages(
     return wrapped
 
 
-def _accumulate_inside_products(stage: PairStage) -> None:
+def _accumulate_inside_products(stage: DistillationStage) -> None:
     """Let Transformer Engine's layers add weight gradients to the fp32 buffers inside the matrix products.
 
     Megatron's own flag for it, gradient_accumulation_fusion, is refused without apex, which only Megatron's own linear
@@ -81,6 +83,11 @@ class StudentOptimizer:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     chunks: list[DistributedDataParallel]
+    residency: OptimizerResidency | None = None  # None: the state stays on the device
+
+    def state_on_device(self) -> AbstractContextManager:
+        """Whoever reads or writes the optimizer's state does it inside: updates, saves and loads."""
+        return nullcontext() if self.residency is None else self.residency.on_device()
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -96,6 +103,12 @@ class StudentOptimizer:
 
         Raises NonFiniteError on every rank, before any parameter has changed, when the loss or the norm is not finite.
         """
+        with self.state_on_device():
+            grad_norm = self._clip_and_step(loss_sum)
+        self.scheduler.step(increment=num_samples)
+        return grad_norm
+
+    def _clip_and_step(self, loss_sum: float) -> float:
         found_inf = self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()
         if found_inf or not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
@@ -108,7 +121,6 @@ class StudentOptimizer:
         if clip > 0:
             clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
         self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=num_samples)
         return grad_norm
 
 
@@ -135,7 +147,8 @@ def build_optimizer(
         chunks,
         use_gloo_process_groups=context.platform.is_cuda,
     )
-    return StudentOptimizer(optimizer, _scheduler(optimizer, config, global_batch_size), chunks)
+    residency = OptimizerResidency(optimizer, context.device) if config.training.optimizer_residency == "host" else None
+    return StudentOptimizer(optimizer, _scheduler(optimizer, config, global_batch_size), chunks, residency)
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config, global_batch_size: int) -> OptimizerParamScheduler:

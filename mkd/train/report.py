@@ -15,11 +15,12 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.flops import distillation_flops
 from mkd.plan.model_shape import ModelShape
 from mkd.train.step import StepResult
+from mkd.train.sums import LossSums
 
 _LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {
     name: name for name in ("teacher_ce", "teacher_entropy", "top1_agreement")
 }
-"""Sum (see `objective.SUMS`) -> metric key."""
+"""Sum (see `LossSums.token_sums`) -> metric key."""
 
 
 @dataclass
@@ -29,12 +30,13 @@ class Reporter:
     context: ParallelContext
     logger: MetricLogger
     student: ModelShape
-    teacher: ModelShape | None
+    teachers: tuple[ModelShape, ...]  # those that run
     kd_ratio: float
     log_interval: int
     train_iters: int
     global_batch_size: int
     seq_length: int
+    has_own_tokens: bool = False  # some teacher has
     interval: IntervalAverager = field(default_factory=IntervalAverager)
     _steps: int = 0  # in the interval
 
@@ -47,6 +49,7 @@ class Reporter:
         seconds = result.step_time_ms / 1000
         self.interval.add(
             self._computed(result.sums, with_ce=self.kd_ratio < 1),
+            self._per_teacher(result.sums),
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             consumed_tokens=position.consumed_samples * self.seq_length,
@@ -69,11 +72,12 @@ class Reporter:
         record = self.interval.flush()
         self._write(record, progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size))
 
-    def valid(self, position: TrainingPosition, sums: dict[str, float]) -> None:
+    def valid(self, position: TrainingPosition, sums: LossSums) -> None:
         """Write and print one evaluation over the held-out set."""
         averager = IntervalAverager()
         averager.add(
             self._computed(sums, with_ce=True),
+            self._per_teacher(sums),
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             consumed_tokens=position.consumed_samples * self.seq_length,
@@ -96,16 +100,26 @@ class Reporter:
         if self.context.rank == 0:
             print(line, flush=True)
 
-    def _computed(self, sums: dict[str, float], with_ce: bool) -> dict[str, float]:
+    def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
         absent |= set() if with_ce else {"ce"}
-        return {_LOSS_KEYS.get(name, name): value for name, value in sums.items() if name not in absent}
+        return {_LOSS_KEYS.get(name, name): value for name, value in sums.token_sums().items() if name not in absent}
+
+    def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
+        """Where one teacher does not say it all: several, or one that is compared on other rows than the loss tokens."""
+        return sums.per_teacher() if len(sums.teachers) > 1 or self.has_own_tokens else {}
 
     @property
     def _ranks_per_replica(self) -> int:
         return self.context.world_size // self.context.dp_size
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
-        lengths = [n for batch in microbatches for n in batch.cu_seqlens.diff().tolist()]
-        return distillation_flops(self.student, self.teacher, lengths)
+        def lengths(rows) -> list[int]:
+            return [n for row in rows for n in row.cu_seqlens.diff().tolist()]
+
+        of_teachers = [
+            lengths((batch.teachers[i] if batch.teachers else None) or batch for batch in microbatches)
+            for i in range(len(self.teachers))
+        ]
+        return distillation_flops(self.student, self.teachers, lengths(microbatches), of_teachers)

@@ -1,10 +1,11 @@
-"""Megatron's pipeline schedule, driving the pair: one call runs all micro-batches of a step."""
+"""Megatron's pipeline schedule, driving student and teachers: one call runs all micro-batches of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -13,9 +14,20 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
+from mkd.data.teacher_batch import TeacherBatch
 from mkd.models.packed import packed_documents
+from mkd.models.stage import DistillationStage, StageInput
 from mkd.parallel.context import ParallelContext
-from mkd.train.objective import SUMS, Objective
+
+
+class LossCallback(Protocol):
+    """What the last stage does with its final hidden states; see `objective.Objective`."""
+
+    context: ParallelContext
+    num_sums: int  # length of the reports
+
+    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss to differentiate, number of tokens to divide it by or 0, report fp64 [num_sums])."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,13 @@ class PipelineSchedule:
     tokens_per_microbatch: int
 
     def run(
-        self, stages: Sequence[nn.Module], microbatches: Sequence[PackedBatch], objective: Objective, forward_only: bool
+        self, stages: Sequence[nn.Module], microbatches: Sequence[PackedBatch], objective: LossCallback, forward_only: bool
     ) -> Tensor:
         """Forward (and backward) of all `microbatches`; gradients are left summed over data-parallel ranks.
 
-        `stages` are this rank's chunks, DDP-wrapped in training. Returns the sums named `SUMS`, fp64, over the whole global
-        batch, equal on all ranks (all-reduce SUM over data and pipeline parallel groups; not part of any backward).
+        `stages` are this rank's chunks, DDP-wrapped in training. Returns the objective's reports added up over the whole
+        global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM over data, context and pipeline parallel
+        groups; not part of any backward).
         """
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
@@ -48,19 +61,25 @@ class PipelineSchedule:
             p2p_communicator=self.communicator if self.context.pp_size > 1 else None,
             pg_collection=self.context.groups if self.context.pp_size > 1 else None,
         )
-        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self.context.device)
+        total = torch.zeros(objective.num_sums, dtype=torch.float64, device=self.context.device)
         for report in reports:
             total += report
-        torch.distributed.all_reduce(total, group=self.context.dp_cp_group)
-        torch.distributed.all_reduce(total, group=self.context.pp_group)
+        if objective.num_sums:
+            torch.distributed.all_reduce(total, group=self.context.dp_cp_group)
+            torch.distributed.all_reduce(total, group=self.context.pp_group)
         return total
 
 
-def _forward_step(objective: Objective, microbatches, model: nn.Module):
+def _forward_step(objective: LossCallback, microbatches, model: nn.Module):
     """Megatron's forward callback: the stage's output, and what turns the last stage's output into a loss."""
     batch: PackedBatch = next(microbatches)
     uses_te = objective.context.platform.transformer_engine
-    packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=uses_te)
-    output = model(batch.tokens, batch.position_ids, packed)
-    stage = get_attr_wrapped_model(model, "teacher", return_model_obj=True)
+    stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
+    teachers = batch.teachers or (None,) * len(stage.teachers)
+    output = model(_stage_input(batch, uses_te), [own and _stage_input(own, uses_te) for own in teachers])
     return output, partial(objective, stage, batch)
+
+
+def _stage_input(row: PackedBatch | TeacherBatch, uses_te: bool) -> StageInput:
+    packed = packed_documents(row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=uses_te)
+    return StageInput(row.tokens, row.position_ids, packed)

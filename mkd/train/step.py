@@ -14,9 +14,11 @@ from torch import Tensor
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.parallel.context import ParallelContext
-from mkd.train.objective import SUMS, Objective
+from mkd.train.objective import Objective
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
+from mkd.train.sums import LossSums
+from mkd.train.teacher_loss import TeacherLoss
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class Engine:
     kd: KDConfig
     context: ParallelContext
     schedule: PipelineSchedule
-    chunks: list  # DDP-wrapped PairStage, one per virtual stage
+    chunks: list  # DDP-wrapped DistillationStage, one per virtual stage
     optimizer: StudentOptimizer
+    teachers: tuple[TeacherLoss, ...]  # how each teacher is compared with the student
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
@@ -42,33 +45,47 @@ class Engine:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the loss tokens of one global batch (see `objective.SUMS`), and what the update reported."""
+    """The sums of one global batch, and what the update reported."""
 
-    sums: dict[str, float]
+    sums: LossSums
     grad_norm: float
     learning_rate: float  # that this update used
     step_time_ms: float
 
 
 def train_step(engine: Engine, microbatches: Sequence[PackedBatch], num_samples: int) -> StepResult:
-    """Forward of teacher and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
+    """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
 
-    The loss is `sum over loss tokens / M` with M counted over the global batch before the first forward, so that neither
-    the loss nor any gradient depends on the layout. Raises NonFiniteError, before the update, on every rank.
+    The loss is `sum over rows / M` with M counted over the global batch before the first forward, so that neither the loss
+    nor any gradient depends on the layout; rows are loss tokens, or chunks for a teacher with its own tokens. Raises
+    NonFiniteError, before the update, on every rank.
     """
     start = time.perf_counter()
     engine.optimizer.zero_grad()
-    num_loss_tokens = count_loss_tokens(microbatches, engine.context)
-    objective = Objective(engine.kd, engine.context, 1.0 / num_loss_tokens.clamp(min=1).float())
-    sums = engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False)
-    reported = dict(zip(SUMS, sums.tolist(), strict=True))
+    objective = training_objective(engine, microbatches)
+    sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
     learning_rate = engine.optimizer.learning_rate
-    grad_norm = engine.optimizer.update(reported["loss"], num_samples)
-    return StepResult(reported, grad_norm, learning_rate, 1000 * (time.perf_counter() - start))
+    grad_norm = engine.optimizer.update(sums.token_sums()["loss"], num_samples)
+    return StepResult(sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start))
 
 
-def count_loss_tokens(microbatches: Sequence[PackedBatch], context: ParallelContext) -> Tensor:
-    """Loss tokens of the whole global batch, int64 [] (all-reduce SUM over data parallel; no backward)."""
-    count = torch.tensor(sum(b.num_loss_tokens for b in microbatches), dtype=torch.int64, device=context.device)
-    dist.all_reduce(count, group=context.dp_group)
-    return count
+def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
+    """The objective of one step, with the counts of its global batch. Collective."""
+    counts = count_rows(microbatches, len(engine.teachers), engine.context)
+    return Objective(engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float())
+
+
+def count_rows(microbatches: Sequence[PackedBatch], num_teachers: int, context: ParallelContext) -> Tensor:
+    """Rows of the whole global batch, int64 [1 + teachers] (all-reduce SUM over data parallel; no backward).
+
+    Loss tokens, then for each teacher what it is compared on: the loss tokens, or the chunks of a teacher with its own tokens.
+    """
+    counts = [_rows(batch, num_teachers) for batch in microbatches]
+    total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)
+    dist.all_reduce(total, group=context.dp_group)
+    return total
+
+
+def _rows(batch: PackedBatch, num_teachers: int) -> list[int]:
+    teachers = batch.teachers or (None,) * num_teachers
+    return [batch.num_loss_tokens, *(batch.num_loss_tokens if one is None else one.chunks.num_chunks for one in teachers)]

@@ -22,17 +22,19 @@ from mkd.data.batch import PackedBatch, collate
 from mkd.data.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, NonFiniteError, UsageError
 from mkd.losses.topk_select import vocab_parallel_topk
-from mkd.models.builder import build_chunks, pair_stages
-from mkd.models.stage import PairStage
+from mkd.models.builder import build_chunks, join_stages
+from mkd.models.stage import DistillationStage
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
-from mkd.tokenizers.tokenizer import load_tokenizer
-from mkd.train.objective import SUMS
+from mkd.tokenizers.load import load_tokenizer
+from mkd.train.build_data import build_data, require_same_tokenizer
+from mkd.train.build_engine import build_schedule, load_weights
+from mkd.train.plan import Plan, plan_run
 from mkd.train.schedule import PipelineSchedule
-from mkd.train.setup import Plan, build_data, build_schedule, join, load_weights, plan_run, require_same_tokenizer
+from mkd.train.setup import join
 from mkd.train.topk_objective import loss_row_logits
 from mkd.train.topk_teacher import data_settings, weights_fingerprint
 
@@ -159,7 +161,7 @@ class _Exporter:
     meta: TopKMeta
     context: ParallelContext
     schedule: PipelineSchedule
-    stages: list[PairStage]
+    stages: list[DistillationStage]
     micro_batch_size: int  # packs
 
     @classmethod
@@ -172,7 +174,7 @@ class _Exporter:
         )
         models = build_chunks(plan.student.shape, plan.student_layout, options, context)
         load_weights(models, plan.student, context)
-        stages = [stage.eval() for stage in pair_stages(models, None)]
+        stages = [stage.eval() for stage in join_stages(models)]
         schedule = build_schedule(plan, models, options, context)
         return cls(out, meta, context, schedule, stages, plan.batch.micro_batch_size)
 
@@ -219,8 +221,9 @@ class _Collector:
     context: ParallelContext
     digests: Mapping[int, bytes]
     writer: ShardWriter | None
+    num_sums: int = 1
 
-    def __call__(self, stage: PairStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback, with nothing to differentiate; reports the positions whose predictions are not finite."""
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
@@ -241,7 +244,7 @@ class _Collector:
             for sample_id, rows in zip(batch.sample_ids, packs, strict=True):
                 if sample_id in self.digests:
                     self.writer.add(sample_id, self.digests[sample_id], *rows)
-        report = hidden.new_zeros(len(SUMS), dtype=torch.float64)
+        report = hidden.new_zeros(self.num_sums, dtype=torch.float64)
         report[0] = (~top.logprobs.isfinite()).any(dim=1).sum()
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), report
 

@@ -1,1 +1,5 @@
 """Cross-tokenizer distillation: alignment of two tokenizations, vocabulary relation, chunk losses."""
+
+from mkd.xtoken.align import AlignedText, align, align_spans
+from mkd.xtoken.align_chat import align_chat, align_completion
+from mkd.xtoken.relation_cache import build_projection

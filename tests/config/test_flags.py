@@ -14,7 +14,10 @@ PUBLIC_CONTRACT = """
 --recompute-granularity --recompute-method --recompute-num-layers --exit-duration-in-mins --exit-interval
 --distributed-timeout-minutes --num-workers --student-hf --teacher-hf --student-load --teacher-load --kd-ratio
 --kd-temperature --kd-temperature-scaling --kd-divergence --teacher-pipeline-layout --student-pipeline-layout
---export-hf --dry-run --pack --overlong --append-eod --no-append-eod --no-shuffle
+--xtoken-loss --xtoken-alignment --xtoken-seq-length --xtoken-projection --xtoken-top-k --xtoken-exact-token-match-only
+--xtoken-relaxed-map --no-xtoken-reasoning --teacher-residency --teacher-combination --teacher-weighting
+--teacher-weighting-temperature --optimizer-residency --characters-per-sample --eval-multiple-choice --eval-completions
+--eval-num-fewshot --export-hf --dry-run --pack --overlong --append-eod --no-append-eod --no-shuffle
 """
 
 
@@ -109,6 +112,6 @@ def test_help_is_grouped_and_ends_with_0(capsys):
         parse_command_line(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for title in ("student:", "teacher:", "parallel:", "kd:", "training:", "data:", "optimizer:", "checkpoint:", "log:"):
-        assert f"\n{title}\n" in text
+    for title in ("student", "teacher", "xtoken", "parallel", "kd", "training", "data", "optimizer", "checkpoint", "log"):
+        assert f"\n{title}:\n" in text
     assert "(default: 2048)" in text and "%" not in text.replace("%%", "")

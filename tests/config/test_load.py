@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from mkd.config.load import format_config, load_config, save_config, settings
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.config.validate import validate
 from mkd.errors import ErrorList
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32}
+WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32, "two_teachers.yaml": 8}
 
 
 @pytest.fixture
@@ -45,6 +45,26 @@ def test_teacher_flags_make_the_first_teacher():
     assert load_config(["--teacher-hf", "t", "--teacher-pipeline-layout", "3,5"]).config.teachers[0].pipeline_layout == "3,5"
 
 
+def test_any_flag_of_it_turns_the_first_teacher_s_cross_tokenizer_settings_on():
+    loaded = load_config(["--teacher-hf", "t", "--xtoken-top-k", "8", "--no-xtoken-reasoning"])
+    assert loaded.config.teachers == (TeacherConfig(hf="t", xtoken=XTokenConfig(top_k=8, reasoning=False)),)
+    assert loaded.origins["teachers[0].xtoken.top_k"] == "--xtoken-top-k"
+    assert loaded.origins["teachers[0].xtoken.loss"] == "default"
+    assert load_config(["--teacher-hf", "t"]).config.teachers[0].xtoken is None
+
+
+def test_settings_of_teachers_have_origins(tmp_path):
+    path = tmp_path / "run.yaml"
+    text = "teachers:\n- hf: a\n- hf: b\n  weight: 2\n  xtoken:\n    loss: gold\n- hf: c\n  xtoken: {}\n"
+    path.write_text(text, encoding="utf-8")
+    loaded = load_config(["--config", str(path), "--xtoken-loss", "uld"])
+    losses = [teacher.xtoken.loss for teacher in loaded.config.teachers]
+    assert losses == ["uld", "gold", "partition_kl"]
+    paths = ("teachers[0].xtoken.loss", "teachers[1].xtoken.loss", "teachers[2].xtoken.loss", "teachers[1].weight")
+    assert [loaded.origins[name] for name in paths] == ["--xtoken-loss", f"{path}:6", "default", f"{path}:4"]
+    assert "teachers[1].xtoken.loss" in format_config(loaded)
+
+
 def test_problems_of_file_and_command_line_come_together(yaml_file):
     Path(yaml_file).write_text("lrr: 3\nseq_length: x\n", encoding="utf-8")
     with pytest.raises(ErrorList) as caught:
@@ -68,7 +88,14 @@ def test_saved_config_loads_back(yaml_file, tmp_path):
     assert "  seed: 7  # --seed" in text and "  clip_grad: 1.0  # default" in text
 
 
-@pytest.mark.parametrize("teachers", ["[]", "[{hf: a}, {load: b, weight: 0.5}]"])
+@pytest.mark.parametrize("teachers", 
+    [
+        "[]",
+        "[{hf: a}, {load: b, weight: 0.5}]",
+        "[{hf: a, xtoken: {}}, {hf: b, divergence: jsd, jsd_beta: 0.1, residency: host}]",
+        "[{hf: a}, {hf: b, xtoken: {loss: gold, top_k: 3, reasoning: false}}, {hf: c}]",
+    ],
+)
 def test_any_number_of_teachers_is_saved(tmp_path, teachers):
     source, saved = tmp_path / "a.yaml", tmp_path / "b.yaml"
     source.write_text(f"teachers: {teachers}\n", encoding="utf-8")

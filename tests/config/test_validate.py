@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.config.validate import layout_of, layouts_of, validate, virtual_stages
+from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.errors import ErrorList
 from mkd.plan.model_shape import ModelShape
 
@@ -19,7 +19,7 @@ def shape(num_layers: int = 8, **sizes) -> ModelShape:
 
 
 def problems(*argv: str, world_size: int = 1, student: ModelShape | None = None, teacher: ModelShape | None = None):
-    return validate(load_config([*BASE, *argv]).config, world_size, student, teacher)
+    return validate(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
 
 
 def problem(*argv: str, **kwargs):
@@ -73,6 +73,11 @@ def test_empty_command_line_reports_everything():
         ("--distributed-timeout-minutes", "0.0", "above 0"),
         ("--exit-duration-in-mins", "0.0", "above 0"),
         ("--num-workers", "-1", "0 or more"),
+        ("--characters-per-sample", "0", "1 or more"),
+        ("--eval-num-fewshot", "-1", "0 or more"),
+        ("--teacher-weighting-temperature", "0.0", "from 0.01 to 100"),
+        ("--xtoken-seq-length", "0", "1 or more"),
+        ("--xtoken-top-k", "0", "1 or more"),
     ],
 )
 def test_ranges(flag, value, wanted):
@@ -101,20 +106,6 @@ def test_models():
     assert error.what == "no teacher is given, but kd-ratio is 0.5" and "--kd-ratio 0" in error.do
     assert validate(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
     assert problems("--kd-ratio", "0") == []
-
-
-def test_teachers_in_yaml(tmp_path):
-    def errors(teachers: str):
-        path = tmp_path / "run.yaml"
-        path.write_text(f"student_hf: s\ndata_path: d\ntrain_iters: 1\nteachers: {teachers}\n", encoding="utf-8")
-        return validate(load_config(["--config", str(path)]).config, 1)
-
-    (error,) = errors("[{hf: a}, {hf: b}]")
-    assert error.what == "2 teachers are given: several teachers are not supported yet" and "keep one" in error.do
-    (error,) = errors("[{hf: a, weight: 0.5}]")
-    assert error.what == "teachers[0].weight is 0.5" and "--kd-ratio" in error.do
-    (error,) = errors("[{name: a}]")
-    assert error.what.startswith("no teacher is given")
 
 
 def test_batch_arithmetic():
@@ -163,34 +154,52 @@ AUTO = ["--pipeline-layout", "auto"]
 
 def test_auto_layout_splits_what_does_not_divide():
     assert problems(*PP4, *AUTO, world_size=4, student=shape(30), teacher=shape(35)) == []
-    pair = layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), shape(35), 1)
-    assert [sum(layout.layers) for layout in pair] == [30, 35]
-    assert layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), None, 1)[1] is None
-    even = layouts_of(load_config([*BASE, *PP4]).config, shape(8), shape(16), 1)
-    assert [layout.layers for layout in even] == [(2, 2, 2, 2), (4, 4, 4, 4)]
+    student, (teacher,) = layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), [shape(35)], 1)
+    assert (sum(student.layers), sum(teacher.layers)) == (30, 35)
+    assert layouts_of(load_config([*BASE, *PP4, *AUTO]).config, shape(30), [], 1)[1] == ()
+    student, (teacher,) = layouts_of(load_config([*BASE, *PP4]).config, shape(8), [shape(16)], 1)
+    assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
 
 
-@pytest.mark.parametrize(
-    ("flags", "what"),
-    [
-        (("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3 would have no effect"),
-        (("--kd-jsd-beta", "0.3", "--kd-divergence", "mixed_kl"), "kd-jsd-beta 0.3 would have no effect"),
-        (("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "jsd"), "kd-mixed-kl-weight 0.3 would have no effect"),
-        (("--kd-fp32-logits",), "kd-fp32-logits would have no effect"),
-        (("--kd-fp32-logits", "--bf16", "--no-kd-fused-head"), "kd-fp32-logits would have no effect"),
-        (("--teacher-topk", "cache", "--no-kd-fused-head"), "no-kd-fused-head would have no effect"),
-        (("--kd-temperature", "1e-30"), "kd-temperature 1e-30 must be from 0.01 to 100"),
-    ],
-)
-def test_settings_of_the_loss_that_do_nothing(flags, what):
-    assert problem(*flags).what == what
+def three_models(tmp_path, second: str = "", *argv: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"teachers: [{{hf: a/big, pipeline_layout: '3,5'}}, {{hf: b{second}}}]\n", encoding="utf-8")
+    words = [word for word in BASE if word not in ("--teacher-hf", "t")]
+    return load_config([*words, *PP2, "--config", str(path), *argv]).config
 
 
-def test_settings_of_the_loss_that_do_something():
-    assert problems("--kd-jsd-beta", "0.3", "--kd-divergence", "jsd") == []
-    assert problems("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "mixed_kl") == []
-    assert problems("--kd-fp32-logits", "--bf16") == []
-    assert problems("--kd-ratio", "0", "--teacher-topk", "cache", "--kd-divergence", "jsd") == [], "no teacher is read"
+def test_every_teacher_has_its_own_layout(tmp_path):
+    config = three_models(tmp_path, ", pipeline_layout: '2,1'")
+    assert validate(config, 2, shape(4), [shape(8), shape(3)]) == []
+    student, teachers = layouts_of(config, shape(4), [shape(8), shape(3)], 1)
+    assert [layout.layers for layout in (student, *teachers)] == [(2, 2), (3, 5), (2, 1)]
+    (error,) = validate(three_models(tmp_path), 2, shape(4), [shape(8), shape(3)])
+    assert error.do == "use teachers[1].pipeline_layout 2,1 or --pipeline-layout auto"
+    (error,) = validate(three_models(tmp_path), 2, shape(4), [None, shape(3)])
+    assert error.do.startswith("use teachers[1]"), "a shape that could not be read keeps its place"
+    (error,) = validate(three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)])
+    both = "--teacher-pipeline-layout and teachers[1].pipeline_layout"
+    assert error.what == f"--pipeline-layout auto and {both} exclude each other"
+
+
+def test_auto_layout_balances_all_teachers(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("teachers: [{hf: a}, {hf: b}]\n", encoding="utf-8")
+    words = [word for word in BASE if word not in ("--teacher-hf", "t")]
+    config = load_config([*words, *PP4, *AUTO, "--config", str(path)]).config
+    assert validate(config, 4, shape(30), [shape(35), shape(9)]) == []
+    student, teachers = layouts_of(config, shape(30), [shape(35), shape(9)], 1)
+    assert [sum(layout.layers) for layout in (student, *teachers)] == [30, 35, 9]
+    (error,) = validate(config, 4, shape(30), [shape(35), shape(1)])
+    assert "models of 30 (student) and 35 and 1 (teacher) layers do not fill 4 pipeline stages" in error.what
+
+
+def test_problems_of_a_shape_name_the_teacher(tmp_path):
+    config = three_models(tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4")
+    errors = validate(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
+    assert [error.what for error in errors] == [
+        "the teacher small's ffn_hidden_size 102 is not divisible by tensor-model-parallel-size 4"
+    ]
 
 
 def test_auto_layout_excludes_explicit_ones():
@@ -213,9 +222,9 @@ def test_auto_layout_needs_a_layer_for_every_stage_between():
 def test_layers_per_virtual_stage_is_the_student_s():
     flags = [*PP2, BY_LAYERS, "2", "--global-batch-size", "2"]
     config = load_config([*BASE, *flags]).config
-    assert validate(config, 2, shape(8), shape(16)) == []
+    assert validate(config, 2, shape(8), [shape(16)]) == []
     assert virtual_stages(config, shape(8)) == 2
-    assert layout_of(config, "teacher", shape(16), 2).layers == (4, 4, 4, 4)
+    assert layouts_of(config, shape(8), [shape(16)], 2)[1][0].layers == (4, 4, 4, 4)
     error = problem(*PP2, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8), teacher=shape(16))
     assert "3 does not divide the student's 8 layers / 2 pipeline stages" in error.what
 
@@ -250,6 +259,20 @@ def test_context_parallel_lengths():
     assert problems(*sharded, "--seq-length", "72", world_size=6) == []
 
 
+def test_packs_of_a_teacher_divide_too(tmp_path):
+    cp2, own = ["--context-parallel-size", "2"], "--xtoken-seq-length"
+    assert problems(*cp2, own, "92", world_size=2) == []
+    error = problem(*cp2, own, "90", world_size=2)
+    assert error.what == "xtoken-seq-length 90 is not divisible by 2 x context-parallel-size 2 = 4"
+    assert error.do == "use --xtoken-seq-length 92"
+    error = problem(*TP2, "--sequence-parallel", own, "91", world_size=2)
+    assert error.what.startswith("xtoken-seq-length 91 x micro-batch-size 1 = 91 tokens are not divisible by tensor")
+    path = tmp_path / "run.yaml"
+    path.write_text("teachers: [{}, {hf: b, xtoken: {seq_length: 90}}]\n", encoding="utf-8")
+    error = problem(*cp2, "--config", str(path), world_size=2)
+    assert error.what.startswith("teachers[1].xtoken.seq_length 90 is") and error.do == "use teachers[1].xtoken.seq_length 92"
+
+
 def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
     window = shape(num_attention_heads=6, num_key_value_heads=3, model_type="mistral", sliding_window=16)
     error = problem("--context-parallel-size", "2", world_size=2, student=window, teacher=shape())
@@ -282,6 +305,16 @@ def test_evaluation_needs_held_out_data():
     assert problems("--eval-interval", "5", "--split", "99,1,0") == []
     assert problems("--eval-interval", "5", "--valid-data-path", "v.jsonl") == []
     assert problems("--eval-interval", "0") == []
+
+
+def test_evaluation_tasks():
+    tasks = ["--eval-multiple-choice", "mmlu.jsonl", "--eval-completions", "he.jsonl"]
+    error = problem(*tasks)
+    assert error.what == "eval-multiple-choice and eval-completions would have no effect"
+    assert error.why and error.do.startswith("add --eval-interval N")
+    assert problems(*tasks, "--eval-interval", "5") == [], "no held-out data: the tasks are what is evaluated"
+    assert problem("--eval-num-fewshot", "5").what == "eval-num-fewshot 5 would have no effect"
+    assert problems(*tasks, "--eval-interval", "5", "--eval-num-fewshot", "5") == []
 
 
 @pytest.mark.parametrize("split", ["a,b", "1,2,3,4", "0,0,0", "1,-1,0", "inf"])

@@ -62,6 +62,20 @@ def test_teachers(read):
     }
 
 
+def test_cross_tokenizer_settings_are_a_section_of_a_teacher(read):
+    file = read("teachers:\n- hf: t\n  xtoken:\n    loss: gold\n    top_k: ~\n- {hf: u, xtoken: {}}\n- {hf: v}\n")
+    assert values(file) == {
+        "teachers[0].hf": "t",
+        "teachers[0].xtoken": {},
+        "teachers[0].xtoken.loss": "gold",
+        "teachers[0].xtoken.top_k": None,
+        "teachers[1].hf": "u",
+        "teachers[1].xtoken": {},
+        "teachers[2].hf": "v",
+    }
+    assert file.values["teachers[0].xtoken.loss"][1] == f"{file.path}:4"
+
+
 def test_text_is_read_as_the_schema_says(read):
     file = read("lr: 1e-5\nname: 2026-01-01\nstudent_pipeline_layout: 8,8,7,7\nsave: ~\nbf16: yes\npack: none\nmin_lr: 0\n")
     assert values(file) == {
@@ -111,7 +125,13 @@ def test_empty_files_and_sections(read, text):
         ("fp16: true", 1, "fp16: known, not supported: use --bf16", ""),
         ("use_mcore_models: true", 1, "use_mcore_models: known, not supported: safe to drop", "remove"),
         ("log: {wandb_project: x}", 1, "wandb_project: not supported yet", "--tensorboard-dir"),
-        ("teachers:\n- hf: t\n  xtoken: {a: 1}", 3, "xtoken: not supported yet", "the student's tokenizer"),
+        ("teachers:\n- hf: t\n  xtoken: {los: uld}", 3, "unknown key los in teachers[0].xtoken", "did you mean loss?"),
+        ("teachers:\n- hf: t\n- xtokens: {}", 3, "unknown key xtokens in teachers[1]", "did you mean xtoken?"),
+        ("teachers:\n- hf: t\n  xtoken:\n", 3, "teachers[0].xtoken has no value", "`xtoken: {}`"),
+        ("teachers:\n- hf: t\n  xtoken: uld", 3, "teachers[0].xtoken is not a mapping", "indent"),
+        ("teachers: [{xtoken: {loss: kl}}]", 1, "loss: 'kl' is not a known value", "use partition_kl or p_kl or gold"),
+        ("teachers: [{xtoken: {seq_length: x}}]", 1, "seq_length: 'x' is not a whole number", "give a whole number"),
+        ("xtoken: {}", 1, "unknown key xtoken", ""),
         ("teachers: {hf: t}", 1, "teachers is not a list", "[{hf: DIR}]"),
         ("teachers: [t]", 1, "teachers[0] is not a mapping", ""),
         ("kd: 3", 1, "kd is not a mapping", ""),

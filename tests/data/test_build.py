@@ -11,7 +11,7 @@ import pytest
 from mkd.data.build import open_datasets
 from mkd.data.store_builder import build_store
 from mkd.errors import DataError, UsageError
-from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
 
 

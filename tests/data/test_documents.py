@@ -9,7 +9,7 @@ import pytest
 
 from mkd.data.documents import encode_record, parse_row, read_rows
 from mkd.errors import DataError
-from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Which fox?"}, {"role": "assistant", "content": "The quick one."}]
@@ -24,6 +24,17 @@ def test_jsonl_lines_are_numbered_and_blank_ones_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
     assert list(read_rows(path)) == [(1, b'{"text": "a"}'), (4, b'{"text": "b"}')]
+
+
+def test_lines_of_a_text_file_are_documents(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf  caf\xc3\xa9 \r\n\n \nb\n")
+    rows = list(read_rows(path))
+    assert [(number, parse_row(row).values) for number, row in rows] == [(1, ("  caf\u00e9 ",)), (4, ("b",))]
+    assert [number for number, _ in read_rows(path, keep_blank=True)] == [1, 2, 3, 4]
+    path.write_bytes(b"caf\xe9\n")
+    with pytest.raises(DataError, match="not UTF-8: .* at byte 4"):
+        parse_row(next(read_rows(path))[1])
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "file.arrow"])
@@ -48,7 +59,7 @@ def test_tables_have_the_same_records(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"x", ".txt is not a known kind of file"),
+        ("a.csv", b"x", ".csv is not a known kind of file"),
         ("a.parquet", b"not parquet", "is not a valid parquet file\n  why: "),
         ("a.arrow", b"not arrow at all", "is not a valid arrow file\n  why: "),
         ("missing.jsonl", None, "cannot be read\n  why: "),

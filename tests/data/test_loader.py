@@ -12,6 +12,7 @@ import torch
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
+from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded", "loss_rows")
 
@@ -154,3 +155,43 @@ def test_empty_packs_have_no_loss(dataset):
     last = list(stream)[-1][0]
     assert last.sample_ids[-1] == -1 and last.loss_mask[0, -8:].sum() == 0
     assert last.cu_seqlens_padded[-1] == 64 and last.cu_seqlens.diff()[-1] == 0
+
+
+@pytest.fixture
+def taught(write_jsonl, tmp_path):
+    """Packs with a part for a teacher with tokens of its own, after one that reads the student's."""
+    path = write_jsonl("texts.jsonl", *({"text": text} for text in texts(30)))
+    text = teacher_text(spellings=relation(TEACHER).spellings)
+    return open_pair(path, tmp_path, None, text, document_multiple=4)[0]
+
+
+@pytest.mark.parametrize("context_parallel_rank", [0, 1])
+def test_streams_carry_the_teachers(taught, context_parallel_rank):
+    """With workers as without; the empty packs at the end of an evaluation have a part without chunks."""
+    size = len(taught) - len(taught) % 4 + 4  # so that the only step of an evaluation has empty packs
+    layout = dict(micro_batch_size=4, context_parallel_rank=context_parallel_rank, context_parallel_size=2)
+    for open_stream in (
+        lambda workers: TrainStream(taught, global_batch_size=8, num_workers=workers, **layout).next_step(),
+        lambda workers: next(iter(EvalStream(taught, global_batch_size=size, eval_iters=1, num_workers=workers, **layout))),
+    ):
+        for own, other in zip(open_stream(0), open_stream(2), strict=True):
+            assert own.teachers[0] is other.teachers[0] is None
+            own, other = own.teachers[1], other.teachers[1]
+            assert own.tokens.shape == (1, 4 * taught.teacher_seq_lengths[1] // 2)
+            assert torch.equal(own.tokens, other.tokens) and own.chunks.num_chunks == other.chunks.num_chunks > 0
+            for side in ("student", "teacher"):
+                pair = [getattr(part.chunks, side) for part in (own, other)]
+                assert torch.equal(pair[0].rows, pair[1].rows) and torch.equal(pair[0].labels, pair[1].labels)
+                assert pair[0].exchange.send_counts == pair[1].exchange.send_counts
+            assert torch.equal(own.chunks.support_student, other.chunks.support_student)
+            assert int(own.chunks.packs.max()) <= 3
+
+
+def test_a_resumed_stream_has_the_same_chunks(taught):
+    options = dict(micro_batch_size=2, global_batch_size=4, seed=3)
+    stream = TrainStream(taught, **options)
+    stream.next_step()
+    resumed = TrainStream(taught, consumed_samples=4, **options)
+    for own, other in zip(stream.next_step(), resumed.next_step(), strict=True):
+        assert torch.equal(own.teachers[1].chunks.teacher.rows, other.teachers[1].chunks.teacher.rows)
+        assert torch.equal(own.teachers[1].tokens, other.teachers[1].tokens)

@@ -11,7 +11,7 @@ import pytest
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import MAX_REPORTED_ERRORS, StoreSummary, build_store, cache_key
 from mkd.errors import EXIT_DATA, DataError, ErrorList
-from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
 
 MESSAGES = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}

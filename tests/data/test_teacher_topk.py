@@ -159,7 +159,7 @@ def test_no_cache_and_a_part_that_it_lacks(dataset, cache):
 
 def test_other_data(dataset, make_store, cache):
     part = write(cache, dataset, describe(len(dataset)))
-    store = dataset.members[0]._store
+    store = dataset.members[0].store
     documents = [store.document(i) for i in range(len(store))]
     ids, masks = zip(*documents, strict=True)
     one_token = [tokens.copy() for tokens in ids]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mkd.config.load import load_config
-from mkd.config.schema import Config
+from mkd.config.schema import Config, TeacherConfig
 from mkd.plan.model_shape import ModelShape
 
 SEQ_LENGTH = 8192
@@ -24,4 +26,11 @@ TEACHER = qwen3(36, 4096, 12288, 32, tied=False)
 
 def config(*argv: str | int) -> Config:
     """What these flags give in bf16."""
-    return load_config(["--bf16", "--seq-length", str(SEQ_LENGTH), *map(str, argv)]).config
+    return load_config(["--teacher-hf", "t", "--bf16", "--seq-length", str(SEQ_LENGTH), *map(str, argv)]).config
+
+
+def several(*teachers: dict, **kd) -> Config:
+    """A configuration in bf16 with `TeacherConfig` fields of each teacher."""
+    settings = config()
+    sources = tuple(TeacherConfig(**{"hf": f"t{index}"} | fields) for index, fields in enumerate(teachers))
+    return replace(settings, teachers=sources, kd=replace(settings.kd, **kd))

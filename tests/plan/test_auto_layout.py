@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 
 from mkd.errors import UsageError
-from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance
+from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance, balance_all
 from mkd.plan.bubble import simulate
 from mkd.plan.cost import PairCost, pair_cost
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import STUDENT, TEACHER, config
+from tests.plan.shapes import STUDENT, TEACHER, config, several
 
 
 def splits(layers: int, bins: list[Bin]):
@@ -48,40 +48,75 @@ def test_balance_equals_trying_everything(seed, tie):
 
 
 def test_equal_ranks_get_equal_counts():
-    student, teacher = auto_layouts(PairCost(1, 2, 4, head_ms=0), 8, 16, pipeline_parallel=4)
+    student, (teacher,) = auto_layouts(PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=4)
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
-    student, teacher = auto_layouts(PairCost(1, 2, 4, head_ms=0), 8, 16, pipeline_parallel=2, virtual_stages=2)
+    student, (teacher,) = auto_layouts(PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=2, virtual_stages=2)
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
 
 
 def test_the_last_rank_has_room_for_the_heads():
     """36 ms of layers and a 12 ms head on 4 ranks: 12 ms each is possible, with nothing but the heads on the last."""
-    student, teacher = auto_layouts(PairCost(1, 2, 1, head_ms=12), 9, 9, pipeline_parallel=4)
+    student, (teacher,) = auto_layouts(PairCost(1, 2, (1,), head_ms=12), 9, [9], pipeline_parallel=4)
     assert (student.layers, teacher.layers) == ((3, 3, 3, 0), (3, 3, 3, 0))
 
 
 def test_among_equals_early_ranks_keep_fewer_layers():
     """They hold the activations of more micro-batches."""
-    assert auto_layouts(PairCost(1, 2, 0, head_ms=0), 5, None, pipeline_parallel=2)[0].layers == (2, 3)
+    assert auto_layouts(PairCost(1, 2, (), head_ms=0), 5, [], pipeline_parallel=2)[0].layers == (2, 3)
 
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (8, 1), (4, 2), (2, 4), (16, 1)])
 def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
-    cost = pair_cost(config(), STUDENT, TEACHER, pipeline * stages)
-    student, teacher = auto_layouts(cost, 28, 36, pipeline, stages)
+    cost = pair_cost(config(), STUDENT, (TEACHER,), pipeline * stages)
+    student, (teacher,) = auto_layouts(cost, 28, [36], pipeline, stages)
     assert (sum(student.layers), sum(teacher.layers)) == (28, 36)
     assert 0 not in student.layers[1:-1] and 0 not in teacher.layers[1:-1]
     assert PipelineLayout.parse(",".join(map(str, teacher.layers)), 36, pipeline, stages) == teacher
     if 28 % (pipeline * stages) == 36 % (pipeline * stages) == 0:
         even = (PipelineLayout.even(28, pipeline, stages), PipelineLayout.even(36, pipeline, stages))
         auto_ms, even_ms = (
-            simulate(cost.stage_times(*pair), pipeline, 4 * pipeline).step_ms for pair in ((student, teacher), even)
+            simulate(cost.stage_times(pair[0], pair[1:]), pipeline, 4 * pipeline).step_ms for pair in ((student, teacher), even)
         )
         assert auto_ms < even_ms
 
 
 def test_too_few_layers():
     with pytest.raises(UsageError) as caught:
-        auto_layouts(PairCost(1, 2, 3, head_ms=1), 5, 36, pipeline_parallel=8)
+        auto_layouts(PairCost(1, 2, (3,), head_ms=1), 5, [36], pipeline_parallel=8)
     assert "5 (student) and 36 (teacher) layers do not fill 8 pipeline stages" in caught.value.what
     assert caught.value.why and caught.value.do == "use fewer pipeline stages"
+
+
+def time_ms(split, layer_ms, one: Bin) -> float:
+    return one.fixed_ms + sum(count * ms for count, ms in zip(split, layer_ms, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_of_further_teachers_fill_up(seed):
+    """No bin is longer than the mean by more than a layer of each step of the search, and the tie it allows."""
+    draw = random.Random(seed)
+    bins = [Bin(int(0 < index < 3), 20.0 * (index == 3)) for index in range(4)]
+    layers, layer_ms = [draw.randint(16, 40) for _ in range(4)], [draw.uniform(1, 5) for _ in range(4)]
+    found = balance_all(layers, layer_ms, bins)
+    assert [sum(counts) for counts in zip(*found, strict=True)] == layers
+    assert all(min(split) >= one.min_layers for split, one in zip(found, bins, strict=True))
+    times = [time_ms(split, layer_ms, one) for split, one in zip(found, bins, strict=True)]
+    smallest = sorted(layer_ms[1:])[0]
+    assert max(times) <= (sum(times) / 4 + smallest) * (1 + TIE)
+
+
+@pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (4, 2)])
+def test_three_models_beat_even_splits(pipeline, stages):
+    cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), pipeline * stages)
+    student, teachers = auto_layouts(cost, 28, [36, 28], pipeline, stages)
+    assert [sum(layout.layers) for layout in (student, *teachers)] == [28, 36, 28]
+    assert all(0 not in layout.layers[1:-1] for layout in (student, *teachers))
+    if 28 % (pipeline * stages) == 36 % (pipeline * stages) == 0:
+        even = [PipelineLayout.even(layers, pipeline, stages) for layers in (28, 36, 28)]
+        auto_ms, even_ms = (
+            simulate(cost.stage_times(one, others), pipeline, 4 * pipeline).step_ms
+            for one, others in ((student, teachers), (even[0], even[1:]))
+        )
+        assert auto_ms < even_ms
+    swapped = pair_cost(several({}, {}), STUDENT, (STUDENT, TEACHER), pipeline * stages)
+    assert auto_layouts(swapped, 28, [28, 36], pipeline, stages) == (student, teachers[::-1])

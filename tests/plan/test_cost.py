@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from mkd.config.schema import XTokenConfig
 from mkd.plan.cost import PairCost, StageTime, pair_cost
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 
 TP2 = ("--tensor-model-parallel-size", 2)
 FULL = ("--recompute-granularity", "full", "--recompute-method")
@@ -15,36 +16,38 @@ FULL = ("--recompute-granularity", "full", "--recompute-method")
     [(1024, 148.5, 200.2), (SEQ_LENGTH, 193.7, 235.5)],  # measured on one H200: packs of short documents, one long document
 )
 def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
-    cost = pair_cost(config(), STUDENT, TEACHER, 1, document_length)
+    cost = pair_cost(config(), STUDENT, (TEACHER,), 1, document_length)
     assert 28 * cost.student_ms == pytest.approx(student_ms, rel=0.02)
-    assert 36 * cost.teacher_forward_ms == pytest.approx(teacher_ms, rel=0.02)
+    assert 36 * cost.teacher_forward_ms[0] == pytest.approx(teacher_ms, rel=0.02)
     assert cost.head_ms == pytest.approx(41, rel=0.01)
 
 
 def test_heads_are_forward_time_of_the_last_stage():
-    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=10, head_ms=100)
-    times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), PipelineLayout.parse("1,3", 4, 2))
+    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(10,), head_ms=100)
+    times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), [PipelineLayout.parse("1,3", 4, 2)])
     assert times == [StageTime(12, 4), StageTime(131, 2)]
     assert times[1].total_ms == 133
-    assert cost.stage_times(PipelineLayout.parse("2,1", 3, 2), None) == [StageTime(2, 4), StageTime(101, 2)]
+    alone = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(), head_ms=100)
+    assert alone.stage_times(PipelineLayout.parse("2,1", 3, 2), []) == [StageTime(2, 4), StageTime(101, 2)]
 
 
 def test_without_a_teacher_only_the_student_counts():
-    alone, pair = pair_cost(config(), STUDENT, None, 1), pair_cost(config(), STUDENT, TEACHER, 1)
-    assert alone.teacher_forward_ms == 0
+    alone, pair = pair_cost(config(), STUDENT, (), 1), pair_cost(config(), STUDENT, (TEACHER,), 1)
+    assert alone.teacher_forward_ms == ()
     assert alone.student_ms == pair.student_ms
     assert alone.head_ms == pytest.approx(pair.head_ms * 3 * 2048 / (3 * 2048 + 4096))
 
 
 @pytest.mark.parametrize("flags", [TP2, ("--context-parallel-size", 2)])
 def test_processes_share_the_work(flags):
-    one, two = pair_cost(config(), STUDENT, TEACHER, 1), pair_cost(config(*flags), STUDENT, TEACHER, 1)
-    for field in ("student_forward_ms", "student_backward_ms", "teacher_forward_ms", "head_ms"):
+    one, two = pair_cost(config(), STUDENT, (TEACHER,), 1), pair_cost(config(*flags), STUDENT, (TEACHER,), 1)
+    for field in ("student_forward_ms", "student_backward_ms", "head_ms"):
         assert getattr(two, field) == pytest.approx(getattr(one, field) / 2)
+    assert two.teacher_forward_ms[0] == pytest.approx(one.teacher_forward_ms[0] / 2)
 
 
 def test_a_micro_batch_of_two_packs_takes_twice_as_long():
-    one, two = pair_cost(config(), STUDENT, TEACHER, 1), pair_cost(config("--micro-batch-size", 2), STUDENT, TEACHER, 1)
+    one, two = pair_cost(config(), STUDENT, (TEACHER,), 1), pair_cost(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1)
     assert two.student_ms == pytest.approx(2 * one.student_ms)
     assert two.head_ms == pytest.approx(2 * one.head_ms)
 
@@ -59,13 +62,53 @@ def test_a_micro_batch_of_two_packs_takes_twice_as_long():
     ],
 )
 def test_recomputation_is_backward_time(flags, forwards):
-    cost = pair_cost(config(*flags), STUDENT, TEACHER, 4)
+    cost = pair_cost(config(*flags), STUDENT, (TEACHER,), 4)
     assert cost.student_backward_ms == pytest.approx(forwards * cost.student_forward_ms)
 
 
 def test_selective_recomputation_repeats_attention():
     plain, again = (
-        pair_cost(config(*flags), STUDENT, TEACHER, 1) for flags in ((), ("--recompute-granularity", "selective"))
+        pair_cost(config(*flags), STUDENT, (TEACHER,), 1) for flags in ((), ("--recompute-granularity", "selective"))
     )
     attention_ms = 2 * 2048 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
     assert again.student_backward_ms - plain.student_backward_ms == pytest.approx(attention_ms)
+
+
+def test_every_teacher_has_its_forward_and_its_layers():
+    cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), 2)
+    both = [pair_cost(config(), STUDENT, (shape,), 2).teacher_forward_ms[0] for shape in (TEACHER, STUDENT)]
+    assert cost.teacher_forward_ms == pytest.approx(both)
+    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(10, 100), head_ms=1000)
+    layouts = [PipelineLayout.parse(text, 4, 2) for text in ("1,3", "4,0")]
+    times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), layouts)
+    assert times == [StageTime(2 + 10 + 400, 4), StageTime(1 + 30 + 1000, 2)]
+
+
+def test_a_teacher_s_own_tokens_are_counted():
+    """Packs twice as long: documents are too, so that attention costs four times as much."""
+    xtoken = XTokenConfig(seq_length=2 * SEQ_LENGTH)
+    short, long = (pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1) for x in (XTokenConfig(), xtoken))
+    assert short.teacher_forward_ms[0] == short.teacher_forward_ms[1] == long.teacher_forward_ms[0]
+    attention_ms = 2 * 4096 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
+    products_ms = short.teacher_forward_ms[1] - attention_ms
+    assert long.teacher_forward_ms[1] == pytest.approx(2 * products_ms + 4 * attention_ms)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "kd", "of_student", "of_teachers"),
+    [
+        ([], {"kd_ratio": 0.0}, 1, 0),
+        ([{}], {}, 1, 1),
+        ([{}, {}], {}, 3, 2),  # cross entropy and two divergences
+        ([{}, {}], {"kd_ratio": 1.0}, 2, 2),
+        ([{}, {}], {"teacher_combination": "average"}, 1, 2),
+        ([{}, {}], {"teacher_combination": "select"}, 3, 4),
+        ([{}, {"xtoken": XTokenConfig()}], {"teacher_weighting": "ce"}, 3, 4),
+        ([{"xtoken": XTokenConfig()}], {}, 2, 1),
+        ([{"xtoken": XTokenConfig()}], {"kd_ratio": 1.0}, 1, 1),
+    ],
+)
+def test_passes_over_the_heads(teachers, kd, of_student, of_teachers):
+    cost = pair_cost(several(*teachers, **kd), STUDENT, (TEACHER,) * len(teachers), 1)
+    flops = 2 * SEQ_LENGTH * 151936 * (3 * 2048 * of_student + 4096 * of_teachers)
+    assert cost.head_ms == pytest.approx(flops / 620e9)

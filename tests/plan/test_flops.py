@@ -29,5 +29,11 @@ def test_forward_by_hand():
 def test_a_frozen_teacher_has_no_backward():
     documents = [64, 64]
     student, teacher = forward_flops(STUDENT, documents), forward_flops(TEACHER, documents)
-    assert distillation_flops(STUDENT, None, documents) == 3 * student
-    assert distillation_flops(STUDENT, TEACHER, documents) == 3 * student + teacher
+    assert distillation_flops(STUDENT, (), documents) == 3 * student
+    assert distillation_flops(STUDENT, (TEACHER,), documents) == 3 * student + teacher
+
+
+def test_every_teacher_has_its_own_documents():
+    documents, own = [64, 64], [70, 50]
+    expected = 3 * forward_flops(STUDENT, documents) + forward_flops(TEACHER, documents) + forward_flops(STUDENT, own)
+    assert distillation_flops(STUDENT, (TEACHER, STUDENT), documents, (None, own)) == expected

@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 
+from mkd.config.schema import XTokenConfig
 from mkd.plan.batch import BatchPlan
+from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 
 PP4 = ("--pipeline-model-parallel-size", 4)
 
 
-def forecast(*flags, pipeline=1, microbatches=8, teacher=TEACHER, document_length=1024, student=STUDENT) -> Forecast:
-    layouts = [shape and PipelineLayout.even(shape.num_layers, pipeline) for shape in (student, teacher)]
-    return Forecast(
-        config(*flags), BatchPlan(1, microbatches, 1, SEQ_LENGTH), student, teacher, *layouts, document_length
-    )
+def forecast(*flags, pipeline=1, microbatches=8, teachers=(TEACHER,), document_length=1024, settings=None) -> Forecast:
+    layouts = [PipelineLayout.even(shape.num_layers, pipeline) for shape in teachers]
+    batch, of_student = BatchPlan(1, microbatches, 1, SEQ_LENGTH), PipelineLayout.even(28, pipeline)
+    return Forecast(settings or config(*flags), batch, STUDENT, teachers, of_student, layouts, document_length)
 
 
 def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
@@ -52,7 +53,7 @@ def test_description():
     assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
     assert "on 4 GPUs: predicted MFU 0." in lines[5]
     assert [line.split(":")[0] for line in lines[6:]] == [f"memory of pipeline rank {rank}" for rank in range(4)]
-    assert "teacher" not in forecast(teacher=None).describe().splitlines()[1]
+    assert "teacher" not in forecast(teachers=()).describe().splitlines()[1]
 
 
 def test_padded_attention_is_named():
@@ -60,3 +61,20 @@ def test_padded_attention_is_named():
     assert "student attention: 8 key/value heads padded to 16 for tensor parallel" in text
     assert "teacher attention: 8 key/value heads padded to 16 for tensor parallel" in text
     assert "padded" not in forecast("--tensor-model-parallel-size", 8).describe()
+
+
+def test_two_teachers_are_told_apart():
+    two = forecast(
+        teachers=(TEACHER, STUDENT),
+        settings=several({"hf": "a/big"}, {"name": "small", "xtoken": XTokenConfig(seq_length=10_240)}),
+    )
+    lines = two.describe().splitlines()
+    assert lines[1:4] == [
+        "student layers by stage: (28,)",
+        "teacher big layers by stage: (36,)",
+        "teacher small layers by stage: (28,); packs of 10240 tokens of its own",
+    ]
+    one = forecast()
+    own = forward_flops(STUDENT, [1280] * 8)  # 8 documents of 1024 tokens of the student
+    assert two.flops_per_step() - one.flops_per_step() == 8 * own
+    assert two.step().step_ms > one.step().step_ms

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import zip_longest
+
 import pytest
 
+from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, make_pair, microbatches
 
@@ -30,7 +34,8 @@ def held_bytes(layout: Layout, student, teacher):
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.setup import build_engine, plan_run
+    from mkd.train.build_engine import build_engine
+    from mkd.train.plan import plan_run
     from mkd.train.step import train_step
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
@@ -40,13 +45,14 @@ def held_bytes(layout: Layout, student, teacher):
     )  # fmt: skip
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context), NUM_PACKS)
-    teachers = [chunk.module.teacher for chunk in engine.chunks]
+    teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
     learned = {p for chunk in engine.chunks for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}
     buffers = [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
     held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
+    shapes = [teacher.shape for teacher in plan.teachers]
     predicted = predict_memory(
-        plan.config, plan.student.shape, plan.teacher.shape, plan.student_layout, plan.teacher_layout, plan.batch
+        plan.config, plan.student.shape, shapes, plan.student_layout, plan.teacher_layouts, plan.batch
     ).ranks[context.pp_rank]
     parts = (predicted.student_gib, predicted.gradients_gib, predicted.optimizer_gib, predicted.teacher_gib)
     return held, [part * GIB for part in parts]
@@ -85,15 +91,20 @@ def test_parameters_of_every_family(family, tmp_path, ranks):
         assert held[3] == pytest.approx(predicted[3])
 
 
-def predict(*flags, student=STUDENT, teacher=TEACHER, microbatches=8, layouts=(None, None), data_parallel=1):
-    settings = config(*flags)
+def student_activations(*flags) -> Activations:
+    return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)
+
+
+def predict(*flags, teachers=(TEACHER,), microbatches=8, layouts=(), data_parallel=1, settings=None):
+    settings = settings or config(*flags)
     pipeline = settings.parallel.pipeline_model_parallel_size
     stages = settings.parallel.num_virtual_stages_per_pipeline_rank or 1
-    split = [
-        shape and PipelineLayout.create(text, shape.num_layers, pipeline, stages)
-        for shape, text in zip((student, teacher), layouts, strict=True)
+    student, *others = [
+        PipelineLayout.create(text, shape.num_layers, pipeline, stages)
+        for shape, text in zip_longest((STUDENT, *teachers), layouts)
     ]
-    return predict_memory(settings, student, teacher, *split, BatchPlan(1, microbatches, data_parallel, SEQ_LENGTH)).ranks
+    batch = BatchPlan(1, microbatches, data_parallel, SEQ_LENGTH)
+    return predict_memory(settings, STUDENT, teachers, student, others, batch).ranks
 
 
 def test_a_layer_by_hand():
@@ -102,12 +113,12 @@ def test_a_layer_by_hand():
     head_norms = 2 * (2048 + 1024) + 4 * 24
     attention = 2 * (2048 + 2 * 1024 + 2048) + 4 * 16
     mlp = 2 * 3 * 6144
-    assert Activations(config(), STUDENT, 2).layer_bytes() == SEQ_LENGTH * (norms + head_norms + attention + mlp)
+    assert student_activations().layer_bytes() == SEQ_LENGTH * (norms + head_norms + attention + mlp)
 
 
 def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
-    whole = Activations(config(), STUDENT, 2)
-    tensor, sequence = (Activations(config(*TP4, *flags), STUDENT, 2) for flags in ((), ("--sequence-parallel",)))
+    whole = student_activations()
+    tensor, sequence = (student_activations(*TP4, *flags) for flags in ((), ("--sequence-parallel",)))
     hidden = SEQ_LENGTH * 2048 * 2
     rows = 2 * 4 * SEQ_LENGTH  # one fp32 value a row for both norms, on every process
     assert tensor.layer_bytes() == (whole.layer_bytes() - 4 * hidden - rows) / 4 + 4 * hidden + rows
@@ -116,7 +127,7 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
 
 def test_early_ranks_keep_more_micro_batches():
     """1F1B: rank r of 4 holds 4 - r micro-batches, never more than there are."""
-    chunk = 7 * Activations(config(), STUDENT, 2).layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes() / GIB
     assert [rank.activations_gib / chunk for rank in predict(*PP4)[:3]] == pytest.approx([4, 3, 2])
     assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx([2, 2, 2])
 
@@ -124,7 +135,7 @@ def test_early_ranks_keep_more_micro_batches():
 def test_interleaving_keeps_more():
     """Rank 0 of 2 x 2: 2 x 1 + 2 chunks to fill, one more in each turn."""
     flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
-    chunk = 7 * Activations(config(), STUDENT, 2).layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes() / GIB
     assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
 
 
@@ -137,7 +148,7 @@ def test_interleaving_keeps_more():
     ],
 )
 def test_recomputed_layers_keep_their_input(flags, layers, inputs):
-    kept = Activations(config("--recompute-granularity", "full", "--recompute-method", *flags), STUDENT, 2)
+    kept = student_activations("--recompute-granularity", "full", "--recompute-method", *flags)
     assert kept.chunk_bytes(28, is_last=False) == layers * kept.layer_bytes() + inputs * kept.hidden_bytes
     assert kept.backward_bytes() > kept.layer_bytes() * (3 if flags[-1] == 3 else 1)
 
@@ -145,13 +156,13 @@ def test_recomputed_layers_keep_their_input(flags, layers, inputs):
 def test_selective_recomputation_saves_nothing_with_flash_attention():
     """It drops 64 bytes of statistics a token, and keeps q and k of the joint projection alive through v."""
     plain, selective = (
-        Activations(config(*flags), STUDENT, 2).layer_bytes() for flags in ((), ("--recompute-granularity", "selective"))
+        student_activations(*flags).layer_bytes() for flags in ((), ("--recompute-granularity", "selective"))
     )
     assert selective - plain == SEQ_LENGTH * (2 * (2048 + 1024) - 64)
 
 
 def test_the_head_holds_two_chunks_of_logits():
-    (rank,), (alone,) = predict(), predict(teacher=None, layouts=(None, None))
+    (rank,), (alone,) = predict(), predict(teachers=())
     logits = head_chunk_rows(SEQ_LENGTH, 151936, 2) * 151936 * 2 / GIB
     assert 2 * logits < rank.transient_gib < 2 * logits + 0.5
     assert logits < alone.transient_gib < rank.transient_gib - logits
@@ -169,8 +180,8 @@ def test_other_heads_hold_more():
     assert fp32_rows < rows < tokens
     more = (tokens - rows) * (2 * vocabulary + widths) * 2
     assert whole.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
-    (stored,) = predict(*micro, "--teacher-topk", "cache", teacher=None, layouts=(None, None))
-    (alone,) = predict(*micro, teacher=None, layouts=(None, None))
+    (stored,) = predict(*micro, "--teacher-topk", "cache", teachers=())
+    (alone,) = predict(*micro, teachers=())
     more_stored = (tokens - head_chunk_rows(tokens, vocabulary, 2)) * (vocabulary + 2 * 2048) * 2
     assert stored.transient_gib - alone.transient_gib == pytest.approx(more_stored / GIB), "all rows with loss at once"
     more = fp32_rows * (vocabulary * (2 * 4 + 2) + 2 * widths) - rows * (2 * 2 * vocabulary + 2 * widths)
@@ -184,6 +195,58 @@ def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
     messages = 2 * SEQ_LENGTH * (2048 + 4096) * 2
     assert first.activations_gib == 0
     assert first.transient_gib == pytest.approx((forward + messages) / GIB + WORKSPACE_GIB)
+
+
+def test_teachers_add_up():
+    """Weights and hidden states of both; logits of one teacher at a time, but of all for an average."""
+    (one,), (two,) = predict(), predict(teachers=(TEACHER, STUDENT), settings=several({}, {}))
+    (alone,) = predict(teachers=(STUDENT,))
+    assert two.teacher_gib == pytest.approx(one.teacher_gib + alone.teacher_gib)
+    hidden = SEQ_LENGTH * 2048 * 2
+    assert two.transient_gib - one.transient_gib == pytest.approx(hidden / GIB)
+    (average,) = predict(teachers=(TEACHER, STUDENT), settings=several({}, {}, teacher_combination="average"))
+    logits = head_chunk_rows(SEQ_LENGTH, 151936, 2) * (151936 + 2048) * 2
+    assert average.transient_gib - two.transient_gib == pytest.approx(logits / GIB)
+
+
+def test_a_teacher_with_its_own_tokens_has_its_own_rows():
+    """A larger vocabulary does not pad the student's; packs of twice the length have twice the logits."""
+    wide = replace(STUDENT, vocab_size=2 * 151936)
+    (same,), (short,), (long,) = (
+        predict(teachers=(wide,), settings=several({"xtoken": xtoken}))
+        for xtoken in (None, XTokenConfig(), XTokenConfig(seq_length=2 * SEQ_LENGTH))
+    )
+    (alone,) = predict(teachers=())
+    assert short.student_gib == alone.student_gib < same.student_gib
+    assert short.teacher_gib - same.teacher_gib == pytest.approx(2 * 151936 * 2048 * 2 / GIB), "its head is never tied"
+    rows = head_chunk_rows(SEQ_LENGTH, 2 * 151936, 2)
+    more = rows * (2 * 151936 + 2048) * 2 + SEQ_LENGTH * 2048 * 2
+    assert long.transient_gib - short.transient_gib == pytest.approx(more / GIB)
+    (narrow,) = predict(teachers=(replace(STUDENT, vocab_size=1000),), settings=several({"xtoken": XTokenConfig()}))
+    more = 1024 * 2048 * 2  # an embedding of 1000 rows, padded; the head has a place beside every row of the student's
+    assert narrow.teacher_gib == pytest.approx(alone.student_gib + more / GIB)
+
+
+def test_a_teacher_on_the_host_leaves_two_layers_on_the_device():
+    (whole,), (host,) = predict(), predict("--teacher-residency", "host")
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128  # matrices, norms, norms of heads
+    assert whole.teacher_gib - host.teacher_gib == pytest.approx(34 * layer * 2 / GIB)
+    assert whole.total_gib - host.total_gib == pytest.approx(whole.teacher_gib - host.teacher_gib)
+    first, last = predict("--pipeline-model-parallel-size", 2, "--teacher-residency", "host", layouts=("14,14", "35,1"))
+    table = 151936 * 4096  # the embedding or the head
+    assert first.teacher_gib == pytest.approx((2 * layer + table) * 2 / GIB)
+    assert last.teacher_gib == pytest.approx((2 * layer + table + 4096) * 2 / GIB), "there is room for two"
+
+
+def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():
+    (device,), (host,) = predict(), predict("--optimizer-residency", "host")
+    peak = device.activations_gib + device.transient_gib - WORKSPACE_GIB
+    assert host.optimizer_gib == pytest.approx(max(0, device.optimizer_gib - peak)) == 0
+    short = ("--seq-length", 512, "--optimizer-residency")
+    (device,), (host,) = predict(*short, "device"), predict(*short, "host")
+    peak = device.activations_gib + device.transient_gib - WORKSPACE_GIB
+    assert host.optimizer_gib == pytest.approx(device.optimizer_gib - peak) and host.optimizer_gib > 0
+    assert host.total_gib == pytest.approx(device.total_gib - peak)
 
 
 def test_distributed_optimizer_spreads_its_state_only():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.errors import DataError
-from mkd.tokenizers.tokenizer import HuggingFaceTokenizer
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
 
 CHAT = [

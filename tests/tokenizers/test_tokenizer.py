@@ -10,7 +10,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from mkd.errors import DataError, UsageError
-from mkd.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from mkd.tokenizers.load import load_tokenizer
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 
 TEXTS = ["The quick brown fox.", "", " two  spaces\n\nand lines ", "caf\u00e9 \u4f60\u597d \U0001f600", "x" * 3000]

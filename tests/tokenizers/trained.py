@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mkd.tokenizers.tokenizer import load_tokenizer
+from mkd.tokenizers.load import load_tokenizer
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -65,3 +66,26 @@ def spm_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     path.write_bytes(model.getvalue())
     return str(path)
+
+
+def llama_tokenizer():
+    """A fast tokenizer in SentencePiece's writing, as Llama 2's: a blank before the text, <0xNN> for unknown characters."""
+    words = ["\u2581", *"the fox", "\u2581t", "he", "\u2581the", "\u2581f", "ox", "\u2581fox"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(words)]
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "f"), ("o", "x"), ("\u2581f", "ox")]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    backend = Backend(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def write_ranks(folder):
+    """A small rank file under the name of GPT-2's: the single bytes, then a few merges."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"12", b"\xe4\xbd", b"\xe4\xbd\xa0"]
+    path = folder / "r50k_base.tiktoken"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces)))
+    return path

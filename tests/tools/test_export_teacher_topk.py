@@ -48,7 +48,7 @@ def teacher_by_transformers(files: Path, cache: Path) -> dict:
     from transformers import AutoModelForCausalLM
 
     from mkd.data.build import open_datasets
-    from mkd.tokenizers.tokenizer import load_tokenizer
+    from mkd.tokenizers.load import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(files / "teacher", dtype=torch.float32).eval()
     datasets = open_datasets(

@@ -160,10 +160,10 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
+    from mkd.train.build_engine import build_engine
     from mkd.train.evaluate import evaluate
-    from mkd.train.objective import SUMS, Objective
-    from mkd.train.setup import build_engine, plan_run
-    from mkd.train.step import count_loss_tokens, train_step
+    from mkd.train.plan import plan_run
+    from mkd.train.step import train_step, training_objective
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(
@@ -180,7 +180,7 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
 
     evaluation = evaluate(engine, [batches])
     engine.optimizer.zero_grad()
-    objective = Objective(engine.kd, context, 1.0 / count_loss_tokens(batches, context).float())
+    objective = training_objective(engine, batches)
     sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
     with gradients_as_parameters(engine, context):
         export_hf(chunks, plan.student.shape, out_dir / "gradients", **export)
@@ -190,8 +190,8 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
         export_hf(chunks, plan.student.shape, out_dir / "updated", **export)
     assert result.grad_norm > 0.1, "the updates must go through clipping"
     return {
-        "sums": dict(zip(SUMS, sums.tolist(), strict=True)), "evaluation": evaluation,
-        "last": {**result.sums, "grad_norm": result.grad_norm},
+        "sums": objective.sums(sums).token_sums(), "evaluation": evaluation.token_sums(),
+        "last": {**result.sums.token_sums(), "grad_norm": result.grad_norm},
     }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def test_another_tokenizer(files, ranks):
         ranks, flags(files, "tokenizer", teacher_hf="stranger"), USAGE,
         f"teacher {files / 'stranger'} has another tokenizer than the student: id ", " here, ", " there",
         "why: distillation compares the two models id by id",
-        "do:  use a teacher of the same tokenizer; cross-tokenizer settings (`teachers[i].xtoken`)",
+        "do:  use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl",
     )  # fmt: skip
 
 
@@ -286,7 +286,8 @@ def hash_around_failure(argv):
     from mkd.errors import NonFiniteError
     from mkd.platform import detect
     from mkd.train.loop import train
-    from mkd.train.setup import build_run, plan_run
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
 
     run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())
     before = _hash(run.engine.chunks)

@@ -43,7 +43,8 @@ def train_and_hash(arguments, export=None):
     from mkd.platform import detect
     from mkd.train.loop import train
     from mkd.train.main import export as export_student
-    from mkd.train.setup import build_run, plan_run
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
 
     world_size = torch.distributed.get_world_size()
     run = build_run(plan_run(load_config(arguments).config, world_size), detect())

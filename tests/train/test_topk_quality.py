@@ -39,9 +39,10 @@ def gradient(argv, out) -> dict[str, float]:
     from mkd.data.loader import TrainStream
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.objective import SUMS, Objective
-    from mkd.train.setup import build_data, build_engine, plan_run
-    from mkd.train.step import count_loss_tokens
+    from mkd.train.build_data import build_data
+    from mkd.train.build_engine import build_engine
+    from mkd.train.plan import plan_run
+    from mkd.train.step import training_objective
 
     plan = plan_run(load_config(argv).config, 1)
     context = ParallelContext.create(detect())
@@ -49,10 +50,10 @@ def gradient(argv, out) -> dict[str, float]:
     engine, _ = build_engine(plan, context)
     batches = TrainStream(dataset, micro_batch_size=1, global_batch_size=PACKS, seed=1).next_step()
     engine.optimizer.zero_grad()
-    objective = Objective(engine.kd, context, 1.0 / count_loss_tokens(batches, context).float())
+    objective = training_objective(engine, batches)
     sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
     torch.save(torch.cat([p.main_grad.flatten() for chunk in engine.chunks for p in chunk.parameters()]), out)
-    return dict(zip(SUMS, sums.tolist(), strict=True))
+    return objective.sums(sums).token_sums()
 
 
 def compared(found: tuple[dict, torch.Tensor], wanted: tuple[dict, torch.Tensor]) -> dict[str, float]:

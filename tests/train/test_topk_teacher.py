@@ -102,7 +102,9 @@ def losses_by_sample(argv):
     from mkd.models.packed import packed_documents
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.setup import build_data, build_engine, plan_run
+    from mkd.train.build_data import build_data
+    from mkd.train.build_engine import build_engine
+    from mkd.train.plan import plan_run
     from mkd.train.topk_objective import topk_loss
 
     plan = plan_run(load_config(argv).config, dist.get_world_size())

@@ -1,0 +1,98 @@
+"""Context parallelism's split of the chunks of a row: who owns a chunk, and which rows ranks send each other for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.parallel.zigzag import context_parallel_rows
+from mkd.xtoken.chunks import ChunkBatch, ChunkSide, RowExchange
+
+
+def shard_chunks(
+    chunks: ChunkBatch,  # of the whole row
+    rank: int,
+    size: int,
+    student_cu_seqlens_padded: Tensor,  # [documents + 1] int32, of the whole row
+    teacher_cu_seqlens_padded: Tensor,  # [documents + 1] int32
+) -> ChunkBatch:
+    """The chunks that `rank` of `size` owns: those whose last student predictor it holds.
+
+    Both sides have an exchange on every rank, even where a rank has nothing to send, because all of them take part in it.
+    """
+    places = _Places(student_cu_seqlens_padded, size)
+    owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]
+    owned = np.flatnonzero(owners == rank)
+    sides = {
+        "student": _shard_side(chunks.student, owners, rank, places),
+        "teacher": _shard_side(chunks.teacher, owners, rank, _Places(teacher_cu_seqlens_padded, size)),
+    }
+    pairs, support_offsets = select_ranges(chunks.support_offsets, owned)
+    pairs = torch.from_numpy(pairs)
+    return replace(
+        chunks,
+        **sides,
+        kinds=chunks.kinds[owned],
+        weights=chunks.weights[owned],
+        packs=chunks.packs[owned],
+        support_offsets=support_offsets,
+        support_chunks=torch.from_numpy(range_owners(support_offsets)),
+        support_student=chunks.support_student[pairs],
+        support_teacher=chunks.support_teacher[pairs],
+    )
+
+
+def select_ranges(offsets: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ranges `which` of compressed rows with `offsets` [n + 1]: (their entries in order, their own offsets), int64."""
+    counts = np.diff(offsets)[which]
+    selected = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return np.arange(selected[-1]) + np.repeat(offsets[which] - selected[:-1], counts), selected
+
+
+def range_owners(offsets: np.ndarray) -> np.ndarray:
+    """Number of the range that each entry is in, int64 [offsets[-1]]."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+
+
+class _Places:
+    """Where each position of a whole row is: the rank, and the row of that rank."""
+
+    def __init__(self, cu_seqlens_padded: Tensor, size: int):
+        self.size = size
+        self.ranks = np.empty(int(cu_seqlens_padded[-1]), dtype=np.int64)  # [t]
+        self.rows = np.empty_like(self.ranks)  # [t]
+        for rank in range(size):
+            own = context_parallel_rows(cu_seqlens_padded, rank, size).numpy()
+            self.ranks[own], self.rows[own] = rank, np.arange(len(own))
+
+
+def _shard_side(side: ChunkSide, owners: np.ndarray, rank: int, places: _Places) -> ChunkSide:
+    """The owned tokens, and the plan that brings their predictors' rows here.
+
+    A rank sends to each destination, and receives from each source, in the order of the chunks of the whole row, so that
+    both ends of a transfer agree without talking to each other.
+    """
+    rows = side.rows.numpy()
+    sources = places.ranks[rows]
+    destinations = owners[range_owners(side.host_offsets)]
+    sent = np.flatnonzero(sources == rank)
+    sent = sent[np.argsort(destinations[sent], kind="stable")]
+    tokens, offsets = select_ranges(side.host_offsets, np.flatnonzero(owners == rank))
+    arrivals = np.argsort(sources[tokens], kind="stable")
+    received = np.empty(len(tokens), dtype=np.int64)
+    received[arrivals] = np.arange(len(tokens))
+    exchange = RowExchange(
+        send_rows=torch.from_numpy(places.rows[rows[sent]]),
+        send_counts=tuple(np.bincount(destinations[sent], minlength=places.size).tolist()),
+        receive_counts=tuple(np.bincount(sources[tokens], minlength=places.size).tolist()),
+    )
+    return ChunkSide(
+        rows=torch.from_numpy(received),
+        labels=side.labels[torch.from_numpy(tokens)],
+        offsets=torch.from_numpy(offsets),
+        host_offsets=offsets,
+        exchange=exchange,
+    )

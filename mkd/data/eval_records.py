@@ -1,0 +1,144 @@
+"""Files of held-out tasks: one JSON object a line (`.jsonl`, `.json`, or the same with `.gz`)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mkd.errors import DataError
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
+"""Ours, HumanEval's, MBPP's. MBPP's text is a sentence and not the beginning of the code: a line break follows it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One multiple-choice question."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int  # index of the right choice
+    subject: str | None
+    line: int  # in its file, from 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text and how it goes on."""
+
+    prompt: str  # may be empty
+    completion: str
+    line: int  # in its file, from 1
+
+
+Record = TypeVar("Record", Question, Completion)
+
+
+def task_name(path: str | Path) -> str:
+    """The file's name without its suffix. Raises DataError for a kind of file that is not known."""
+    name = Path(path).name
+    suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None)
+    if suffix is None:
+        raise DataError(f"{path} is not a known kind of file", "tasks are lines of JSON", f"use one of {', '.join(SUFFIXES)}")
+    return name.removesuffix(suffix)
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """The multiple-choice questions of a file. Raises DataError with file and line."""
+    return _read(path, _question)
+
+
+def read_completions(path: str | Path) -> list[Completion]:
+    """The prompts and completions of a file. Raises DataError with file and line."""
+    return _read(path, _completion)
+
+
+def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Record]:
+    task_name(path)
+    records = []
+    try:
+        for number, line in _lines(Path(path)):
+            try:
+                records.append(parse(_json_object(line), number))
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {error.what}", error.why, error.do) from error
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read", str(error), "check that it is there, complete and readable") from error
+    if not records:
+        raise DataError(f"{path} has no records", "there is nothing to evaluate", "remove the path, or repair the file")
+    return records
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content) of the lines that are not blank."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _json_object(line: bytes) -> Mapping:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not valid JSON: {error}", "every line is one JSON object", "repair or remove the line") from error
+    if not isinstance(value, dict):
+        raise DataError("not a JSON object", "every line is one JSON object", "make lines of an array with: jq -c '.[]'")
+    return value
+
+
+def _question(record: Mapping, line: int) -> Question:
+    form = 'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have a "subject"'
+    question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
+    if not _is_text(question):
+        raise DataError("question is missing, empty or not a text", form, "repair or remove the record")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS) or not all(map(_is_text, choices)):
+        raise DataError(f"choices is not a list of 2 to {len(LETTERS)} texts", form, "repair or remove the record")
+    if subject is not None and not _is_text(subject):
+        raise DataError("subject is empty or not a text", form, "repair or remove it")
+    answer = _answer(record.get("answer"), len(choices))
+    return Question(question.strip(), tuple(choice.strip() for choice in choices), answer, subject, line)
+
+
+def _answer(answer, num_choices: int) -> int:
+    letters = LETTERS[:num_choices]
+    if isinstance(answer, str) and len(answer) == 1 and answer in letters:
+        return letters.index(answer)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < num_choices:
+        return answer
+    raise DataError(
+        f"answer is {json.dumps(answer)}",
+        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to {letters[-1]}",
+        "repair or remove the record",
+    )
+
+
+def _completion(record: Mapping, line: int) -> Completion:
+    keys = next((keys for keys in COMPLETION_KEYS if all(key in record for key in keys)), None)
+    if keys is None:
+        forms = ", ".join("{" + ", ".join(f'"{key}"' for key in keys) + "}" for keys in COMPLETION_KEYS)
+        found = ", ".join(list(record)[:8]) or "none"
+        raise DataError(f"no known keys (found: {found})", f"a record has the keys of one of {forms}", "rename its keys")
+    prompt, completion = (record[key] for key in keys)
+    if not (isinstance(prompt, str) and _encodes(prompt)):
+        raise DataError(f"{keys[0]} is not a text", "the completion follows it", "repair or remove the record")
+    if not _is_text(completion):
+        raise DataError(f"{keys[1]} is empty or not a text", "there is nothing to score", "repair or remove the record")
+    return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and _encodes(value)
+
+
+def _encodes(text: str) -> bool:
+    """Whether it is text at all: JSON may hold half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

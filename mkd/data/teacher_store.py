@@ -1,0 +1,92 @@
+"""A corpus in a teacher's tokens on disk, next to the student's, with the chunks in which both spell the same text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mkd.data.store import StoreFiles, TokenStore
+from mkd.errors import DataError
+
+NO_CHUNK, STARTS, CONTINUES = range(3)
+"""Mark of a token: in no chunk, the first of a chunk, a further one. The i-th chunk of both sides is the same chunk."""
+
+
+@dataclass(frozen=True)
+class TeacherStoreFiles(StoreFiles):
+    """The files of a corpus in a teacher's tokens: a byte for each token of either side says where chunks are."""
+
+    @property
+    def student_marks(self) -> Path:  # uint8 per token of the student's corpus
+        return Path(self.prefix + ".student_chunks.bin")
+
+    @property
+    def teacher_marks(self) -> Path:  # uint8 per token of PREFIX.bin
+        return Path(self.prefix + ".teacher_chunks.bin")
+
+    @property
+    def in_order(self) -> tuple[Path, ...]:
+        return self.student_marks, self.teacher_marks, *super().in_order
+
+
+class TeacherStore:
+    """The documents of a student's corpus in a teacher's tokens, memory mapped. Pickling reopens the files."""
+
+    def __init__(self, prefix: str, student: TokenStore):
+        """Raises DataError if files are missing or damaged, or were made for another corpus than `student`."""
+        self.tokens, self.student = TokenStore.open(prefix), student
+        files = TeacherStoreFiles(prefix)
+        fits = len(self.tokens) == len(student)
+        self._marks = []
+        for path, store in ((files.student_marks, student), (files.teacher_marks, self.tokens)):
+            if not fits or not path.is_file() or path.stat().st_size != store.num_tokens:
+                raise DataError(
+                    f"{prefix} does not fit {student.prefix}",
+                    f"a teacher's corpus has its {len(student)} documents, and a mark for each of its tokens",
+                    "remove it: the next run aligns the corpus again",
+                )
+            self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
+
+    def __reduce__(self):
+        return TeacherStore, (self.tokens.prefix, self.student)
+
+    def chunks(
+        self,
+        document: int,
+        student: tuple[int, int] | None = None,
+        teacher: tuple[int, int] | None = None,
+    ) -> np.ndarray:
+        """Chunks of a document, int64 [c, 4]: student start, student end (exclusive), teacher start, teacher end.
+
+        With the ranges [first, last) of tokens of both sides only those that lie in them. Both ranges have to start
+        behind the same chunks; positions count from the start of the document.
+        """
+        stores = (self.student, self.tokens)
+        limits = [limit or (0, int(store.lengths[document])) for store, limit in zip(stores, (student, teacher), strict=True)]
+        sides = []
+        for store, marks, (first, last) in zip(stores, self._marks, limits, strict=True):
+            start, length = int(store.offsets[document]), int(store.lengths[document])
+            window = marks[start + first : start + min(last + 1, length)]  # one more tells whether a chunk goes on
+            sides.append(_ranges(window) + first)
+        count = min(map(len, sides))
+        chunks = np.concatenate([side[:count] for side in sides], axis=1)
+        return chunks[(chunks[:, 1] <= limits[0][1]) & (chunks[:, 3] <= limits[1][1])]
+
+
+def chunk_marks(length: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Marks of `length` tokens, uint8, for chunks [starts, ends) that ascend and do not overlap."""
+    edges = np.zeros(length + 1, dtype=np.int8)
+    np.add.at(edges, starts, 1)
+    np.add.at(edges, ends, -1)
+    marks = np.where(np.cumsum(edges[:-1]) > 0, CONTINUES, NO_CHUNK).astype(np.uint8)
+    marks[starts] = STARTS
+    return marks
+
+
+def _ranges(marks: np.ndarray) -> np.ndarray:
+    """[start, end) of every chunk that starts in `marks`, int64 [c, 2]."""
+    starts = np.flatnonzero(marks == STARTS)
+    borders = np.append(np.flatnonzero(marks != CONTINUES), len(marks))
+    return np.stack([starts, borders[np.searchsorted(borders, starts, side="right")]], axis=1)

@@ -1,0 +1,120 @@
+"""Raw files or a student's corpus to the corpus of a teacher with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from mkd.data.aligned_documents import AlignedChunk, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.encoding import FileRows, in_workers
+from mkd.data.sources import is_raw
+from mkd.data.store import FORMAT_VERSION, StoreFiles, TokenStore
+from mkd.data.store_builder import MAX_REPORTED_ERRORS, content_hash, raise_errors, replaced_when_complete
+from mkd.data.teacher_store import TeacherStore, TeacherStoreFiles
+from mkd.data.teacher_text import TeacherText
+from mkd.errors import DataError
+from mkd.tokenizers.tokenizer import Tokenizer
+
+ALIGNMENT_VERSION = 1  # of what alignment makes of a text
+
+
+def cached_teacher_store(
+    path: str,  # as the user gave it: a file of records, or a tokenised corpus
+    student_prefix: str,  # its corpus in the student's tokens
+    text: TeacherText,
+    *,
+    tokenizer: Tokenizer,  # of the student
+    append_eod: bool,
+    characters_per_sample: int | None,
+    cache_dir: str,
+    workers: int,
+) -> str:
+    """Prefix of the corpus in the teacher's tokens, aligned now unless the cache has it for this content and setting.
+
+    Raises DataError for records that the teacher's tokenizer or template refuses, and for ids that its model does not know.
+    """
+    student = TokenStore.open(student_prefix)
+    pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
+    settings = [ALIGNMENT_VERSION, tokenizer.fingerprint, text.tokenizer.fingerprint, text.alignment, text.reasoning]
+    if is_raw(path):
+        source, align = FileRows([path], characters_per_sample), RowAligner(pair)
+        key = content_hash([*settings, append_eod, characters_per_sample], [path])
+    else:
+        source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
+        key = content_hash(settings, [StoreFiles(student_prefix).bin, StoreFiles(student_prefix).idx])
+    prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
+    if not _is_complete(prefix, student, key):
+        _write(in_workers(source, align, workers), prefix, student, text, key)
+    TokenStore.open(prefix).check_token_range(text.vocab_size)
+    return prefix
+
+
+def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
+    try:
+        return TeacherStore(prefix, student).tokens.meta.get("cache_key") == key
+    except DataError:
+        return False
+
+
+def _write(chunks: Iterable[AlignedChunk], prefix: str, student: TokenStore, text: TeacherText, key: str) -> None:
+    """Write the corpus, or raise DataError and leave nothing."""
+    with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
+        max_token_id = _write_chunks(chunks, partial, student, text)
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "cache_key": key,
+            "tokenizer_fingerprint": text.tokenizer.fingerprint,
+            "vocabulary_fingerprint": text.tokenizer.vocabulary_fingerprint,
+            "student": student.prefix,
+            "loss_mask": False,
+            "max_token_id": max_token_id,
+        }
+        partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_chunks(chunks: Iterable[AlignedChunk], files: TeacherStoreFiles, student: TokenStore, text: TeacherText) -> int:
+    """Write tokens and marks; the largest token id."""
+    builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
+    document, max_token_id, errors = 0, -1, []
+    with builder.data_file, files.student_marks.open("wb") as student_marks, files.teacher_marks.open("wb") as teacher_marks:
+        for chunk in chunks:
+            errors += [DataError(f"{text.name}: {error.what}", error.why, error.do) for error in chunk.errors]
+            if len(errors) >= MAX_REPORTED_ERRORS:
+                break
+            if errors:
+                continue  # nothing will be written: only further errors are of interest
+            _check_documents(chunk, student, document)
+            document += len(chunk.student_lengths)
+            stops = np.cumsum(chunk.teacher_lengths)
+            for start, stop in zip(stops - chunk.teacher_lengths, stops, strict=True):
+                builder.add_document(chunk.teacher_ids[start:stop], [int(stop - start)])
+            student_marks.write(chunk.student_marks.tobytes())
+            teacher_marks.write(chunk.teacher_marks.tobytes())
+            max_token_id = max(max_token_id, int(chunk.teacher_ids.max(initial=-1)))
+    raise_errors(errors)
+    if document != len(student):
+        raise _other_documents(student, document, f"its source has {document} documents, the corpus {len(student)}")
+    builder.finalize(str(files.idx))
+    return max_token_id
+
+
+def _check_documents(chunk: AlignedChunk, student: TokenStore, first: int) -> None:
+    """Raises DataError unless the student's side of the chunk is what its corpus has from document `first` on."""
+    stops = np.cumsum(chunk.student_lengths)
+    for document, (start, stop) in enumerate(zip(stops - chunk.student_lengths, stops, strict=True), first):
+        if document == len(student):
+            raise _other_documents(student, document, f"the corpus has {len(student)} documents, its source has more")
+        if not np.array_equal(student.document(document)[0], chunk.student_ids[start:stop]):
+            raise _other_documents(student, document, "its tokens are others than those that alignment finds in the source")
+
+
+def _other_documents(student: TokenStore, document: int, why: str) -> DataError:
+    return DataError(
+        f"{student.prefix}: document {document} cannot be aligned",
+        why,
+        "remove the corpus: the next run tokenises the file again",
+    )

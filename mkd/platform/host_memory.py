@@ -1,0 +1,53 @@
+"""Host memory that a GPU copies from and to at full speed, and many tensors in one buffer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mkd.errors import UsageError
+
+ALIGNMENT = 256  # bytes; what CUDA's own allocations have, and more than any kernel asks for
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """[nbytes] uint8 on the host, uninitialised; page-locked where `device` is a GPU, so that copies are asynchronous.
+
+    The memory is registered with CUDA instead of taken from torch's allocator of pinned memory, which rounds every size up
+    to a power of two. Raises UsageError where the machine refuses to lock it.
+    """
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda" and nbytes:
+        cuda, address = torch.cuda.cudart(), buffer.data_ptr()
+        if cuda.cudaHostRegister(address, nbytes, 0) != cuda.cudaError.success:
+            raise UsageError(
+                f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
+                "weights or optimizer state that live on the host are copied from locked memory",
+                "give the job more memory, raise its limit of locked memory (ulimit -l), or keep them on the device",
+            )
+        weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
+    return buffer
+
+
+def packed_bytes(tensors: Sequence[Tensor]) -> int:
+    """Size of a buffer that holds all `tensors`, one after another."""
+    return sum(_span(tensor) for tensor in tensors)
+
+
+def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `buffer` ([at least packed_bytes(tensors)] uint8) with the shapes and dtypes of `tensors`; nothing is copied."""
+    return list(_views(buffer, tensors))
+
+
+def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    start = 0
+    for tensor in tensors:
+        yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _span(tensor)
+
+
+def _span(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

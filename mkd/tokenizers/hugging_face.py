@@ -1,0 +1,196 @@
+"""Hugging Face fast tokenizers (`tokenizer.json`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from mkd.errors import UsageError
+from mkd.tokenizers.chat import EncodedChat, encode_chat, encode_turns, end_of_turn
+from mkd.tokenizers.pieces import (
+    BYTE_TOKEN,
+    METASPACE,
+    byte_level_bytes,
+    characters_of_bytes,
+    metaspace_bytes,
+    split_valid,
+)
+from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
+from mkd.tokenizers.tokenizer import Tokenizer, no_chat_template, sha256_of
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder holds a tokenizer: transformers makes up an empty one where there is none."""
+    return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How the vocabulary writes bytes: GPT-2's characters for bytes, or SentencePiece's metaspace."""
+
+    byte_level: bool
+    byte_tokens: bool  # <0xNN> is a byte
+
+    @classmethod
+    def of(cls, tokenizer: Mapping) -> _Style:
+        """The style of a parsed tokenizer.json, told by its decoder. Raises UsageError for any other than these two."""
+        decoder = tokenizer["decoder"] or {"type": "none"}
+        steps = decoder.get("decoders", [decoder])
+        types = [step["type"] for step in steps]
+        metaspace = "Metaspace" in types or any(
+            step["type"] == "Replace" and step["pattern"] == {"String": METASPACE} for step in steps
+        )
+        if "ByteLevel" not in types and not metaspace:
+            raise UsageError(
+                f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
+                "texts of two tokenizers are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
+                "use models with such a tokenizer",
+            )
+        return cls("ByteLevel" in types, "ByteFallback" in types)
+
+    def is_byte(self, string: str) -> bool:
+        return self.byte_tokens and BYTE_TOKEN.fullmatch(string) is not None
+
+    def bytes_of(self, string: str) -> bytes:
+        return byte_level_bytes(string) if self.byte_level else metaspace_bytes(string, self.is_byte(string))
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A fast transformers tokenizer, called through its Rust backend: single texts start no thread pool,
+    which would make every later fork of a data loader worker print a warning."""
+
+    def __init__(self, hf):
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_id = hf.eos_token_id
+        self.pad_id = next((i for i in (hf.pad_token_id, hf.eos_token_id) if i is not None), 0)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=True).ids
+
+    def encode_continuation(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
+        data = utf8(text)
+        encoding = self._encode(text, add_special_tokens=not continuation)
+        in_text = np.array(encoding.special_tokens_mask, dtype=bool) == 0
+        return locate(encoding.ids, in_text, self._pieces, data, lambda: byte_offsets(text, encoding.offsets))
+
+    def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+        return encode_chat(self._with_template, messages)
+
+    def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
+        return encode_turns(self._with_template, messages, self._pieces)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+    @cached_property
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        added = self._backend.get_added_tokens_decoder()
+        silent = {i for i, token in added.items() if token.special} | {*self._hf.all_special_ids, self.roles.get("unk")}
+        return tuple(None if i in silent else piece for i, piece in enumerate(self._pieces))
+
+    @cached_property
+    def roles(self) -> Mapping[str, int]:
+        hf = self._hf
+        ids = {"bos": hf.bos_token_id, "eos": hf.eos_token_id, "pad": hf.pad_token_id}
+        unknown = getattr(self._backend.model, "unk_token", None)
+        closing = end_of_turn(hf) if hf.chat_template else None
+        ids |= {"unk": self.vocabulary.get(unknown), "end_of_turn": self.vocabulary.get(closing)}
+        return {role: i for role, i in ids.items() if i is not None}
+
+    def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
+        runs = split_valid(fragment)
+        if len(runs) == 1 and isinstance(runs[0], str):
+            yield self.encode_continuation(runs[0])
+        if self._style.byte_level:
+            table = characters_of_bytes()
+            yield [token.id for token in self._backend.model.tokenize("".join(table[byte] for byte in fragment))]
+        elif all(isinstance(run, str) or run in self._byte_ids for run in runs):
+            parts = [self._spell_run(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs]
+            yield [i for part in parts for i in part]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template])
+
+    @property
+    def _with_template(self):
+        """The transformers tokenizer. Raises DataError when it has no chat template."""
+        if self._hf.chat_template is None:
+            raise no_chat_template()
+        return self._hf
+
+    @cached_property
+    def _style(self) -> _Style:
+        return _Style.of(json.loads(self._backend.to_str()))
+
+    @cached_property
+    def _pieces(self) -> tuple[bytes | None, ...]:
+        """[vocab_size]: what each id spells, control tokens included; None for unused ids."""
+        pieces: list[bytes | None] = [None] * self.vocab_size
+        for string, i in self.vocabulary.items():
+            pieces[i] = string.encode() if string in self.special_tokens else self._style.bytes_of(string)
+        if self.roles.get("unk") is not None:
+            pieces[self.roles["unk"]] = None  # it stands for other bytes every time
+        return tuple(pieces)
+
+    @cached_property
+    def _byte_ids(self) -> Mapping[bytes, int]:
+        return {self._pieces[i]: i for string, i in self.vocabulary.items() if self._style.is_byte(string)}
+
+    def _spell_run(self, text: str) -> list[int]:
+        return [token.id for token in self._backend.model.tokenize(text.replace(" ", METASPACE))]
+
+    def _encode(self, text: str, add_special_tokens: bool):
+        self._backend.encode_special_tokens = True  # "split_special_tokens": control tokens in the text are text
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+
+def load_hugging_face(model: str) -> Tokenizer:
+    if Path(model).is_dir() and not has_tokenizer(model):
+        raise UsageError(
+            f"{model} holds no tokenizer",
+            f"none of {', '.join(TOKENIZER_FILES)} is there",
+            "copy the tokenizer's files into the folder, or name another one with --tokenizer-model",
+        )
+    try:
+        hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UsageError(
+            f"--tokenizer-model {model}: no Hugging Face tokenizer could be loaded",
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}",
+            "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
+        ) from error
+    return HuggingFaceTokenizer(require_fast(hf, f"--tokenizer-model {model}"))
+
+
+def require_fast(hf, name: str):
+    """`hf`. Raises UsageError, which calls it `name`, when it is not a fast tokenizer."""
+    if not hf.is_fast:
+        raise UsageError(
+            f"{name}: {type(hf).__name__} is not a fast tokenizer",
+            "loss masks of conversations need the character offsets that only tokenizer.json based tokenizers give",
+            "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
+        )
+    return hf

@@ -1,0 +1,49 @@
+"""The tokenizer that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mkd.errors import UsageError
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer, load_hugging_face, require_fast
+from mkd.tokenizers.sentencepiece import load_sentencepiece
+from mkd.tokenizers.tiktoken import load_tiktoken
+from mkd.tokenizers.tokenizer import Tokenizer
+
+
+def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
+    """The tokenizer of `--tokenizer-type` and `--tokenizer-model`.
+
+    The model is a local folder, a Hugging Face id, a `.model` or a `.tiktoken` file. Code that comes with a model is never
+    run. Raises UsageError when it cannot be loaded.
+    """
+    loaders = {
+        "HuggingFaceTokenizer": load_hugging_face,
+        "SentencePieceTokenizer": load_sentencepiece,
+        "TiktokenTokenizer": load_tiktoken,
+    }
+    if tokenizer_type not in loaders:
+        raise UsageError(
+            f"--tokenizer-type {tokenizer_type} is not known",
+            do=f"use one of {', '.join(loaders)}",
+        )
+    return loaders[tokenizer_type](tokenizer_model)
+
+
+def open_tokenizer(source: Tokenizer | PreTrainedTokenizerBase | str | Path) -> Tokenizer:
+    """The tokenizer that `source` is, wraps (a fast transformers tokenizer) or names (a path, told by its kind; a hub id).
+
+    Raises UsageError when it cannot be loaded or is not a fast tokenizer.
+    """
+    if isinstance(source, Tokenizer):
+        return source
+    if isinstance(source, PreTrainedTokenizerBase):
+        return HuggingFaceTokenizer(require_fast(source, type(source).__name__))
+    path = Path(source)
+    if path.suffix == ".tiktoken":
+        return load_tiktoken(str(path))
+    if path.is_file() and ".model" in path.name:  # published names end with .model, .model.v1, ...
+        return load_sentencepiece(str(path))
+    return load_hugging_face(str(source))

@@ -1,0 +1,114 @@
+"""Which bytes of a text each of its tokens stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mkd.errors import DataError
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """The tokens of a text, and the bytes [start, end) of `text.encode("utf-8")` that each stands for.
+
+    Spans follow each other without gaps or overlaps. Tokens that cannot be told apart in the text share one span: pieces
+    of a character that the tokenizer changed, a blank put before the text with the token after it. A token that stands
+    for no text (BOS, EOS) has start == end == -1.
+    """
+
+    ids: np.ndarray  # [n] int64
+    starts: np.ndarray  # [n] int64
+    ends: np.ndarray  # [n] int64
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of `text`. Raises DataError where it has none."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} of the text is a lone surrogate (U+{ord(text[error.start]):04X})",
+            "half of a character has no bytes, so that no tokenizer can encode it",
+            "repair the text, for example with text.encode('utf-8', 'replace').decode()",
+        ) from error
+
+
+def locate(
+    ids: Sequence[int],
+    in_text: np.ndarray,  # [n] bool, False for tokens that the tokenizer added around the text
+    pieces: Sequence[bytes | None],  # [vocab_size], what each id spells
+    data: bytes,  # the text
+    offsets: Callable[[], np.ndarray],  # -> [n, 2] int64, bytes: where the tokenizer's library says that its tokens are
+) -> EncodedText:
+    """The tokens with their spans.
+
+    Where the pieces join to exactly the text, they are the spans, even inside a character. Else (a normalizer changed the
+    text, or a token spells no known bytes) the library's offsets decide, and tokens that they do not separate share a span.
+    """
+    ids = np.asarray(ids, dtype=np.int64)
+    starts, ends = np.full((2, len(ids)), -1, dtype=np.int64)
+    inside = np.flatnonzero(in_text)
+    if len(inside):
+        parts = [pieces[i] for i in ids[inside].tolist()]
+        joined = None if None in parts else b"".join(parts)
+        if joined is not None and joined.endswith(data) and joined[: len(joined) - len(data)] in (b"", b" "):
+            blank = len(joined) - len(data)  # SentencePiece puts a blank before the text
+            last = np.cumsum([len(part) for part in parts]) - blank
+            closed = np.ones(len(parts), dtype=bool)
+        else:
+            last, closed = _from_offsets(offsets()[inside], parts, data)
+        starts[inside], ends[inside] = _shared(last, closed)
+    return EncodedText(ids, starts, ends)
+
+
+def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[n, 2] int64: offsets in characters of `text` -> offsets in its bytes."""
+    code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    sizes = 1 + (code_points >= 0x80).astype(np.int64) + (code_points >= 0x800) + (code_points >= 0x10000)
+    return np.append(0, np.cumsum(sizes))[np.asarray(offsets, dtype=np.int64).reshape(-1, 2)]
+
+
+def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first token of each group and the end of the last one [g + 1], start [g], end [g] in bytes), int64.
+
+    A group is the tokens of one span; tokens that stand for no text are in none.
+    """
+    inside = np.flatnonzero(encoded.ends > 0)  # neither -1 nor the empty span of tokens of an empty text
+    ends = encoded.ends[inside]
+    last = np.append(ends[1:] != ends[:-1], True)[: len(ends)]
+    tokens = np.append(inside[:1], inside[last] + 1)
+    return tokens, encoded.starts[inside][last], ends[last]
+
+
+def _from_offsets(offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """(ends [n] int64, closed [n] bool: nothing after the token reaches back over its end).
+
+    Characters that no token claims belong to the token before them: a normalizer composed them with its last character, or
+    dropped them. Blanks belong to the token after them; but where the token before them ends with a blank they may be its
+    own, cut off by the library (`trim_offsets`), so that its end is not known.
+    """
+    last = np.maximum.accumulate(offsets[:, 1])
+    following = np.append(np.minimum.accumulate(offsets[::-1, 0])[::-1][1:], len(data))
+    closed = following >= last
+    for k in np.flatnonzero(following > last).tolist():
+        unclaimed = data[last[k] : following[k]].decode()
+        composed = unclaimed.rstrip()
+        last[k] += len(composed.encode())
+        part = parts[k] or b""
+        closed[k] = not (any(map(str.isspace, composed)) or (composed != unclaimed and part[-1:].isspace()))
+    return last, closed
+
+
+def _shared(last: np.ndarray, closed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) [n] int64: a span ends at each closed token. Tokens of no width share the span of the next one."""
+    cuts = np.flatnonzero(closed & (last < last[-1]))
+    cuts = np.append(cuts[np.diff(last[cuts], prepend=0) > 0], len(last) - 1)
+    sizes = np.diff(cuts, prepend=-1)
+    ends = last[cuts]
+    return np.repeat(np.append(0, ends[:-1]), sizes), np.repeat(ends, sizes)

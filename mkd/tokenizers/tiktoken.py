@@ -1,0 +1,149 @@
+"""Rank files of tiktoken (`*.tiktoken`): byte-level BPE without special tokens of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from mkd.errors import DataError, UsageError
+from mkd.tokenizers.spans import EncodedText, locate, utf8
+from mkd.tokenizers.tokenizer import Tokenizer
+
+ENDOFTEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """What a rank file leaves out (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
+
+    pattern: str
+    special: Mapping[str, int]
+
+
+_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"""
+    r"""|\s+(?!\S)|\s"""
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"""[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    rf"""|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+ENCODINGS = {
+    "r50k_base": _Encoding(_WORDS, {ENDOFTEXT: 50256}),
+    "p50k_base": _Encoding(_WORDS, {ENDOFTEXT: 50256}),
+    "cl100k_base": _Encoding(
+        _CL100K,
+        {ENDOFTEXT: 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
+        | {"<|endofprompt|>": 100276},
+    ),
+    "o200k_base": _Encoding(_O200K, {ENDOFTEXT: 199999, "<|endofprompt|>": 200018}),
+}
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A tiktoken encoding. It configures no BOS, so none is added; <|endoftext|> is EOS."""
+
+    def __init__(self, encoding):
+        self._encoding = encoding
+        self.eos_id = self.pad_id = encoding.eot_token
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
+        data = utf8(text)
+        ids = self.encode(text)
+        return locate(ids, np.ones(len(ids), dtype=bool), self.token_bytes, data, _no_offsets)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Tokens that are not UTF-8 are written with lone surrogates for their bytes."""
+        ordinary = {piece.decode("utf-8", "surrogateescape"): i for i, piece in enumerate(self.token_bytes) if piece}
+        return ordinary | self._special
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(self._special)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self._encoding.n_vocab
+
+    @cached_property
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        pieces: list[bytes | None] = [None] * self.vocab_size
+        for piece in self._encoding.token_byte_values():
+            pieces[self._encoding.encode_single_token(piece)] = piece
+        return tuple(pieces)
+
+    @cached_property
+    def roles(self) -> Mapping[str, int]:
+        return {"eos": self.eos_id}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        pieces = [None if piece is None else piece.hex() for piece in self.token_bytes]
+        return hashlib.sha256(json.dumps([self._encoding.name, pieces]).encode()).hexdigest()
+
+    def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
+        try:
+            yield self.encode(fragment.decode())
+        except UnicodeDecodeError:
+            yield self._encoding._encode_single_piece(fragment)  # the library has no public call for bytes
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        return {string: self._encoding.encode_single_token(string) for string in self._encoding.special_tokens_set}
+
+
+def load_tiktoken(model: str) -> Tokenizer:
+    """The tokenizer of a rank file, told by its name. Raises UsageError when it cannot be loaded."""
+    name = Path(model).name.removesuffix(".tiktoken")
+    if name not in ENCODINGS:
+        raise UsageError(
+            f"--tokenizer-model {model}: the encoding {name} is not known",
+            "a rank file does not say how text is split into words",
+            f"give one of the files {', '.join(f'{known}.tiktoken' for known in ENCODINGS)}, under that name",
+        )
+    try:
+        import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
+    except ImportError as error:
+        raise UsageError(
+            f"--tokenizer-model {model} needs the package tiktoken", str(error), "pip install 'mkd[tiktoken]'"
+        ) from error
+    try:
+        ranks = load_tiktoken_bpe(str(model))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--tokenizer-model {model} is not a tiktoken rank file",
+            str(error),
+            "check that the file is complete and not a Git LFS pointer",
+        ) from error
+    known = ENCODINGS[name]
+    return TiktokenTokenizer(
+        tiktoken.Encoding(name, pat_str=known.pattern, mergeable_ranks=ranks, special_tokens=known.special)
+    )
+
+
+def _no_offsets():
+    raise DataError(
+        "the tokens of a text do not join to the text",
+        "tiktoken encodings never change a text, so the rank file lacks some bytes",
+        "use the rank file that was published with the encoding",
+    )

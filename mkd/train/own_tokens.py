@@ -1,0 +1,76 @@
+"""Teachers that read the same text in tokens of their own: what they need before data and models are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mkd.config.schema import Config, XTokenConfig
+from mkd.data.teacher_text import TeacherText
+from mkd.parallel.context import ParallelContext
+from mkd.tokenizers.load import open_tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.plan import ModelSource, Plan
+from mkd.xtoken import build_projection
+from mkd.xtoken.relation import VocabularyRelation
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """One teacher's side of the text and of the vocabulary."""
+
+    settings: XTokenConfig
+    relation: VocabularyRelation
+    text: TeacherText
+    seq_length: int | None = None  # tokens of the teacher's packs, known once the data are
+
+
+def find_own_tokens(plan: Plan, tokenizer: Tokenizer, context: ParallelContext) -> tuple[OwnTokens | None, ...]:
+    """For every teacher that runs; None for one that reads the student's tokens. Collective.
+
+    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError, on every rank, for
+    tokenizers that cannot be related.
+    """
+    found = []
+    for index, source in enumerate(plan.teachers):
+        settings = plan.config.teachers[index].xtoken
+        if settings is None:
+            found.append(None)
+        else:
+            name = plan.teacher_names[index]
+            prepare = partial(_own_tokens, plan.config, tokenizer, source, settings, name)
+            found.append(context.rank_0_first(prepare))
+    return tuple(found)
+
+
+def _own_tokens(config: Config, tokenizer: Tokenizer, source: ModelSource, settings: XTokenConfig, name: str) -> OwnTokens:
+    teacher = open_tokenizer(str(source.assets))
+    relation = build_projection(tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection)
+    text = TeacherText(
+        tokenizer=teacher,
+        vocab_size=source.shape.vocab_size,
+        spellings=relation.spellings,
+        alignment=settings.alignment,
+        seq_length=settings.seq_length,
+        exact_token_match_only=settings.exact_token_match_only,
+        reasoning=settings.reasoning,
+        name=name,
+    )
+    return OwnTokens(settings, relation, text)
+
+
+def with_seq_lengths(own_tokens: Sequence[OwnTokens | None], lengths: Sequence[int | None]) -> tuple[OwnTokens | None, ...]:
+    """The same with the pack lengths that the data sets have found."""
+    return tuple(own and replace(own, seq_length=length) for own, length in zip(own_tokens, lengths, strict=True))
+
+
+def log_folder(config: Config) -> Path:
+    """Where metrics and the saved configuration go."""
+    return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
+
+
+def cache_folder(config: Config) -> Path:
+    """Where tokenised text and vocabulary relations are cached."""
+    return Path(config.data.data_cache_path or log_folder(config) / "data_cache")

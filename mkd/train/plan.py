@@ -1,0 +1,123 @@
+"""What is known before any process talks to another: models, batch and layouts, from files and flags alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.distributed import HF_FOLDER, find_checkpoint
+from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.config.validate import layouts_of, validate, virtual_stages
+from mkd.data.build import missing_data
+from mkd.errors import CheckpointError, ErrorList, MkdError, UsageError
+from mkd.plan.batch import BatchPlan
+from mkd.plan.forecast import Forecast
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import teacher_names, teacher_roles
+from mkd.train.topk_teacher import StoredTeacher
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where one model comes from: its shape and small files, and its weights."""
+
+    shape: ModelShape
+    assets: Path  # folder with config.json and tokenizer files
+    hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
+    load: Path | None  # ... or of a Megatron checkpoint folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before any process talks to another: models, batch, layouts. All checked."""
+
+    config: Config
+    student: ModelSource
+    teachers: tuple[ModelSource, ...]  # those that run: none when kd_ratio is 0 or the teacher is stored
+    batch: BatchPlan
+    virtual_stages: int
+    student_layout: PipelineLayout
+    teacher_layouts: tuple[PipelineLayout, ...]
+    stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
+
+    @property
+    def same_vocabulary(self) -> list[ModelSource]:
+        """The student, and the teachers that read its tokens."""
+        own = [source for source, settings in zip(self.teachers, self.config.teachers, strict=False) if settings.xtoken is None]
+        return [self.student, *own]
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Of the teachers that are in the loss, stored ones too."""
+        return teacher_names(self.config) if self.teachers or self.stored_teacher else ()
+
+    def describe(self) -> str:
+        """The batch as an equation, the layers of all models on each stage, and what to expect of time and memory."""
+        teachers = tuple(source.shape for source in self.teachers)
+        layouts = (self.student_layout, self.teacher_layouts)
+        return Forecast(self.config, self.batch, self.student.shape, teachers, *layouts).describe()
+
+
+def plan_run(config: Config, world_size: int) -> Plan:
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
+    problems: list[MkdError] = []
+    student = locate_model(problems, "student", config.student)
+    sources: list[ModelSource | None] = []
+    stored_teacher = None
+    if config.kd.kd_ratio > 0:
+        sources = [locate_model(problems, role, one) for role, one in zip(teacher_roles(config), config.teachers, strict=True)]
+    shapes = [source.shape if source else None for source in sources]
+    if sources and config.teachers[0].topk:
+        vocab_size = student.shape.vocab_size if student else None
+        stored_teacher = StoredTeacher.find(problems, config, sources[0], vocab_size)
+        sources, shapes = [], []
+    problems += validate(config, world_size, student.shape if student else None, shapes)
+    problems += missing_data(config.data.data_path, config.data.valid_data_path)
+    problems += _export_over_source(config, [source for source in (student, *sources) if source])
+    if problems:
+        raise ErrorList(problems)
+    stages = virtual_stages(config, student.shape)
+    student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
+    return Plan(
+        config=config,
+        student=student,
+        teachers=tuple(sources),
+        batch=BatchPlan.from_config(config, world_size),
+        virtual_stages=stages,
+        student_layout=student_layout,
+        teacher_layouts=teacher_layouts,
+        stored_teacher=stored_teacher,
+    )
+
+
+def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdError]:
+    """Exporting over a model that the run reads would destroy it, and is found out only after all training."""
+    export = config.checkpoint.export_hf
+    if export is None or Path(export).resolve() not in [source.assets.resolve() for source in sources]:
+        return []
+    return [UsageError(f"--export-hf {export} is a folder that this run reads", "it would be overwritten", "choose another")]
+
+
+def locate_model(
+    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
+) -> ModelSource | None:
+    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
+    if not (source.hf or source.load):
+        return None
+    try:
+        if source.load is None:
+            folder = resolve_hf(source.hf)
+            shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
+            check_hf_checkpoint(shape, checkpoint)
+            return ModelSource(shape, folder, checkpoint, None)
+        folder = find_checkpoint(Path(source.load))
+        if folder is None:
+            what = f"--{role}-load {source.load} holds no checkpoint"
+            raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
+        assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
+        return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
+    except MkdError as error:
+        problems.append(error)
+        return None

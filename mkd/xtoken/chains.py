@@ -1,0 +1,109 @@
+"""partition_kl of chunks with several tokens: divergence over {listed pairs, rest}.
+
+The pair (u, x) has the score S = exp(b + ln p(u)) on a side, b the log-probability of the realised tokens before the last one;
+the rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all summands summed directly. With D, the
+mean of D under S and the rest, and background g = D_rest - mean, the gradient by z / T of a side's rows is
+
+    last row, column u of a pair:  S_u D_u + p_u ((1 - e^b) D_rest - mean);   other columns:  p_j g
+    prefix row, realised column:  -(1 - p) g;                                 other columns:  p_j g
+
+which is scatter(G) - p sum(G) and (onehot - p) sum(G) with G = S (D - D_rest), ordered so that nothing cancels where the rest
+is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mkd.losses.softmax import LOWEST
+from mkd.xtoken.loss_call import LossCall, log_rest, log_split, write_scaled
+from mkd.xtoken.slices import ChunkSlice, SideRows
+
+
+def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+    """Values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] the student's become scale * dL/d(z/T).
+
+    Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
+    """
+    ours = _Entries.of(student, piece.student, piece.pair_chunks, piece.pair_student, call.student_real, call)
+    theirs = _Entries.of(teacher, piece.teacher, piece.pair_chunks, piece.pair_teacher, call.teacher_real, call)
+    gathered = call.gather(s=ours.local_sums(), s_found=ours.found, t=theirs.local_sums(), t_found=theirs.found)
+    s = _Scores.of(ours, gathered["s"].logsumexp(dim=0), gathered["s_found"].amax(dim=0))
+    t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
+    of_pairs, of_rest = call.rule.parts(t.pairs, s.pairs), call.rule.parts(t.rest, s.rest)
+    sums = torch.stack([b.index_add(0, piece.pair_chunks, a) for a, b in zip(of_pairs, of_rest, strict=True)])
+    if scale is not None:
+        gradient = _gradient(ours, s, t, call.rule.mean_slope(sums), call)
+        write_scaled(student, gradient, scale[piece.student.chunks])
+    return call.rule.value(sums)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """One side's logits on this rank, and e columns singled out: the realised tokens of the prefix, then those of the pairs."""
+
+    side: SideRows
+    pair_chunks: Tensor  # [p]
+    rows: Tensor  # [e]
+    columns: Tensor  # [e] w where the column is another rank's
+    found: Tensor  # [e] z / T, LOWEST where the column is another rank's
+    others: Tensor  # [n, w + 1] z / T, LOWEST in the columns singled out, those that are not real, and the last one
+
+    @classmethod
+    def of(cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, real: Tensor, call: LossCall) -> _Entries:
+        rows = torch.cat([side.others, side.base[pair_chunks]])
+        columns = call.local_columns(torch.cat([side.places[side.others], pairs]), real.shape[0])
+        values = torch.nn.functional.pad(call.heated(logits).masked_fill(~real, LOWEST), (0, 1), value=LOWEST)
+        found = values[rows, columns]
+        values[rows, columns] = LOWEST
+        return cls(side, pair_chunks, rows, columns, found, values)
+
+    def local_sums(self) -> Tensor:
+        """[n], ln sum exp of the columns that are not singled out."""
+        return self.others.logsumexp(dim=1)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Logarithms over the whole vocabulary."""
+
+    totals: Tensor  # [n] ln sum exp of the row
+    outside: Tensor  # [n] ln of the mass of the columns that are not singled out
+    entries: Tensor  # [e] ln p
+    prefixes: Tensor  # [c] b
+    pairs: Tensor  # [p] ln S
+    rest: Tensor  # [c]
+
+    @classmethod
+    def of(cls, entries: _Entries, others: Tensor, found: Tensor) -> _Scores:
+        side, pair_chunks = entries.side, entries.pair_chunks
+        own = _log_sum_exp_by(entries.rows, found, others.shape[0])
+        inside, outside = log_split(own, others)
+        logs = found - own[entries.rows] + inside[entries.rows]
+        of_prefix, of_pairs = logs.split([len(side.others), len(pair_chunks)])
+        prefixes = logs.new_zeros(len(side.base)).index_add_(0, side.other_chunks, of_prefix)
+        rest = log_rest(prefixes, outside[side.base])
+        return cls(torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest)
+
+
+def _log_sum_exp_by(index: Tensor, values: Tensor, size: int) -> Tensor:
+    """ln sum exp of the values with each index, [size]; -inf without any."""
+    maximum = values.new_full((size,), LOWEST).scatter_reduce_(0, index, values, "amax")
+    sums = values.new_zeros(size).index_add_(0, index, (values - maximum[index]).exp())
+    return maximum + sums.log()
+
+
+def _gradient(ours: _Entries, s: _Scores, t: _Scores, mean: Tensor, call: LossCall) -> Tensor:
+    """[n, w_s], over `ours.others`."""
+    side, chunks = ours.side, ours.pair_chunks
+    slope = call.rule.slope(t.rest, s.rest)
+    background = slope - mean
+    result = ours.others.sub_(s.totals[:, None]).exp_().mul_(background[side.chunks][:, None])
+    of_prefix = -s.outside[side.others].exp() * background[side.other_chunks]
+    of_last = (-torch.expm1(s.prefixes) * slope - mean)[chunks]
+    of_pairs = call.rule.mass_slope(t.pairs, s.pairs) + s.entries[len(side.others) :].exp() * of_last
+    result[ours.rows, ours.columns] = torch.cat([of_prefix, of_pairs])
+    return result[:, :-1]

@@ -1,0 +1,136 @@
+"""Both models' vocabularies as one tensor-parallel rank's columns, on its device: what chunk losses look ids up in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.errors import UsageError
+from mkd.xtoken.relation import VocabularyRelation
+from mkd.xtoken.slots import EMPTY, TeacherSlots
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The columns of W [student, teacher] that `p_kl` needs; a rank's student rows, the teacher's columns in slot order."""
+
+    forward: Tensor  # sparse CSR [tp * w_t, w_s] fp32: q = forward @ p_s, one summand of each rank
+    backward: Tensor  # sparse CSR [w_s, tp * w_t] fp32, its transpose
+    lost: Tensor  # [w_s] fp32, 1 - sum of the row, 0 to 1: probability that has no place among the teacher's tokens
+    supported: Tensor  # [w_t] bool, this rank's slots on which some row of W has a value
+    student_rest: bool  # some real row of the student loses probability
+    teacher_rest: bool  # some real row of the teacher has no support
+
+
+@dataclass(frozen=True)
+class ChunkVocabulary:
+    """Where the ids of both models are. Columns of all ranks are numbered `rank * width + column` ("place").
+
+    A student id is its own place. "Real" columns are rows of the model; the others are padding or empty slots, and their logits
+    are never read.
+    """
+
+    rank: int  # in the tensor-parallel group
+    student_width: int  # w_s
+    teacher_width: int  # w_t >= w_s
+    num_common: int
+    num_student_rows: int
+    num_teacher_rows: int
+    student_real: Tensor  # [tp, w_s] bool
+    teacher_real: Tensor  # [tp, w_t] bool
+    common: Tensor  # [tp, w_s] bool: column j of both models is a common pair
+    teacher_places: Tensor  # [teacher_rows] int64, place of each teacher id
+    paired_student: Tensor  # [k] int64 places of the hybrid losses' common tokens ...
+    paired_teacher: Tensor  # [k] int64 ... and of their twins
+    projection: Projection | None = None  # for p_kl
+
+    @staticmethod
+    def build(
+        slots: TeacherSlots,
+        student_vocab_size: int,  # real rows of the student's head; those beyond are padding
+        rank: int,  # in the tensor-parallel group
+        *,
+        relation: VocabularyRelation | None = None,  # only for `relaxed` and `with_projection`
+        relaxed: bool = False,  # h_kl: pairs include the relaxed ones
+        with_projection: bool = False,  # p_kl
+    ) -> ChunkVocabulary:
+        """On the CPU; `.to(device)` moves it. Raises UsageError where the models' rows have no common token."""
+        tp, student_width = slots.common.shape
+        student_real = (np.arange(tp * student_width) < student_vocab_size).reshape(tp, student_width)
+        teacher_real = slots.teacher_ids != EMPTY
+        num_common = int(slots.common.sum())
+        if num_common == 0:
+            raise UsageError(
+                "student and teacher have no common token among the rows of their heads",
+                "a chunk loss compares them on common tokens",
+                "check the tokenizers and the vocabulary sizes of both models",
+            )
+        assert not (slots.common & ~student_real).any(), "a padded row of the student is no token"
+        students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)
+        projection = _projection(slots, relation, student_real, teacher_real, rank) if with_projection else None
+        return ChunkVocabulary(
+            rank, student_width, teacher_real.shape[1], num_common, student_vocab_size, len(slots.columns),
+            *(torch.from_numpy(a) for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)),
+            projection,
+        )  # fmt: skip
+
+    @property
+    def both_have_rest(self) -> bool:
+        return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
+
+    def is_common_pair(self, student_places: Tensor, teacher_places: Tensor) -> Tensor:
+        """[n] bool of two [n]."""
+        ranks, columns = student_places // self.student_width, student_places % self.student_width
+        return self.common[ranks, columns] & (teacher_places == ranks * self.teacher_width + columns)
+
+    def to(self, device: torch.device | str) -> ChunkVocabulary:
+        """The same on a device."""
+        return _moved(self, device)
+
+
+def _moved(value, device):
+    changed = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            changed[field.name] = part.to(device)
+        elif isinstance(part, Projection):
+            changed[field.name] = _moved(part, device)
+    return replace(value, **changed)
+
+
+def _pairs(slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the pairs of the hybrid losses: the common tokens, or with a relation its relaxed pairs too."""
+    if relation is not None:
+        students, teachers = relation.pairs(relaxed=True)
+        exist = (students < student_rows) & (teachers < len(slots.columns))
+        return students[exist], slots.columns[teachers[exist]]
+    ranks, columns = np.nonzero(slots.common)
+    return ranks * slots.common.shape[1] + columns, ranks * slots.teacher_ids.shape[1] + columns
+
+
+def _projection(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
+    width, teacher_places = student_real.shape[1], teacher_real.size
+    matrix = relation.projection
+    rows, teachers, values = matrix.rows, matrix.columns, matrix.values
+    exist = (rows < student_real.sum()) & (teachers < len(slots.columns))
+    rows, places, values = rows[exist], slots.columns[teachers[exist]], values[exist]
+
+    kept = np.bincount(rows, values.astype(np.float64), minlength=student_real.size)
+    lost = np.where(student_real.reshape(-1), 1.0 - kept, 0.0)
+    lost[lost < 1e-6] = 0.0  # rows that sum to 1 but for the rounding of fp32
+    supported = np.bincount(places, minlength=teacher_places) > 0
+    own = rows // width == rank
+    indices = torch.from_numpy(np.stack([places[own], rows[own] % width]))
+    forward = torch.sparse_coo_tensor(indices, torch.from_numpy(values[own]), (teacher_places, width))
+    return Projection(
+        forward.to_sparse_csr(),
+        forward.t().to_sparse_csr(),
+        torch.from_numpy(lost.reshape(student_real.shape)[rank].astype(np.float32)),
+        torch.from_numpy(supported.reshape(teacher_real.shape)[rank]),
+        student_rest=bool((lost > 0).any()),
+        teacher_rest=bool((teacher_real.reshape(-1) & ~supported).any()),
+    )

@@ -1,0 +1,190 @@
+"""LM heads and chunk loss in one: slice by slice of chunks, so that no [t, v] tensor ever exists (see losses/fused_linear)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mkd.losses.fused_linear import HeadGradients, head_logits, whole_sequence
+from mkd.losses.softmax import compute_dtype
+from mkd.parallel.exchange import exchange_rows
+from mkd.plan.head import head_chunk_rows
+from mkd.xtoken.chains import chains
+from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+from mkd.xtoken.class_rules import rule_of
+from mkd.xtoken.hybrid import hybrid
+from mkd.xtoken.loss_call import LossCall
+from mkd.xtoken.loss_settings import ChunkLossSettings
+from mkd.xtoken.partition import one_to_one
+from mkd.xtoken.projected import p_kl
+from mkd.xtoken.slices import ChunkSlice, slice_ranges
+from mkd.xtoken.sorted_l1 import uld
+from mkd.xtoken.teacher_metrics import slice_metrics
+
+
+@dataclass(frozen=True)
+class ChunkOutput:
+    """Sums over the chunks that this rank owns; the same on every tensor-parallel rank. `loss` alone carries a graph.
+
+    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Chunks of weight 0 count nowhere, and with
+    `exact_token_match_only` neither do those that are no common pair: the denominator is then the sum of `num_chunks` over the
+    global batch, not what the loader announced.
+    """
+
+    loss: Tensor  # sum of weight * s(T) * D
+    kd: Tensor  # the same number
+    teacher_ce: Tensor  # sum over the chunks' teacher tokens of -ln p_t, T = 1, nats
+    teacher_entropy: Tensor  # sum over the same rows, T = 1, nats
+    top1_agreement: Tensor  # 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
+    num_chunks: Tensor
+    num_one_to_one: Tensor  # what `top1_agreement` is out of
+    num_teacher_tokens: Tensor  # what `teacher_ce` and `teacher_entropy` are out of
+
+
+def fused_chunk_kd(
+    student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
+    student_weight: Tensor,  # [w_s, h_s] this rank's rows of the padded LM head
+    teacher_hidden: Tensor,  # [t', h_t] (or [t'/tp, h_t]), frozen
+    teacher_weight: Tensor,  # [w_t, h_t], this rank's rows in slot order (TeacherSlots)
+    chunks: ChunkBatch,  # on the device, the same on every tensor-parallel rank
+    *,
+    vocabulary: ChunkVocabulary,  # on the device
+    settings: ChunkLossSettings,
+    tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
+    cp_group: dist.ProcessGroup | None,  # None: the sequence is not split; then no side has an exchange
+    loss_gradient: Tensor | None = None,  # 0-dim, what the caller multiplies `loss` by before backward
+    sequence_parallel: bool = False,
+    chunk_rows: int | None = None,  # most rows of one model in a slice; one chunk of more tokens is a slice of its own
+    fp32_logits: bool = False,
+) -> ChunkOutput:
+    """The chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden states and head.
+
+    Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism. As in
+    `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in forward, `loss_gradient` is
+    the factor of `loss` in the caller's backward (then gradients are final, and a weight that has `main_grad` gets its own
+    added there), and in evaluation (no_grad) it stops after the values. Nothing waits for the device.
+
+    Communication: over the tensor-parallel group per slice what the loss says and one all-gather of the metrics; for hidden
+    states as `fused_linear_kd`, and over the context-parallel group one all-to-all of each side that has an exchange, backward
+    one for the student. A rank without chunks takes part in those of the hidden states.
+    """
+    assert teacher_weight.shape[0] == vocabulary.teacher_width, "the teacher's head has the rows of TeacherSlots"
+    assert student_weight.shape[0] == vocabulary.student_width, "the student's head is the one that the slots were made for"
+    dtype = torch.float32 if fp32_logits and student_hidden.dtype != torch.float64 else student_hidden.dtype
+    call = LossCall(vocabulary, settings, rule_of(settings), tp_group)
+    most_rows = _most_rows(chunks, call, dtype, student_hidden.is_cuda, chunk_rows)
+    student_hidden = _chunk_rows(student_hidden, chunks.student, tp_group, cp_group, sequence_parallel)
+    with torch.no_grad():
+        teacher_hidden = _chunk_rows(teacher_hidden, chunks.teacher, tp_group, cp_group, sequence_parallel)
+    head = _Head(call, chunks, most_rows, dtype, torch.is_grad_enabled(), loss_gradient)
+    loss, sums = _FusedChunkKD.apply(student_hidden, student_weight, teacher_hidden, teacher_weight, head)
+    return ChunkOutput(loss=loss, **sums)
+
+
+def _chunk_rows(
+    hidden: Tensor,
+    side: ChunkSide,
+    tp_group: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> Tensor:
+    """The hidden states that `side.rows` counts in."""
+    hidden = whole_sequence(hidden, tp_group, sequence_parallel)
+    if side.exchange is None:
+        return hidden
+    plan = side.exchange
+    return exchange_rows(hidden, plan.send_rows, plan.send_counts, plan.receive_counts, cp_group)
+
+
+def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool, limit: int | None) -> dict[int, int]:
+    """Most rows of a slice for each kind of chunk that counts.
+
+    The 1-1 chunks of partition_kl go through their logits a few rows at a time. The other losses have up to four more tensors
+    of the slice's size in the compute dtype at once, and the dense ones those of all ranks.
+    """
+    rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
+    whole = limit or head_chunk_rows(rows, call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
+    ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
+    part = limit or max(1, whole // (4 * ranks))
+    of_single = whole if call.settings.loss == "partition_kl" else part
+    if call.settings.exact_token_match_only:
+        return {ONE_TO_ONE: of_single}
+    return {ONE_TO_ONE: of_single, ONE_TO_MANY: part, MANY_TO_ONE: part, MANY_TO_MANY: part}
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What one call works with, beside its hidden states and heads."""
+
+    call: LossCall
+    chunks: ChunkBatch
+    most_rows: dict[int, int]
+    dtype: torch.dtype
+    with_gradient: bool
+    loss_gradient: Tensor | None
+
+    def weights(self, piece: ChunkSlice, dtype: torch.dtype) -> Tensor:
+        """[c]; 0 also for what `exact_token_match_only` leaves out."""
+        weights = piece.weights.to(dtype)
+        if not self.call.settings.exact_token_match_only:
+            return weights
+        return weights * self.call.vocabulary.is_common_pair(piece.student.places, piece.teacher.places)
+
+    def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
+        """[c] without the weights; with `scale` the student's logits become the gradient by z / T, times scale."""
+        loss = self.call.settings.loss
+        if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
+            return one_to_one(student, teacher, scale, self.call)
+        function = {"partition_kl": chains, "p_kl": p_kl, "gold": hybrid, "h_kl": hybrid, "uld": uld}[loss]
+        return function(student, teacher, scale, piece, self.call)
+
+    def scale(self, weights: Tensor) -> Tensor | None:
+        """[c], d(loss) / d(value) / T, which makes a gradient by z of one by z / T."""
+        if not self.with_gradient:
+            return None
+        scale = weights * (self.call.settings.scale / self.call.settings.temperature)
+        return scale if self.loss_gradient is None else scale * self.loss_gradient
+
+
+class _FusedChunkKD(torch.autograd.Function):
+    """([n, h_s], [w_s, h_s], [m, h_t], [w_t, h_t], _Head) -> (loss, other fields of `ChunkOutput`)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, head):
+        gradients = HeadGradients(hidden, weight, True, head.loss_gradient is not None) if head.with_gradient else None
+        sums = _no_sums(hidden)
+        for chunks in slice_ranges(head.chunks, head.most_rows):
+            piece = ChunkSlice.of(head.chunks, chunks, head.call.settings.base, head.call.vocabulary)
+            own = hidden[piece.student.hidden_rows]
+            student = head_logits(own, weight, head.dtype)
+            teacher = head_logits(teacher_hidden[piece.teacher.hidden_rows], teacher_weight, head.dtype)
+            weights = head.weights(piece, compute_dtype(student))
+            counts = weights != 0
+            metrics = slice_metrics(student, teacher, counts, piece, head.call)
+            values = head.values(student, teacher, piece, head.scale(weights))
+            metrics["kd"] = head.call.settings.scale * torch.where(counts, weights * values, 0.0).sum()
+            sums = {name: total + metrics.get(name, 0) for name, total in sums.items()}
+            if gradients is not None:
+                gradients.add(piece.student.hidden_rows, own, student.to(hidden.dtype))
+            del student, teacher  # before the next slice's logits are made
+        ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
+        return sums["kd"].clone(), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, loss_gradient, _):
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "gradients were made in forward, for one backward"
+        return *gradients.finish(loss_gradient, ctx.loss_gradient), None, None, None
+
+
+def _no_sums(hidden: Tensor) -> dict[str, Tensor]:
+    """Zeros: the fields of `ChunkOutput` but the loss."""
+    number, count = hidden.new_zeros((), dtype=compute_dtype(hidden)), torch.zeros((), dtype=torch.int64, device=hidden.device)
+    names = [field.name for field in fields(ChunkOutput) if field.name != "loss"]
+    return {name: count if name.startswith("num_") else number for name in names}

@@ -1,0 +1,98 @@
+"""What the losses of a slice share: settings, vocabulary, the tensor-parallel group, and a few passes over logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.losses.softmax import LOWEST, compute_dtype
+from mkd.losses.statistics import gather_statistics
+from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.class_rules import ClassRule
+from mkd.xtoken.loss_settings import ChunkLossSettings
+
+# Stands for ln 0 where a difference with it must stay finite: exp of it is 0, and 0 times it is 0.
+FLOOR = -1e4
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One call of `fused_chunk_kd`, beside its tensors."""
+
+    vocabulary: ChunkVocabulary
+    settings: ChunkLossSettings
+    rule: ClassRule
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def student_real(self) -> Tensor:
+        """[w_s] bool, this rank's."""
+        return self.vocabulary.student_real[self.vocabulary.rank]
+
+    @property
+    def teacher_real(self) -> Tensor:
+        """[w_t] bool, this rank's."""
+        return self.vocabulary.teacher_real[self.vocabulary.rank]
+
+    @property
+    def common(self) -> Tensor:
+        """[w_s] bool, this rank's."""
+        return self.vocabulary.common[self.vocabulary.rank]
+
+    @property
+    def is_split(self) -> bool:
+        return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
+
+    def heated(self, logits: Tensor) -> Tensor:
+        """logits / T in the compute dtype; the logits themselves where that changes nothing."""
+        logits = logits.to(compute_dtype(logits))
+        return logits if self.settings.temperature == 1.0 else logits / self.settings.temperature
+
+    def gather(self, **local: Tensor) -> dict[str, Tensor]:
+        """Each tensor with a first dimension of ranks: one all-gather over the tensor-parallel group; no backward."""
+        shapes = {name: tensor.shape for name, tensor in local.items()}
+        flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])
+        gathered = gather_statistics(flat[None], self.tp_group)[:, 0]
+        parts = gathered.split([math.prod(shape) for shape in shapes.values()], dim=1)
+        return {name: part.reshape(len(part), *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    def sum(self, local: Tensor) -> Tensor:
+        """All-reduce SUM over the tensor-parallel group, in place; no backward."""
+        if self.is_split and local.numel():
+            dist.all_reduce(local, group=self.tp_group)
+        return local
+
+    def local_columns(self, places: Tensor, width: int) -> Tensor:
+        """Columns of this rank, `width` for a place of another rank."""
+        return torch.where(places // width == self.vocabulary.rank, places % width, width)
+
+
+def log_sum_exp(values: Tensor, columns: Tensor) -> Tensor:
+    """Over the columns of a mask [w] or [n, w]: [n], about LOWEST where there is none."""
+    return values.masked_fill(~columns, LOWEST).logsumexp(dim=1)
+
+
+def at_columns(values: Tensor, columns: Tensor) -> Tensor:
+    """values[i, columns[i]], [n]; LOWEST where the column is that of another rank (= w)."""
+    width = values.shape[1]
+    return values.gather(1, columns.clamp(max=width - 1)[:, None]).squeeze(1).masked_fill(columns == width, LOWEST)
+
+
+def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """(ln of the share of `inside`, of `outside`) of exp(inside) + exp(outside), both exact where they are small."""
+    softplus = torch.nn.functional.softplus
+    return -softplus(outside - inside), -softplus(inside - outside)
+
+
+def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
+    """ln(1 - e^b + e^b r), [c]: `chain` is b, ln p of the chain's other tokens, `outside` ln r, the rest of the base row."""
+    return torch.logaddexp((-torch.expm1(chain)).log(), chain + outside).clamp(min=FLOOR)
+
+
+def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
+    """logits = gradient * scale [n], exactly 0 where the scale is."""
+    logits.copy_(gradient.mul_(scale[:, None]).masked_fill_(scale[:, None] == 0, 0.0))

@@ -1,0 +1,94 @@
+"""Slices of a chunk batch: as many chunks of one kind as fit, as index tensors, cut on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+
+
+@dataclass(frozen=True)
+class SideRows:
+    """One model's n tokens of the c chunks of a slice. Rows are counted from the start of the slice.
+
+    Of each chunk one token is the base, whose distribution is compared; of the others only p(realised token) counts.
+    """
+
+    hidden_rows: Tensor  # [n] int64, rows of the hidden states
+    places: Tensor  # [n] int64, places of the tokens (see ChunkVocabulary)
+    chunks: Tensor  # [n] int64, chunk of each row
+    base: Tensor  # [c] int64
+    others: Tensor  # [n - c] int64
+    other_chunks: Tensor  # [n - c] int64
+
+    @classmethod
+    def of(cls, side: ChunkSide, chunks: range, base: str, places: Tensor | None) -> SideRows:
+        """`places` of the ids, None where an id is its place. No transfer from the device: sizes come from `host_offsets`."""
+        first, last = (int(side.host_offsets[i]) for i in (chunks.start, chunks.stop))
+        offsets = side.offsets[chunks.start : chunks.stop + 1] - first
+        counts, index = offsets.diff(), torch.arange(len(chunks), device=offsets.device)
+        labels = side.labels[first:last]
+        others = last - first - len(chunks)
+        other_chunks = index.repeat_interleave(counts - 1, output_size=others)
+        # Token i of those that are no base has one base before it for each earlier chunk, and its own if the first is the base.
+        other_rows = torch.arange(others, device=offsets.device) + other_chunks + (base == "first")
+        return cls(
+            side.rows[first:last],
+            labels if places is None else places[labels],
+            index.repeat_interleave(counts, output_size=last - first),
+            offsets[:-1] if base == "first" else offsets[1:] - 1,
+            other_rows,
+            other_chunks,
+        )
+
+
+@dataclass(frozen=True)
+class ChunkSlice:
+    """c chunks of one kind."""
+
+    kind: int
+    student: SideRows
+    teacher: SideRows
+    weights: Tensor  # [c]
+    pair_chunks: Tensor  # [p] int64, chunk of each pair of the supports
+    pair_student: Tensor  # [p] int64, places
+    pair_teacher: Tensor  # [p] int64, places
+
+    @property
+    def student_is_single(self) -> bool:
+        return self.kind in (ONE_TO_ONE, ONE_TO_MANY)
+
+    @property
+    def teacher_is_single(self) -> bool:
+        return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
+
+    @classmethod
+    def of(cls, batch: ChunkBatch, chunks: range, base: str, vocabulary: ChunkVocabulary) -> ChunkSlice:
+        pairs = slice(*(int(batch.support_offsets[i]) for i in (chunks.start, chunks.stop)))
+        return cls(
+            int(batch.kinds[chunks.start]),
+            SideRows.of(batch.student, chunks, base, None),
+            SideRows.of(batch.teacher, chunks, base, vocabulary.teacher_places),
+            batch.weights[chunks.start : chunks.stop],
+            batch.support_chunks[pairs] - chunks.start,
+            batch.support_student[pairs],
+            vocabulary.teacher_places[batch.support_teacher[pairs]],
+        )
+
+
+def slice_ranges(batch: ChunkBatch, most_rows: dict[int, int]) -> Iterator[range]:
+    """Ranges of chunks of one kind with at most `most_rows[kind]` tokens on either side; at least one chunk each."""
+    offsets = batch.student.host_offsets, batch.teacher.host_offsets
+    for kind, most in most_rows.items():
+        first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))
+        while first < end:
+            fitting = (int(np.searchsorted(side, side[first] + most, side="right")) - 1 for side in offsets)
+            last = min(end, max(first + 1, min(fitting)))
+            yield range(first, last)
+            first = last

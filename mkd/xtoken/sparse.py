@@ -1,0 +1,92 @@
+"""A sparse matrix by rows: the projection of one vocabulary on another is 150,000 x 130,000 with few entries a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """Compressed sparse rows: row i has the entries [offsets[i], offsets[i + 1]), its columns ascending and distinct."""
+
+    offsets: np.ndarray  # [rows + 1] int64
+    columns: np.ndarray  # [entries] int64
+    values: np.ndarray  # [entries] float32, positive
+    num_columns: int
+
+    @staticmethod
+    def from_entries(
+        rows: np.ndarray,  # [n] int
+        columns: np.ndarray,  # [n] int
+        values: np.ndarray,  # [n] float, positive
+        shape: tuple[int, int],
+    ) -> SparseMatrix:
+        """The matrix with these entries, in any order; values of the same cell are added up."""
+        cells = np.asarray(rows, np.int64) * shape[1] + np.asarray(columns, np.int64)
+        order = np.argsort(cells, kind="stable")
+        cells, first = np.unique(cells[order], return_index=True)
+        sums = np.add.reduceat(np.asarray(values, np.float64)[order], first) if len(cells) else np.zeros(0)
+        counts = np.bincount(cells // shape[1], minlength=shape[0])
+        return SparseMatrix(_offsets(counts), cells % shape[1], sums.astype(np.float32), shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.offsets) - 1, self.num_columns
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[entries] int64, the row of each entry."""
+        return np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
+
+    @property
+    def empty_rows(self) -> np.ndarray:
+        """int64, the rows without an entry, ascending."""
+        return np.flatnonzero(np.diff(self.offsets) == 0)
+
+    def row(self, index: int) -> dict[int, float]:
+        """{column: value} of one row."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return dict(zip(self.columns[part].tolist(), self.values[part].tolist(), strict=True))
+
+    def row_sums(self) -> np.ndarray:
+        """[rows] float64; 0 for an empty row."""
+        return np.bincount(self.rows, self.values.astype(np.float64), minlength=self.shape[0])
+
+    def plus(self, other: SparseMatrix) -> SparseMatrix:
+        """The sum of two matrices of one shape."""
+        assert self.shape == other.shape
+        rows, columns, values = (np.concatenate(parts) for parts in zip(self._entries(), other._entries(), strict=True))
+        return SparseMatrix.from_entries(rows, columns, values, self.shape)
+
+    def with_rows_of(self, other: SparseMatrix) -> SparseMatrix:
+        """This matrix, where `other` has an entry in a row with the row of `other`."""
+        assert self.shape == other.shape
+        replaced = np.diff(other.offsets) > 0
+        return self._keep(~replaced[self.rows]).plus(other)
+
+    def top_k(self, k: int) -> SparseMatrix:
+        """The k largest entries of each row; of equal ones those with the smallest columns."""
+        rows = self.rows
+        order = np.lexsort((self.columns, -self.values, rows))
+        rank = np.arange(len(rows)) - self.offsets[rows]  # place of the sorted entry within its row
+        kept = np.zeros(len(rows), bool)
+        kept[order[rank < k]] = True
+        return self._keep(kept)
+
+    def normalised(self) -> SparseMatrix:
+        """Every row that is not empty divided by its sum."""
+        values = (self.values / self.row_sums()[self.rows]).astype(np.float32)
+        return SparseMatrix(self.offsets, self.columns, values, self.num_columns)
+
+    def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.rows, self.columns, self.values
+
+    def _keep(self, mask: np.ndarray) -> SparseMatrix:
+        counts = np.bincount(self.rows[mask], minlength=self.shape[0])
+        return SparseMatrix(_offsets(counts), self.columns[mask], self.values[mask], self.num_columns)
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -1,0 +1,148 @@
+"""A teacher whose layers live on the host gives the same bits, and holds two layers on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mkd.bench.measure import Arm, peak_bytes
+from tests.models.test_hf_parity import load_model, pack
+from tests.tiny_models import make_model
+
+LENGTHS, NUM_LAYERS = (23, 1, 40), 5  # an odd number: a layer's slot changes from micro-batch to micro-batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("residency") / "teacher", "qwen3", num_hidden_layers=NUM_LAYERS)
+
+
+def row(seed, device):
+    """Arguments of a model for one pack of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(307, (1, sum(LENGTHS)), generator=generator).to(device)
+    return tokens, torch.arange(sum(LENGTHS), device=device)[None], None
+
+
+def run(model, seed):
+    device = model.decoder.final_layernorm.weight.device
+    return model(*row(seed, device), packed_seq_params=pack(LENGTHS, 0)).clone()
+
+
+def host_against_device(folder, tp):
+    """(on the device, on the host) of everything that must agree, for three micro-batches and a changed one."""
+    from mkd.models.residency import HostResidency
+
+    results = []
+    for on_host in (False, True):
+        torch.distributed.barrier()
+        model = load_model(folder, tp, sequence_parallel=tp > 1).requires_grad_(False)
+        names = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+        if on_host:
+            HostResidency([model], torch.device("cpu"))
+        with torch.no_grad():
+            outputs = [run(model, seed) for seed in (1, 2, 3, 2)]
+            peak = peak_bytes(Arm("forward", lambda model=model: run(model, 4)), torch.device("cpu"))
+        after = dict(model.named_parameters())
+        assert all(torch.equal(after[name], before) for name, before in names.items())
+        results.append((outputs, list(model.state_dict()), peak))
+        destroy_groups()
+    return results
+
+
+def destroy_groups():
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_outputs_are_the_same_bits_and_the_forward_allocates_no_more(tp, folder, ranks):
+    for device, host in ranks.run(host_against_device, tp, folder, tp):
+        assert all(torch.equal(one, other) for one, other in zip(device[0], host[0], strict=True))
+        assert not torch.equal(host[0][0], host[0][1]) and torch.equal(host[0][1], host[0][3])
+        assert device[1:] == host[1:]
+
+
+def where_weights_are(folder):
+    """Per layer call: the slot it computed from and whether the next layer was on its way; bytes of layers and buffers."""
+    from mkd.models.residency import HostResidency
+
+    model = load_model(folder, 1).requires_grad_(False)
+    layers = list(model.decoder.layers)
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    resident = [parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name]
+    residency = HostResidency([model], torch.device("cpu"))
+    assert resident == [parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name]
+    buffers = [slot.buffer for slot in residency._slots]
+    calls = []
+
+    def slots(layer):
+        """The buffers that the layer's parameters are in; -1: neither."""
+        return {
+            next((i for i, b in enumerate(buffers) if 0 <= p.data_ptr() - b.data_ptr() < b.nbytes), -1)
+            for p in layer.parameters()
+        }
+
+    for index, layer in enumerate(layers):
+        following = layers[(index + 1) % NUM_LAYERS].mlp.linear_fc1.weight
+
+        def record(module, args, layer=layer, following=following):
+            (slot,) = slots(layer)
+            other = packed_like(buffers[1 - slot], layer)
+            calls.append((slot, any(torch.equal(tensor, following) for tensor in other)))
+
+        layer.mlp.register_forward_pre_hook(record)
+    with torch.no_grad():
+        run(model, 1), run(model, 2)
+    return calls, [slots(layer) for layer in layers], sizes, residency.host_bytes, residency.device_bytes
+
+
+def packed_like(buffer, layer):
+    from mkd.platform.host_memory import packed_views
+
+    return packed_views(buffer, list(layer.parameters()))
+
+
+def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks):
+    (measured,) = ranks.run(where_weights_are, 1, folder)
+    calls, afterwards, sizes, host_bytes, device_bytes = measured
+    assert [slot for slot, _ in calls] == [(calls[0][0] + i) % 2 for i in range(2 * NUM_LAYERS)]
+    assert all(next_is_there for _, next_is_there in calls)
+    assert afterwards == [{-1}] * NUM_LAYERS
+    assert sum(sizes) <= host_bytes <= 1.05 * sum(sizes)
+    assert device_bytes == 2 * host_bytes / NUM_LAYERS
+
+
+def virtual_stages(folder):
+    """Outputs of one rank's two chunks, called in the order of an interleaved schedule and out of it."""
+    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.models.builder import build_chunks
+    from mkd.models.residency import HostResidency
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+
+    context = ParallelContext.create(detect(), pipeline_parallel=2, virtual_stages=2)
+    shape = ModelShape.from_hf_dir(folder)
+    chunks = build_chunks(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
+    for chunk in chunks:
+        load_hf_weights(chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, tp_rank=0, tp_size=1)
+        chunk.eval().requires_grad_(False)
+
+    def outputs():
+        for seed, index in enumerate((0, 0, 1, 1, 0, 1, 0)):
+            generator = torch.Generator().manual_seed(seed)
+            chunks[index].set_input_tensor(torch.randn(sum(LENGTHS), 1, shape.hidden_size, generator=generator))
+            yield chunks[index](*row(seed, "cpu"), packed_seq_params=pack(LENGTHS, 0)).clone()
+
+    with torch.no_grad():
+        expected = list(outputs())
+        HostResidency(chunks, context.device)
+        return [torch.equal(one, other) for one, other in zip(expected, outputs(), strict=True)]
+
+
+def test_chunks_of_one_teacher_share_the_buffers(folder, ranks):
+    assert ranks.run(virtual_stages, 2, folder) == [[True] * 7] * 2

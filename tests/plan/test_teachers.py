@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.schema import XTokenConfig, teacher_names
+from mkd.plan.teachers import Teacher, plan_teachers, teacher_roles
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
+
+
+@pytest.mark.parametrize(
+    ("teachers", "names"),
+    [
+        ([], ()),
+        ([{"hf": "org/Qwen3-8B"}], ("Qwen3-8B",)),
+        ([{"hf": "runs/teacher/"}, {"hf": "other/teacher"}], ("teacher", "teacher-1")),
+        ([{"hf": "x/big"}, {"name": "big"}], ("big-0", "big")),  # given names stay
+        ([{"hf": None, "load": "ckpt/a b"}, {"hf": None, "topk": "/cache"}], ("a-b", "cache")),
+        ([{"hf": "."}, {"hf": None}], ("teacher0", "teacher1")),
+    ],
+)
+def test_names(teachers, names):
+    assert teacher_names(several(*teachers)) == names
+
+
+def test_a_single_teacher_needs_no_name():
+    assert teacher_roles(several({})) == ("teacher",)
+    assert teacher_roles(several({}, {"name": "b"})) == ("teacher t0", "teacher b")
+
+
+def test_what_a_plan_knows_of_teachers():
+    settings = several({}, {"xtoken": XTokenConfig(), "residency": "host"}, {"xtoken": XTokenConfig(seq_length=9)})
+    assert plan_teachers(settings, (TEACHER, STUDENT, TEACHER)) == (
+        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, has_own_tokens=False, on_host=False),
+        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, has_own_tokens=True, on_host=True),
+        Teacher(TEACHER, "teacher t2", 9, has_own_tokens=True, on_host=False),
+    )
+    assert plan_teachers(settings, ()) == (), "with kd-ratio 0 none runs"

@@ -1,0 +1,78 @@
+"""tools/evaluate.py: a folder or a checkpoint, without training and without data for it."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from mkd.data.eval_tasks import read_tasks
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.command import run_main
+from tests.train.eval_reference import reference_scores, write_tasks
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    add_tokenizer(make_model(folder / "student", "qwen3", seed=1, num_hidden_layers=4))
+    write_tasks(folder)
+    return folder
+
+
+def evaluate(ranks, files, *more, world_size=1):
+    argv = ["--seq-length", 128, "--multiple-choice", files / "animals.jsonl", *more]
+    return run_main(ranks, [str(word) for word in argv], world_size, command="tools.evaluate")
+
+
+def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ranks):
+    completions = ("--completions", files / "foxes.jsonl", "--num-fewshot", 1)
+    results = evaluate(ranks, files, *completions, "--student-hf", files / "student", "--out", files / "hf.json")
+    assert results[0].exit_code == 0, results[0].stderr
+    assert "foxes: 5 continuations, 1 prompts cut to 128 tokens" in results[0].stdout
+    found = json.loads((files / "hf.json").read_text())
+    printed = dict(line.split() for line in results[0].stdout.splitlines() if line.startswith("eval/"))
+    assert printed == {key: f"{value:.6g}" for key, value in found.items()}
+
+    tasks = read_tasks([files / "animals.jsonl"], [files / "foxes.jsonl"], 1)
+    scores = reference_scores(files / "student", tasks, 128)
+    nats = -sum(scores[-5:])
+    assert found["eval/foxes/ce"] * found["eval/foxes/num_tokens"] == pytest.approx(nats, rel=1e-5)
+
+    ranks.run(save_checkpoint, 1, files / "student", files / "checkpoint")
+    layout = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
+    loaded = ("--student-load", files / "checkpoint", "--out", files / "loaded.json")
+    results = evaluate(ranks, files, *completions, *loaded, *layout, world_size=2)
+    assert [result.exit_code for result in results] == [0, 0], results[0].stderr
+    assert results[1].stdout == ""
+    assert json.loads((files / "loaded.json").read_text()) == pytest.approx(found, rel=1e-5)
+
+
+def save_checkpoint(hf, save) -> None:
+    """The conversion leaves the process group, and the pool wants to leave one too."""
+    import torch.distributed as dist
+
+    from tools.convert_hf_to_mcore import convert
+
+    sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    convert(Namespace(hf=str(hf), save=save, dtype=None, **sizes))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_one_style_alone(files, ranks):
+    results = evaluate(ranks, files, "--student-hf", files / "student", "--styles", "letter", "--out", files / "one.json")
+    assert results[0].exit_code == 0, results[0].stderr
+    assert list(json.loads((files / "one.json").read_text())) == ["eval/animals/accuracy", "eval/animals/num_questions"]
+
+
+def test_what_is_wrong_is_said_once(files, ranks):
+    bad = files / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    results = evaluate(ranks, files, "--completions", bad, "--student-hf", files / "student", world_size=2)
+    assert [result.exit_code for result in results] == [65, 65]
+    assert f"{bad}, line 2: no known keys" in results[0].stderr and results[1].stderr == ""
+    (result,) = evaluate(ranks, files, "--student-hf", files / "nowhere")
+    assert result.exit_code != 0 and "nowhere" in result.stderr
+    (result,) = evaluate(ranks, files)
+    assert result.exit_code == 64 and "no student is given" in result.stderr

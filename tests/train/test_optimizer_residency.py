@@ -1,0 +1,168 @@
+"""Optimizer state on the host: the same bits as on the device, and checkpoints that either may read."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from tests.models.test_hf_parity import pack
+from tests.tiny_models import make_model
+
+LENGTHS, STEPS = (23, 1, 40), 4
+LAYOUTS = {
+    "one process": (1, ()),
+    "TP2": (2, ("--tensor-model-parallel-size", "2")),
+    "DP2": (2, ()),
+    "DP2 distributed": (2, ("--use-distributed-optimizer",)),
+    "TP2 distributed": (2, ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizer_residency")
+    make_model(folder / "student", "qwen3", num_hidden_layers=2)
+    return folder
+
+
+def build(folder, flags):
+    """(context, DDP-wrapped chunks, optimizer, what a checkpoint holds) of a student alone."""
+    from mkd.checkpoint.distributed import TrainingState
+    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.config.load import load_config
+    from mkd.models.builder import build_chunks, join_stages
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+    from mkd.train.optimizer import build_optimizer, wrap_stages
+
+    student = folder / "student"
+    argv = ["--student-hf", str(student), "--lr", "1e-2", "--clip-grad", "0.1", "--train-iters", str(STEPS), *flags]
+    config = load_config([*argv, "--data-path", "none", "--seq-length", "64", "--global-batch-size", "2"]).config
+    context = ParallelContext.create(detect(), tensor_parallel=config.parallel.tensor_model_parallel_size)
+    shape = ModelShape.from_hf_dir(student)
+    options = ModelOptions(dtype=torch.bfloat16 if config.training.bf16 else torch.float32)
+    models = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
+    source = HFCheckpoint(student)
+    load_hf_weights(models[0], shape, source, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
+    chunks = wrap_stages(join_stages(models), config, context)
+    optimizer = build_optimizer(chunks, config, context, global_batch_size=2)
+    return context, chunks, optimizer, TrainingState(models, optimizer.optimizer, optimizer.scheduler)
+
+
+def one_step(context, chunks, optimizer, step, loss_sum=1.0):
+    """Forward and backward of some loss on tokens of this step and data-parallel rank, and an update; the gradient norm."""
+    from mkd.models.stage import StageInput
+
+    generator = torch.Generator().manual_seed(10 * step + context.dp_rank)
+    tokens = torch.randint(307, (1, sum(LENGTHS)), generator=generator).to(context.device)
+    positions = torch.arange(sum(LENGTHS), device=context.device)[None]
+    optimizer.zero_grad()
+    hidden = chunks[0](StageInput(tokens, positions, pack(LENGTHS, 0)))
+    chunks[0].module.student.logits(hidden).float().square().mean().backward()
+    chunks[0].module.config.finalize_model_grads_func(chunks, None)
+    return optimizer.update(loss_sum, num_samples=2)
+
+
+def state_of(optimizer):
+    """All moments and fp32 main parameters of this rank."""
+    tensors = []
+    for inner in optimizer.optimizer.chained_optimizers:
+        for parameter, moments in inner.optimizer.state.items():
+            tensors += [moments["exp_avg"], moments["exp_avg_sq"]]
+            tensors.append(parameter.data)
+    return tensors
+
+
+def digest(chunks, optimizer):
+    """SHA-256 of parameters and optimizer state, and AdamW's steps."""
+    content = hashlib.sha256()
+    for tensor in [*(parameter.data for parameter in chunks[0].parameters()), *state_of(optimizer)]:
+        content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    inners = optimizer.optimizer.chained_optimizers
+    return content.hexdigest(), [float(s.get("step", 0)) for inner in inners for s in inner.optimizer.state.values()]
+
+
+def train(folder, flags, load=None, save=None, until=STEPS):
+    """Train from `load` (a name in `folder`), or from the start, until a step, and save; gradient norms and a digest."""
+    from mkd.checkpoint.distributed import TrainingPosition, find_checkpoint, load_checkpoint, save_checkpoint
+
+    context, chunks, optimizer, state = build(folder, flags)
+    first = 0
+    if load is not None:
+        with optimizer.state_on_device():
+            first = load_checkpoint(find_checkpoint(folder / load), state, context).iteration
+    norms = [one_step(context, chunks, optimizer, step) for step in range(first, until)]
+    if save is not None:
+        with optimizer.state_on_device():
+            save_checkpoint(folder / save, state, TrainingPosition(until), context, None)
+    return norms, digest(chunks, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_resuming_are_bitwise(layout, precision, folder, ranks):
+    world, flags = LAYOUTS[layout]
+    flags += ("--bf16",) if precision == "bf16" else ()
+    host, saved = (*flags, "--optimizer-residency", "host"), f"{layout} {precision}"
+    expected = ranks.run(train, world, folder, flags)
+    assert ranks.run(train, world, folder, host) == expected
+    ranks.run(train, world, folder, host, None, saved, STEPS // 2)
+    for resumed in (host, flags):  # whoever loads it
+        for (norms, state), (all_norms, all_state) in zip(ranks.run(train, world, folder, resumed, saved), expected, strict=True):
+            assert norms == all_norms[STEPS // 2 :] and state == all_state
+
+
+def places(folder, flags):
+    """Where the state is: (bytes at home, bytes expected, moved during an update, back after a refused update)."""
+    from mkd.errors import NonFiniteError
+
+    context, chunks, optimizer, _ = build(folder, (*flags, "--optimizer-residency", "host"))
+    one_step(context, chunks, optimizer, 0)
+    num_parameters = sum(parameter.numel() for parameter in chunks[0].parameters())
+    moved = {id(home) for home in optimizer.residency._homes.values()}
+
+    def at_home():
+        homes = {home.data_ptr() for home in optimizer.residency._homes.values()}
+        return [tensor.data_ptr() in homes for tensor in state_of(optimizer)]
+
+    between = at_home()
+    with optimizer.state_on_device():
+        inside = at_home()
+    before = digest(chunks, optimizer)
+    with pytest.raises(NonFiniteError):
+        one_step(context, chunks, optimizer, 1, loss_sum=float("nan"))
+    unchanged = digest(chunks, optimizer) == before and at_home() == between
+    assert moved == {id(home) for home in optimizer.residency._homes.values()}, "memory was allocated anew"
+    return optimizer.residency.host_bytes / num_parameters, between, inside, unchanged
+
+
+@pytest.mark.parametrize("flags, bytes_a_parameter", [((), 8), (("--bf16",), 12), (("--bf16", "--use-distributed-optimizer"), 12)])
+def test_state_is_on_the_host_between_updates(flags, bytes_a_parameter, folder, ranks):
+    """Moments, and with bf16 the main parameters; in fp32 the optimizer works on the model's own parameters, which stay."""
+    ((nbytes, between, inside, unchanged),) = ranks.run(places, 1, folder, flags)
+    assert nbytes == bytes_a_parameter
+    assert between == [True, True, bytes_a_parameter == 12] * (len(between) // 3) and not any(inside)
+    assert unchanged
+
+
+def memory_on_gpu(folder, residency):
+    """Bytes allocated between updates, optimizer state, gradient norms and the digest."""
+    context, chunks, optimizer, _ = build(folder, ("--bf16", "--use-distributed-optimizer", "--optimizer-residency", residency))
+    norms = [one_step(context, chunks, optimizer, step) for step in range(STEPS)]
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    places = {tensor.device.type for tensor in state_of(optimizer)}
+    return allocated, sum(tensor.nbytes for tensor in state_of(optimizer)), places, norms, digest(chunks, optimizer)
+
+
+@pytest.mark.gpu
+def test_the_device_is_free_of_it_between_updates(folder, gpu_ranks):
+    (device,), (host,) = (gpu_ranks.run(memory_on_gpu, 1, folder, residency) for residency in ("device", "host"))
+    assert (device[2], host[2]) == ({"cuda"}, {"cpu"})
+    assert device[3:] == host[3:]
+    assert device[0] - host[0] >= host[1]

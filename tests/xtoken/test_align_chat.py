@@ -1,0 +1,147 @@
+"""Conversations under two chat templates, and completions: which tokens are paired."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mkd.errors import DataError
+from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from mkd.xtoken import align_chat, align_completion
+from tests.tokenizers.trained import CHATML, llama_tokenizer, train_hf_tokenizer
+
+INSTRUCTION = (  # as Llama 2: a blank before the answer and before the end-of-turn token
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+
+
+def chatml_with(content):
+    """ChatML that writes `content` for the content of a message."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + " + content + " + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+DROPS_REASONING = chatml_with("m['content'].split('</think>')[-1].strip()")
+OTHER_TAGS = chatml_with("m['content'].replace('<think>', '[[').replace('</think>', ']]')")
+REPEATS = chatml_with("m['content'] + ' ' + m['content'][1:]")
+CHAT = [
+    {"role": "user", "content": "Which fox?"},
+    {"role": "assistant", "content": "The quick brown fox."},
+    {"role": "user", "content": "And the dog?"},
+    {"role": "assistant", "content": "Lazy \u4f60."},
+]
+REASONED = [CHAT[0], {"role": "assistant", "content": "<think>\nThe think fox?\n</think>\n\nThe fox."}]
+
+
+def with_template(template, **options):
+    return HuggingFaceTokenizer(train_hf_tokenizer(template, **options))
+
+
+def texts(aligned, student, teacher):
+    """Decoded (student, teacher) tokens of each run of chunks that touch on both sides."""
+    runs = []
+    for a, b, c, d in aligned.chunks.tolist():
+        if runs and (a, c) == (runs[-1][1], runs[-1][3]):
+            runs[-1][1], runs[-1][3] = b, d
+        else:
+            runs.append([a, b, c, d])
+    return [
+        (student.decode(aligned.student_ids[a:b].tolist()), teacher.decode(aligned.teacher_ids[c:d].tolist()))
+        for a, b, c, d in runs
+    ]
+
+
+def test_answers_and_their_ends_under_different_templates():
+    student, teacher = with_template(CHATML), with_template(INSTRUCTION, vocab_size=300)
+    aligned = align_chat(student, teacher, CHAT)
+    assert aligned.student_ids.tolist() == student.apply_chat_template(CHAT)[0]
+    assert aligned.teacher_ids.tolist() == teacher.apply_chat_template(CHAT)[0]
+    pairs = texts(aligned, student, teacher)
+    assert [one for one, _ in pairs] == ["The quick brown fox.", "<|im_end|>", "Lazy \u4f60.", "<|im_end|>"]
+    assert [other.strip() for _, other in pairs] == ["The quick brown fox.", "<|endoftext|>", "Lazy \u4f60.", "<|endoftext|>"]
+
+
+def test_only_tokens_with_loss_are_aligned():
+    student, teacher = with_template(CHATML), with_template(DROPS_REASONING)
+    aligned = align_chat(student, teacher, CHAT)
+    for tokenizer, starts, ends in ((student, 0, 1), (teacher, 2, 3)):
+        _, mask = tokenizer.apply_chat_template(CHAT)
+        covered = np.zeros(len(mask), dtype=int)
+        for chunk in aligned.chunks.tolist():
+            covered[chunk[starts] : chunk[ends]] += 1
+        assert covered.tolist() == mask
+
+
+def test_identical_sides_pair_every_answer_token_with_itself():
+    student = with_template(CHATML)
+    chunks = align_chat(student, student, CHAT).chunks
+    assert np.array_equal(chunks[:, :2], chunks[:, 2:]) and (chunks[:, 1] - chunks[:, 0] == 1).all()
+    assert len(chunks) == sum(student.apply_chat_template(CHAT)[1])
+
+
+@pytest.mark.parametrize(
+    ("teacher", "reasoning", "expected"),
+    [
+        (CHATML, True, [REASONED[1]["content"] + "<|im_end|>"]),
+        (CHATML, False, ["The fox.<|im_end|>"]),
+        (DROPS_REASONING, True, ["The fox.<|im_end|>"]),
+        (OTHER_TAGS, True, ["The think fox?", "The fox.<|im_end|>"]),
+    ],
+    ids=["kept", "left out", "dropped", "other tags"],
+)
+def test_reasoning(teacher, reasoning, expected):
+    student, teacher = with_template(CHATML), with_template(teacher)
+    pairs = texts(align_chat(student, teacher, REASONED, reasoning=reasoning), student, teacher)
+    assert pairs == [(text, text) for text in expected]
+
+
+def test_a_template_without_end_of_turn_gives_no_pair_for_it():
+    student, teacher = with_template(CHATML), with_template(NO_END)
+    assert [one for one, _ in texts(align_chat(student, teacher, CHAT), student, teacher)] == [
+        "The quick brown fox.",
+        "Lazy \u4f60.",
+    ]
+
+
+def test_modes_agree_and_an_empty_answer_has_only_its_end():
+    student, teacher = with_template(CHATML), with_template(DROPS_REASONING, vocab_size=290)
+    exact, found = (align_chat(student, teacher, CHAT, mode=mode).chunks for mode in ("byte_offset", "dp"))
+    assert np.array_equal(exact, found)
+    empty = [CHAT[0], {"role": "assistant", "content": ""}]
+    assert texts(align_chat(student, teacher, empty), student, teacher) == [("<|im_end|>", "<|im_end|>")]
+    assert align_chat(student, teacher, CHAT[:1]).chunks.shape == (0, 4)
+
+
+def test_what_cannot_be_aligned_is_refused(spm_file):
+    student = with_template(CHATML)
+    with pytest.raises(DataError, match="(?s)has no chat template.*do: "):
+        align_chat(student, spm_file, CHAT)
+    with pytest.raises(DataError, match="(?s)message 2: .*cannot be found.*why:.*do: "):
+        align_chat(student, with_template(REPEATS), CHAT)
+    content = [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+    with pytest.raises(DataError, match="(?s)why:.*do: "):
+        align_chat(student, student, content)
+
+
+def test_completion():
+    student, teacher = with_template(None), HuggingFaceTokenizer(llama_tokenizer())
+    aligned = align_completion(student, teacher, "Which? ", "the fox")
+    assert aligned.student_ids.tolist() == student.encode("Which? ") + student.encode_continuation("the fox")
+    assert aligned.teacher_ids.tolist() == teacher.encode("Which? ") + teacher.encode_continuation("the fox")
+    first = aligned.chunks[0]
+    assert (first[0], first[2]) == (len(student.encode("Which? ")), len(teacher.encode("Which? ")))
+    assert texts(aligned, student, teacher) == [("the fox", "the fox")]
+
+
+@pytest.mark.download
+def test_qwen3_and_smollm2(real_tokenizers):
+    student, teacher = real_tokenizers["smollm2"], real_tokenizers["qwen3"]
+    pairs = texts(align_chat(student, teacher, [*REASONED, *CHAT[2:]]), student, teacher)
+    assert [one for one, _ in pairs] == ["The fox.<|im_end|>", "Lazy \u4f60.<|im_end|>"]  # Qwen3 drops earlier reasoning
+    assert all(one == other for one, other in pairs)
+    pairs = texts(align_chat(student, teacher, REASONED), student, teacher)
+    assert pairs == [(REASONED[1]["content"] + "<|im_end|>",) * 2]

@@ -1,0 +1,144 @@
+"""Relate the vocabularies of a student and a teacher with different tokenizers, and say how well they fit.
+
+    python tools/build_projection.py --student STUDENT_DIR --teacher TEACHER_DIR --output relation.npz \\
+        --audit-data sample.jsonl
+
+A run builds the same thing by itself and keeps it; this tool is for looking at a pair before training, for a matrix made with
+other settings (give the file to the run as the teacher's `xtoken.projection`), and for checking a published one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+from mkd.data.documents import parse_row, read_rows  # noqa: E402
+from mkd.data.joining import join_texts  # noqa: E402
+from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
+from mkd.tokenizers.load import open_tokenizer  # noqa: E402
+from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
+from mkd.xtoken.audit import audit  # noqa: E402
+from mkd.xtoken.relation import STAGES, ProjectionSettings, VocabularyRelation  # noqa: E402
+from mkd.xtoken.relation_cache import build_projection, save_relation  # noqa: E402
+
+SHOWN_ROWS = 8
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--student", required=True, metavar="DIR|FILE",
+        help="the student's tokenizer: model folder or Hub id, SentencePiece .model, or .tiktoken file")  # fmt: skip
+    add("--teacher", required=True, metavar="DIR|FILE", help="the teacher's tokenizer")
+    add("--output", type=Path, metavar="FILE", help=".npz to write (default: write nothing)")
+    add("--projection", type=Path, metavar="FILE",
+        help="use the matrix in this file instead of building one: an earlier --output, or the published dense form "
+        "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])")  # fmt: skip
+    add("--stages", default=",".join(STAGES), metavar="A,B", help=f"parts of the matrix (default {','.join(STAGES)})")
+    add("--top-k", type=int, default=ProjectionSettings().top_k, metavar="K",
+        help="entries of a row that stage cut keeps (default 4, as published)")  # fmt: skip
+    add("--audit-data", type=Path, metavar="FILE", help=".jsonl, .txt, .parquet or .arrow sample of the training data to align")
+    add("--audit-texts", type=int, default=1000, metavar="N", help="texts of the sample that are aligned (default 1000)")
+    add("--characters-per-sample", type=int, metavar="N",
+        help="join text records (the lines of a .txt) to at least N characters, as the run does (default: do not)")  # fmt: skip
+    add("--audit-output", type=Path, metavar="FILE", help="JSON of all printed figures (default: OUTPUT with .audit.json)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
+    settings = ProjectionSettings(tuple(args.stages.split(",")), args.top_k)
+    relation = build_projection(student, teacher, settings=settings, projection=args.projection)
+    if args.output:
+        save_relation(args.output, relation, student, teacher, settings)
+    figures = describe(relation, student, teacher)
+    figures |= {"build_time_s": round(time.perf_counter() - start, 2), "peak_memory_gib": round(peak_memory_gib(), 3)}
+    for line in lines(figures):
+        print(line)
+    if args.audit_data:
+        texts = islice(texts_of(args.audit_data, args.characters_per_sample), args.audit_texts)
+        result = audit(student, teacher, relation, texts)
+        if not result.num_texts:
+            raise DataError(f"{args.audit_data} holds no record", do="give a sample of the training data")
+        figures["audit"] = result.shares()
+        print(result.table())
+    target = args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
+    if target:
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def describe(relation: VocabularyRelation, student: Tokenizer, teacher: Tokenizer) -> dict:
+    """Sizes and coverage, as JSON can write them."""
+    empty = relation.projection.empty_rows
+    with_bytes = np.array([own is not None for own in student.token_bytes])
+    return {
+        "student_size": relation.student_size,
+        "teacher_size": relation.teacher_size,
+        "common": len(relation.common_student),
+        "relaxed": len(relation.relaxed_student),
+        "entries": len(relation.projection.values),
+        "rows": relation.student_size - len(empty),
+        "columns": len(np.unique(relation.projection.columns)),
+        "empty_rows": len(empty),
+        "empty_rows_with_bytes": int(with_bytes[empty].sum()),
+        "empty_row_ids": empty.tolist(),
+        "one_to_many": len(relation.spellings.students.tokens),
+        "many_to_one": len(relation.spellings.teachers.tokens),
+    }
+
+
+def lines(figures: dict) -> Iterator[str]:
+    sizes = figures["student_size"], figures["teacher_size"]
+    yield f"vocabularies: student {sizes[0]}, teacher {sizes[1]}"
+    yield (f"common tokens: {figures['common']}, {figures['common'] / sizes[0]:.3f} of the student's and "
+           f"{figures['common'] / sizes[1]:.3f} of the teacher's; {figures['relaxed']} more in the relaxed map")  # fmt: skip
+    yield (f"tokens in several pieces: {figures['one_to_many']} of the student's as the teacher writes them, "
+           f"{figures['many_to_one']} of the teacher's as the student writes them")  # fmt: skip
+    yield (f"projection: {figures['rows']} rows with support, {figures['entries']} entries, "
+           f"on {figures['columns']} of the teacher's tokens")  # fmt: skip
+    shown = ", ".join(map(str, figures["empty_row_ids"][:SHOWN_ROWS]))
+    more = ", ..." if figures["empty_rows"] > SHOWN_ROWS else ""
+    yield (f"rows without support: {figures['empty_rows']}, {figures['empty_rows_with_bytes']} of them with bytes"
+           + (f" (ids {shown}{more})" if shown else ""))  # fmt: skip
+    yield f"built in {figures['build_time_s']:.1f} s, peak memory {figures['peak_memory_gib']:.2f} GiB"
+
+
+def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
+    """The texts of a file's records: a message, a prompt and a completion count as a text each."""
+    rows = read_rows(path, keep_blank=characters_per_sample is not None)
+    for number, row in rows if characters_per_sample is None else join_texts(rows, characters_per_sample):
+        try:
+            record = parse_row(row)
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error.what}", error.why, error.do) from error
+        yield from (m["content"] for m in record.values[0]) if record.kind == "messages" else record.values
+
+
+def peak_memory_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        run(args)
+    except MkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

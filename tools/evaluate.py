@@ -1,0 +1,87 @@
+"""Score a model on held-out tasks by likelihood, under any layout, without training it (docs/evaluation.md).
+
+    python tools/evaluate.py --multiple-choice mmlu.jsonl --completions HumanEval.jsonl.gz --student-hf DIR --seq-length 2048
+    torchrun --nproc-per-node 4 tools/evaluate.py --completions mbpp.jsonl --config RUN.yaml --student-load CKPT
+
+All other flags are those of pretrain_kd.py. The ones that matter name the model (--student-hf, or --student-load for a
+folder that --save has written), the packs (--seq-length, --micro-batch-size), --bf16 and the parallel sizes. Files that are
+not given here are those of the configuration. Exit codes: those of pretrain_kd.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.config.load import load_config  # noqa: E402
+from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the tool's own flags, those of a run)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--multiple-choice", nargs="+", metavar="FILE", help="questions, choices, answers (JSON lines)")
+    parser.add_argument("--completions", nargs="+", metavar="FILE", help="prompts and completions (JSON lines)")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="answered examples before each question (default 0)")
+    parser.add_argument("--styles", nargs="+", choices=("letter", "continuation"), default=["letter", "continuation"],
+                        help="compare the letters of listed options, or their texts (default both)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the metrics here")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Run the evaluation; returns the exit code."""
+    args, rest = parse(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        evaluate(args, rest, rank)
+    except MkdError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif not error.on_all_ranks:
+            print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return EXIT_DONE
+
+
+def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
+    """Read, score, print one metric a line."""
+    config = load_config(rest).config
+    own = {"eval_multiple_choice": args.multiple_choice, "eval_completions": args.completions}
+    given = {name: tuple(paths) for name, paths in own.items() if paths}
+    fewshot = {} if args.num_fewshot is None else {"eval_num_fewshot": args.num_fewshot}
+    data = replace(config.data, **(given and dict.fromkeys(own, ()) | given), **fewshot)
+    if not (data.eval_multiple_choice or data.eval_completions):
+        raise UsageError("no task is given", "there is nothing to evaluate", "give --multiple-choice or --completions FILE")
+    if data.eval_num_fewshot < 0:
+        raise UsageError(f"--num-fewshot {data.eval_num_fewshot} is negative", "", "give 0 or more")
+    from mkd.platform import detect
+
+    platform = detect()  # before Megatron is imported, whose remarks it quiets
+    from mkd.data.eval_tasks import read_tasks
+    from mkd.train.eval_alone import evaluate_student
+
+    tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
+    say = (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)
+    metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")), say)
+    width = max(map(len, metrics))
+    for key, value in metrics.items():
+        say(f"{key:{width}}  {value:.6g}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    if args.out is not None and rank == 0:
+        try:
+            args.out.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write --out {args.out}: {error}", "", "choose another file") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
