@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -88,10 +89,11 @@ def _one_of(values: Iterable[str]) -> str:
     return " or ".join(values)
 
 
-def section_options(cls: type, section: str) -> list[Option]:
+@cache
+def section_options(cls: type, section: str) -> tuple[Option, ...]:
     """The options of one section's dataclass; sections within it have their own."""
     hints = get_type_hints(cls)
-    return [_option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata]
+    return tuple(_option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata)
 
 
 def _option(field: Any, hint: Any, section: str) -> Option:
@@ -135,8 +137,8 @@ def section_type(section: str) -> type | None:
 
 def all_options() -> list[Option]:
     """Every option of the schema; teacher options are those of the first teacher."""
-    nested = [section_options(cls, section) for section, cls in section_types().items()]
-    return [option for options in nested for option in options] + section_options(Config, "")
+    sections = [*section_types().items(), ("", Config)]
+    return [option for section, cls in sections for option in section_options(cls, section)]
 
 
 def settings(config: Config) -> Iterator[tuple[Option, Any]]:

@@ -1,7 +1,7 @@
 """The schema of a run: one dataclass per section. Every field's help text here is the help of its flag and YAML key.
 
 `Config()` holds the defaults. A field is a flag of the same name (`--seq-length`) and a YAML key (`seq_length`); the fields
-of student and teachers carry their section's name (`--student-hf`, `--teacher-hf`).
+of student, first teacher and its cross-tokenizer settings carry their section's name (`--student-hf`, `--xtoken-loss`).
 """
 
 from __future__ import annotations

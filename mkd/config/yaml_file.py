@@ -165,8 +165,8 @@ def _find(key: str, section: str) -> Option | None:
     return next((option for option in all_options() if option.name == key), None)
 
 
-def _own_options(section: str) -> list[Option]:
-    return section_options(section_type(section), section) if section else []
+def _own_options(section: str) -> tuple[Option, ...]:
+    return section_options(section_type(section), section) if section else ()
 
 
 def _unknown(place: str, key: str, section: str) -> UsageError:

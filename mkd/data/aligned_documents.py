@@ -121,15 +121,11 @@ def align_ids(ids: np.ndarray, pair: Pair) -> AlignedText:
     teacher_parts, chunk_parts, num_teacher = [], [], 0
     for first, last in _runs(contents):
         if contents[first] is None:
-            twins = np.array([roles[i] for i in ids[first:last].tolist() if i in roles], dtype=np.int64)
-            places = first + np.flatnonzero([i in roles for i in ids[first:last].tolist()])
-            ranges = np.arange(len(twins))
-            teacher_ids, chunks = twins, np.stack([places, places + 1, ranges, ranges + 1], axis=1)
+            teacher_ids, chunks = _align_roles(ids[first:last].tolist(), roles)
         else:
             teacher_ids, chunks = _align_run(contents[first:last], pair, starts_document=not num_teacher)
-            chunks = chunks + [first, first, 0, 0]
         teacher_parts.append(teacher_ids)
-        chunk_parts.append(chunks + [0, 0, num_teacher, num_teacher])
+        chunk_parts.append(chunks + [first, first, num_teacher, num_teacher])
         num_teacher += len(teacher_ids)
     none = np.zeros(0, dtype=np.int64)
     return AlignedText(ids, np.concatenate([none, *teacher_parts]), np.concatenate([none.reshape(0, 4), *chunk_parts]))
@@ -164,6 +160,14 @@ def _valid_runs(contents: list[bytes], first: int) -> Iterator[tuple[int, int]]:
         else:
             yield first, first + len(contents)
             return
+
+
+def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(teacher ids, chunks) of tokens that are no text."""
+    places = np.array([place for place, token in enumerate(ids) if token in roles], dtype=np.int64)
+    twins = np.array([roles[ids[place]] for place in places], dtype=np.int64)
+    ranges = np.arange(len(twins))
+    return twins, np.stack([places, places + 1, ranges, ranges + 1], axis=1)
 
 
 def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ class _Slot:
 
     buffer: Tensor  # [bytes of the largest layer] uint8
     layer: _Layer | None = None  # whose weights it holds, or will hold once `loaded` has happened
-    loaded: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
+    loaded: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # looked up late: the CPU has its own
     free: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # its layer has computed
 
 
@@ -57,8 +57,9 @@ class HostResidency:
     whatever order the layers run in, each computes with its own weights: a wrong guess of the next one only costs time. On
     the CPU the same code makes plain copies.
 
-    Build it when the weights are loaded: layers then leave the device one by one. It serves the chunks of all virtual
-    stages of a teacher, which run in turns. Weights must not change afterwards, and must be used without a graph.
+    Build it when the weights are loaded: the layers then leave the device one by one. So the whole teacher is there for a
+    moment, before gradients and optimizer state exist. It serves the chunks of all virtual stages of a teacher, which run in
+    turns. Weights must not change afterwards, and must be used without a graph.
     """
 
     def __init__(self, chunks: Sequence[LanguageModel], device: torch.device):

@@ -50,7 +50,11 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     if _has_generation_marks(hf):
         marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return encoding.ids, marked["assistant_masks"]
-    raise _hidden_turn(turns)
+    raise DataError(
+        f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
+        "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
+        "add {% generation %} marks to the template, or write the record as prompt and completion",
+    )
 
 
 def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]) -> EncodedChat:
@@ -62,7 +66,11 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
     encoding = _encode_rendered(hf, text)
     turns = _find_turns(hf, messages, text)
     if None in turns.values():
-        raise _hidden_turn(turns)
+        raise DataError(
+            f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
+            "the chat template rewrites assistant turns, so that it is not known which tokens are an answer's text",
+            "use a template that keeps them, or write the record as prompt and completion",
+        )
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
     encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
@@ -94,13 +102,8 @@ def _find_turns(hf, messages: Sequence[Mapping], text: str) -> dict[int, tuple[i
     return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
 
 
-def _hidden_turn(turns: Mapping[int, tuple | None]) -> DataError:
-    hidden = next(turn for turn, span in turns.items() if span is None)
-    return DataError(
-        f"message {hidden + 1}: the assistant turn cannot be found in the rendered conversation",
-        "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
-        "add {% generation %} marks to the template, or write the record as prompt and completion",
-    )
+def _first_hidden(turns: Mapping[int, tuple | None]) -> int:
+    return 1 + next(turn for turn, span in turns.items() if span is None)
 
 
 def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:

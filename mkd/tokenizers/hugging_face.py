@@ -114,9 +114,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def roles(self) -> Mapping[str, int]:
         hf = self._hf
         ids = {"bos": hf.bos_token_id, "eos": hf.eos_token_id, "pad": hf.pad_token_id}
-        unknown = getattr(self._backend.model, "unk_token", None)
+        unknown = self.vocabulary.get(getattr(self._backend.model, "unk_token", None))
         closing = end_of_turn(hf) if hf.chat_template else None
-        ids |= {"unk": self.vocabulary.get(unknown), "end_of_turn": self.vocabulary.get(closing)}
+        ids |= {
+            "unk": None if unknown in ids.values() else unknown,  # byte-level BPE never emits it, and names any token for it
+            "end_of_turn": self.vocabulary.get(closing),
+        }
         return {role: i for role, i in ids.items() if i is not None}
 
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:

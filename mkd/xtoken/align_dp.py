@@ -13,6 +13,7 @@ The path is searched by `dp_kernel`, which numba compiles where it is installed 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
 
     Anchors that cross another one are none.
     """
-    once = [{gram for gram, count in Counter(side.trigrams).items() if count == 1} for side in (ours, theirs)]
-    places = {gram: j for j, gram in enumerate(theirs.trigrams) if gram in once[0] & once[1]}
+    counts = [Counter(side.trigrams) for side in (ours, theirs)]
+    places = {gram: j for j, gram in enumerate(theirs.trigrams) if counts[0][gram] == counts[1][gram] == 1}
     pairs = np.array([(i, places[gram]) for i, gram in enumerate(ours.trigrams) if gram in places]).reshape(-1, 2)
     others = pairs[:, 1]
     straight = (np.maximum.accumulate(others) == others) & (np.minimum.accumulate(others[::-1])[::-1] == others)
@@ -123,7 +124,7 @@ def _numbered(side: _Units, numbers: dict[bytes, int]) -> np.ndarray:
 
 def _merged(blocks: list[_Block], ours: _Units, theirs: _Units) -> Iterator[_Block]:
     """The blocks, each run of neighbours whose texts differ as one."""
-    for equal, run in groupby(blocks, lambda block: _texts(block, ours, theirs)[0] == _texts(block, ours, theirs)[1]):
+    for equal, run in groupby(blocks, lambda block: operator.eq(*_texts(block, ours, theirs))):
         if equal:
             yield from run
         else:

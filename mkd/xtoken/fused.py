@@ -108,9 +108,9 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     of the slice's size in the compute dtype at once, and the dense ones those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
-    whole = limit or head_chunk_rows(rows, call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
-    part = limit or max(1, whole // (4 * ranks))
+    width = call.vocabulary.teacher_width
+    whole, part = (limit or head_chunk_rows(rows, columns, dtype.itemsize, on_gpu) for columns in (width, 4 * ranks * width))
     of_single = whole if call.settings.loss == "partition_kl" else part
     if call.settings.exact_token_match_only:
         return {ONE_TO_ONE: of_single}

@@ -190,6 +190,7 @@ def test_auto_layout_balances_all_teachers(tmp_path):
     assert validate(config, 4, shape(30), [shape(35), shape(9)]) == []
     student, teachers = layouts_of(config, shape(30), [shape(35), shape(9)], 1)
     assert [sum(layout.layers) for layout in (student, *teachers)] == [30, 35, 9]
+    assert validate(config, 4, shape(30), [None, shape(9)]) == [], "whoever could not read the shape has reported it"
     (error,) = validate(config, 4, shape(30), [shape(35), shape(1)])
     assert "models of 30 (student) and 35 and 1 (teacher) layers do not fill 4 pipeline stages" in error.what
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from mkd.data.batch import Pack, collate, empty_pack
+from mkd.data.teacher_batch import PackChunks, TeacherPack
 
 
 def pack_of(lengths, spans, sample_id=0):
@@ -59,6 +62,16 @@ def test_context_parallel_ranks_share_the_rows():
 def test_a_single_context_parallel_rank_holds_the_batch():
     batch = collate([pack_of([3, 2], [3, 5])])
     assert batch.context_parallel_shard(0, 1) is batch
+
+
+def test_teachers_move_with_the_batch():
+    chunks = PackChunks(*np.array([[1], [1], [0], [1]]), np.array([0], dtype=np.int8), *[np.zeros(0, dtype=np.int64)] * 3)
+    chunks = replace(chunks, support_counts=np.array([0]))
+    part = TeacherPack(np.arange(4), np.arange(4), np.array([3]), np.array([4]), chunks)
+    batch = collate([replace(pack_of([3, 2], [3, 5]), teachers=(None, part))] * 2)
+    assert batch.teachers[0] is None and batch.teachers[1].chunks.student.rows.tolist() == [1, 9]
+    moved = batch.to("meta").teachers
+    assert moved[0] is None and moved[1].tokens.device.type == moved[1].chunks.teacher.labels.device.type == "meta"
 
 
 def test_to_moves_all_tensors_and_nothing_else():

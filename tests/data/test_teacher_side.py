@@ -11,6 +11,7 @@ import pytest
 from mkd.data.batch import collate
 from mkd.xtoken.align import align
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, relation, teacher_text, texts
+from tests.xtoken.small_tokenizers import sentence_piece
 
 
 @pytest.fixture
@@ -63,10 +64,10 @@ def expected_chunks(teacher, documents, seq_length=64, overlong="split"):
 
 @pytest.mark.parametrize(
     ("teacher", "pack", "overlong"),
-    [*product(["fine"], ["bfd", "none"], ["split", "truncate", "drop"]), ("coarse", "bfd", "split")],
+    [*product(["fine"], ["bfd", "none"], ["split", "truncate", "drop"]), *product(["coarse", "pieces"], ["bfd"], ["split"])],
 )
 def test_chunks_are_those_of_a_walk_over_the_documents(path, tmp_path, teacher, pack, overlong):
-    tokenizer = {"fine": TEACHER, "coarse": COARSE}[teacher]
+    tokenizer = {"fine": TEACHER, "coarse": COARSE, "pieces": sentence_piece()}[teacher]
     dataset, _ = open_pair(path, tmp_path, teacher_text(tokenizer), pack=pack, overlong=overlong)
     found = found_chunks(dataset)
     assert found == expected_chunks(tokenizer, texts(), overlong=overlong)

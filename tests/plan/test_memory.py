@@ -83,6 +83,15 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
             assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
 
 
+def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
+    """The second one is the student itself, frozen."""
+    path = tmp_path / "second.yaml"
+    path.write_text(f"teachers: [{{name: first}}, {{name: second, hf: {pair[0]}, pipeline_layout: '3,5'}}]", encoding="utf-8")
+    layout = Layout("two", 2, pp=2, flags=("--config", str(path)))
+    for held, predicted in ranks.run(held_bytes, 2, layout, *pair):
+        assert held[3] == pytest.approx(predicted[3])
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama-biases", "llama-mlp-bias", "mistral", "phi3"])
 def test_parameters_of_every_family(family, tmp_path, ranks):
     student, teacher = make_model(tmp_path / "s", family), make_model(tmp_path / "t", family, num_hidden_layers=2)
@@ -247,6 +256,19 @@ def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():
     peak = device.activations_gib + device.transient_gib - WORKSPACE_GIB
     assert host.optimizer_gib == pytest.approx(device.optimizer_gib - peak) and host.optimizer_gib > 0
     assert host.total_gib == pytest.approx(device.total_gib - peak)
+
+
+def test_a_teacher_s_forward_finds_what_earlier_teachers_left():
+    """Both alike: the second one's forward runs beside the first one's hidden state; messages carry one more state."""
+    both = several({}, {})
+    both = replace(both, parallel=replace(both.parallel, pipeline_model_parallel_size=2))
+    pipeline = ("--pipeline-model-parallel-size", 2)
+    one, two = (
+        predict(*pipeline, teachers=(TEACHER,) * count, layouts=("0,28", *["18,18"] * count), settings=settings)[0]
+        for count, settings in ((1, None), (2, both))
+    )
+    state = SEQ_LENGTH * 4096 * 2
+    assert two.transient_gib - one.transient_gib == pytest.approx((1 + 2) * state / GIB)
 
 
 def test_distributed_optimizer_spreads_its_state_only():

@@ -131,3 +131,20 @@ def test_template_that_refuses_a_conversation():
 def test_tokenizer_without_template():
     with pytest.raises(DataError, match="(?s)has no chat template.*why:.*do: .*instruction-tuned"):
         predicted_text(None, CHAT)
+
+
+def test_places_of_turns(tokenizer):
+    chat = tokenizer.encode_turns(CHAT)
+    assert chat.encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT)[0]
+    assert chat.data.decode() == tokenizer.decode(chat.encoded.ids.tolist())
+    assert [turn.message for turn in chat.turns] == [2, 4]
+    assert [chat.data[turn.start : turn.content_end] for turn in chat.turns] == [b"The quick brown fox.", b"Lazy."]
+    assert {chat.data[turn.content_end : turn.end] for turn in chat.turns} == {b"<|im_end|>"}
+    closing = chat.encoded.ids[chat.encoded.ends == chat.turns[0].end].tolist()
+    assert closing == [tokenizer.vocabulary["<|im_end|>"]]
+
+
+def test_turns_that_cannot_be_placed_are_refused():
+    for template in (COUNTS_UNMARKED, COUNTS_MARKED):
+        with pytest.raises(DataError, match="(?s)message 3: the assistant turn cannot be found.*why:.*do: .*completion"):
+            HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(CHAT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import pytest
 
@@ -124,6 +125,12 @@ def test_rank_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(UsageError) as caught:
         open_tokenizer(tmp_path / name)
     assert message in str(caught.value) and "\n  do:  " in str(caught.value)
+
+
+def test_rank_files_need_their_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UsageError, match="(?s)needs the package tiktoken.*why:.*do:  pip install"):
+        open_tokenizer(write_ranks(tmp_path))
 
 
 def test_open_tokenizer(tokenizer, hf_dir, spm_file):

@@ -42,7 +42,7 @@ def test_a_relation_is_written_and_audited(paths, tmp_path):
     output = tmp_path / "out" / "relation.npz"
     command = [sys.executable, TOOL, "--student", paths[0], "--teacher", paths[1], "--output", output]
     command += ["--audit-data", tmp_path / "a.jsonl"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert result.returncode == EXIT_DONE, result.stderr
     figures = json.loads((tmp_path / "out" / "relation.audit.json").read_text())
     student, teacher = map(open_tokenizer, paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -50,17 +51,25 @@ def test_every_kind_of_record(arguments, capsys):
     assert completion.splitlines()[1:] == ["student |(x)|The|", "teacher |(x)|T+h+e|"]
 
 
-def test_colours_on_a_terminal_only(arguments):
-    def run(**environment):
+def test_colours_on_a_terminal_only(arguments, monkeypatch):
+    def shown():
         leader, follower = pty.openpty()
-        command = [sys.executable, TOOL, *arguments, "--limit", "1"]
-        keep = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-        subprocess.run(command, stdout=follower, env={**keep, **environment}, check=True, timeout=120)
-        os.close(follower)
-        return os.read(leader, 10_000).decode()
+        with open(follower, "w") as terminal, contextlib.redirect_stdout(terminal):
+            assert main([*arguments, "--limit", "1"]) == EXIT_DONE
+            terminal.flush()
+            text = os.read(leader, 10_000).decode()
+        os.close(leader)
+        return text
 
-    assert f"{COLOURS[0]}The{RESET}|{COLOURS[1]} fo{RESET}" in run()
-    assert "\033" not in run(NO_COLOR="1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert f"{COLOURS[0]}The{RESET}|{COLOURS[1]} fo{RESET}" in shown()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in shown()
+
+
+def test_it_runs_as_a_script(arguments):
+    result = subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == EXIT_DONE and "\033" not in result.stdout and "|The|" in result.stdout
 
 
 def test_bytes_that_are_no_text_are_escaped():

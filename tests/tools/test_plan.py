@@ -49,6 +49,21 @@ def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
     assert "memory of pipeline rank 1: " in shown and shown in first.stdout
 
 
+def test_every_teacher_is_planned(models, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    second = {"name": "own", "hf": models[1], "xtoken": {"seq_length": 4096}}
+    file.write_text(json.dumps({"teachers": [{"name": "same"}, second]}))
+    argv = [*models, "--config", str(file), "--world-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert main([*argv, "--pipeline-layout", "auto"]) == 0
+    shown = capsys.readouterr().out
+    assert "teacher same layers by stage: (" in shown
+    assert "teacher own layers by stage: (" in shown and "; packs of 4096 tokens of its own" in shown
+    second["hf"] = "nowhere-at-all/"
+    file.write_text(json.dumps({"teachers": [{"name": "same"}, second]}))
+    assert main(argv) == 66
+    assert "teachers[1].hf nowhere-at-all/" in capsys.readouterr().err
+
+
 def test_short_documents_make_attention_cheaper(models, capsys):
     def step_ms(*more: str) -> float:
         assert main([*models, "--seq-length", "65536", *more]) == 0

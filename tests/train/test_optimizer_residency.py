@@ -11,12 +11,13 @@ from tests.models.test_hf_parity import pack
 from tests.tiny_models import make_model
 
 LENGTHS, STEPS = (23, 1, 40), 4
+TP2, DISTRIBUTED, BF16 = ("--tensor-model-parallel-size", "2"), ("--use-distributed-optimizer",), ("--bf16",)
 LAYOUTS = {
     "one process": (1, ()),
-    "TP2": (2, ("--tensor-model-parallel-size", "2")),
-    "DP2": (2, ()),
-    "DP2 distributed": (2, ("--use-distributed-optimizer",)),
-    "TP2 distributed": (2, ("--tensor-model-parallel-size", "2", "--use-distributed-optimizer")),
+    "TP2 bf16": (2, TP2 + BF16),
+    "DP2 distributed": (2, DISTRIBUTED),
+    "DP2 distributed bf16": (2, DISTRIBUTED + BF16),
+    "TP2 distributed bf16": (2, TP2 + DISTRIBUTED + BF16),
 }
 
 
@@ -103,18 +104,17 @@ def train(folder, flags, load=None, save=None, until=STEPS):
     return norms, digest(chunks, optimizer)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_and_resuming_are_bitwise(layout, precision, folder, ranks):
-    world, flags = LAYOUTS[layout]
-    flags += ("--bf16",) if precision == "bf16" else ()
-    host, saved = (*flags, "--optimizer-residency", "host"), f"{layout} {precision}"
-    expected = ranks.run(train, world, folder, flags)
+def test_training_and_resuming_are_bitwise(layout, folder, ranks):
+    """Also where one kind of residency saves and the other loads."""
+    world, device = LAYOUTS[layout]
+    host = (*device, "--optimizer-residency", "host")
+    expected = ranks.run(train, world, folder, device)
     assert ranks.run(train, world, folder, host) == expected
-    ranks.run(train, world, folder, host, None, saved, STEPS // 2)
-    for resumed in (host, flags):  # whoever loads it
-        for (norms, state), (all_norms, all_state) in zip(ranks.run(train, world, folder, resumed, saved), expected, strict=True):
-            assert norms == all_norms[STEPS // 2 :] and state == all_state
+    ranks.run(train, world, folder, host, None, layout, STEPS // 2)
+    for resumed in (host, device):
+        for result, whole in zip(ranks.run(train, world, folder, resumed, layout), expected, strict=True):
+            assert result == (whole[0][STEPS // 2 :], whole[1])
 
 
 def places(folder, flags):
@@ -141,7 +141,7 @@ def places(folder, flags):
     return optimizer.residency.host_bytes / num_parameters, between, inside, unchanged
 
 
-@pytest.mark.parametrize("flags, bytes_a_parameter", [((), 8), (("--bf16",), 12), (("--bf16", "--use-distributed-optimizer"), 12)])
+@pytest.mark.parametrize("flags, bytes_a_parameter", [((), 8), (BF16, 12), (DISTRIBUTED + BF16, 12)])
 def test_state_is_on_the_host_between_updates(flags, bytes_a_parameter, folder, ranks):
     """Moments, and with bf16 the main parameters; in fp32 the optimizer works on the model's own parameters, which stay."""
     ((nbytes, between, inside, unchanged),) = ranks.run(places, 1, folder, flags)
@@ -152,7 +152,7 @@ def test_state_is_on_the_host_between_updates(flags, bytes_a_parameter, folder, 
 
 def memory_on_gpu(folder, residency):
     """Bytes allocated between updates, optimizer state, gradient norms and the digest."""
-    context, chunks, optimizer, _ = build(folder, ("--bf16", "--use-distributed-optimizer", "--optimizer-residency", residency))
+    context, chunks, optimizer, _ = build(folder, (*DISTRIBUTED, *BF16, "--optimizer-residency", residency))
     norms = [one_step(context, chunks, optimizer, step) for step in range(STEPS)]
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()

@@ -123,13 +123,14 @@ def expected(case: Case, **settings) -> tuple[dict[str, torch.Tensor], torch.Ten
     settings = ChunkLossSettings(**settings)
     hidden, weight = (t.double().requires_grad_() for t in (case.student_hidden, case.student_weight))
     students, teachers = len(weight[: case.student_rows]), len(case.teacher_weight)
-    pairs = [list(zip(*(ids.tolist() for ids in case.relation.pairs(r)), strict=True)) for r in (False, settings.loss == "h_kl")]
+    pairs = [np.stack(case.relation.pairs(relaxed), axis=1).tolist() for relaxed in (False, settings.loss == "h_kl")]
     pairs = [[(s, t) for s, t in some if s < students and t < teachers] for some in pairs]
     matrix = torch.zeros(students, teachers, dtype=torch.float64)
-    projection = case.relation.projection
-    matrix[torch.from_numpy(projection.rows), torch.from_numpy(projection.columns)] = torch.from_numpy(projection.values).double()
-    logits = hidden @ weight[:students].T, case.teacher_hidden.double() @ case.teacher_weight.double().T
-    values = dense_chunk_kd(*logits, case.chunks, DenseRelation(*pairs, matrix), settings)
+    sparse = case.relation.projection
+    matrix[torch.from_numpy(sparse.rows), torch.from_numpy(sparse.columns)] = torch.from_numpy(sparse.values).double()
+    student_logits = hidden @ weight[:students].T
+    teacher_logits = case.teacher_hidden.double() @ case.teacher_weight.double().T
+    values = dense_chunk_kd(student_logits, teacher_logits, case.chunks, DenseRelation(*pairs, matrix), settings)
     if values["loss"].requires_grad:
         values["loss"].backward()
     zeros = (torch.zeros_like(t) if t.grad is None else t.grad for t in (hidden, weight))
@@ -153,6 +154,18 @@ def on_rank(case: Case, settings: dict, sequence_parallel: bool = False, announc
     )  # fmt: skip
     (factor * output.loss).backward()
     return values(output), hidden.grad, weight.grad
+
+
+def each_on_rank(cases: list[tuple]) -> list:
+    """`on_rank` of several argument tuples."""
+    return [on_rank(*one) for one in cases]
+
+
+def assert_all_equal_reference(ranks, tp: int, cases: list[tuple[Case, dict]], tolerance: float) -> None:
+    """All cases in one visit to the ranks."""
+    by_rank = ranks.run(each_on_rank, tp, cases)
+    for (case, settings), results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_equals_reference(results, case, settings, tolerance)
 
 
 def padded_part(hidden: torch.Tensor, rank: int, size: int) -> torch.Tensor:

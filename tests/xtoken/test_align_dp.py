@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from functools import cache
 
 import numpy as np
@@ -77,6 +78,11 @@ def test_the_path_is_a_best_one(seed, kernel):
     assert blocks[0][0] == blocks[0][2] == 0 and (blocks[-1][1], blocks[-1][3]) == (len(ours), len(theirs))
     assert all(before[1] == after[0] and before[3] == after[2] for before, after in zip(blocks, blocks[1:], strict=False))
     assert score(blocks, ours, theirs) == best_score(ours, theirs)
+
+
+def test_without_numba_the_same_code_runs_uncompiled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert compiled.__wrapped__() is best_path
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,10 @@ from mkd.xtoken.loss_settings import DIVERGENCES, LOSSES, ChunkLossSettings
 from tests.losses.test_vocab_parallel_cost import Recorder
 from tests.xtoken.chunk_cases import (
     Case,
+    assert_all_equal_reference,
     assert_equals_reference,
     assert_near,
+    each_on_rank,
     expected,
     on_rank,
     random_case,
@@ -29,80 +31,77 @@ MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_equals_dense_reference(ranks, tp, temperature, loss):
-    divergences = DIVERGENCES if (tp, loss) == (2, "partition_kl") else (DIVERGENCES[LOSSES.index(loss) % 4], "forward_kl")
-    for seed, divergence in enumerate(divergences):
-        settings = dict(MIXED, loss=loss, divergence=divergence, temperature=temperature)
-        case = random_case(seed=seed).to(torch.float32)
-        results = ranks.run(on_rank, tp, case, settings)
-        assert_equals_reference(results, case, settings, 1e-5)
+def test_equals_dense_reference(ranks, tp, loss):
+    others = DIVERGENCES[1:] if loss == "partition_kl" else (DIVERGENCES[1 + LOSSES.index(loss) % 3],)
+    cases = []
+    for temperature in (1.0, 2.5):
+        for seed, divergence in enumerate(("forward_kl", *others)):
+            settings = dict(MIXED, loss=loss, divergence=divergence, temperature=temperature)
+            cases.append((random_case(seed=seed).to(torch.float32), settings))
+    assert_all_equal_reference(ranks, tp, cases, 1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_is_exact_in_float64(ranks, loss, divergence):
-    for chunk_rows in (None, 1, 1000):
+def test_is_exact_in_float64(loss):
+    """In slices of any size, with the factor of backward announced or not."""
+    tolerance = 1e-7 if loss == "p_kl" else 1e-10  # p_kl has a matrix of fp32
+    for divergence, chunk_rows in zip(DIVERGENCES, (None, 1, 7, 1000), strict=True):
         case, settings = random_case(seed=5), dict(MIXED, loss=loss, divergence=divergence, temperature=1.7)
-        results = ranks.run(on_rank, 1, case, settings, False, chunk_rows != 1, chunk_rows)
-        assert_equals_reference(results, case, settings, 1e-7 if loss == "p_kl" else 1e-10)  # p_kl has a matrix of fp32
+        (hidden, weight, *rest), shared = arguments(case, **settings)
+        factor = torch.tensor(3.0, dtype=torch.float64)
+        announced = factor if chunk_rows == 7 else None
+        output = fused_chunk_kd(hidden, weight, *rest, **shared, chunk_rows=chunk_rows, loss_gradient=announced)
+        (factor * output.loss).backward()
+        assert_equals_reference([(values(output), hidden.grad, weight.grad)], case, settings, tolerance)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_sequence_parallel(ranks, loss):
-    case, settings = random_case(seed=3).to(torch.float32), dict(loss=loss)
-    assert_equals_reference(ranks.run(on_rank, 2, case, settings, True), case, settings, 1e-5, sequence_parallel=True)
+def test_sequence_parallel(ranks):
+    case = random_case(seed=3).to(torch.float32)
+    by_rank = ranks.run(each_on_rank, 2, [(case, dict(loss=loss), True) for loss in LOSSES])
+    for loss, results in zip(LOSSES, zip(*by_rank, strict=True), strict=True):
+        assert_equals_reference(results, case, dict(loss=loss), 1e-5, sequence_parallel=True)
 
 
-@pytest.mark.parametrize(
-    "settings", [dict(exact_token_match_only=True), dict(top_k=3), dict(top_k=1000), dict(temperature_scaling="none", temperature=2.0)]
-)
-def test_settings(ranks, settings):
-    case = random_case(seed=2).to(torch.float32)
-    for tp in (1, 2, 4):
-        assert_equals_reference(ranks.run(on_rank, tp, case, settings), case, settings, 1e-5)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_settings(ranks, tp):
+    cases = [dict(exact_token_match_only=True), dict(top_k=3), dict(top_k=1000)]
+    cases += [dict(temperature_scaling="none", temperature=2.0), dict(loss="gold", common_weight=0.3, uncommon_weight=2.0)]
+    assert_all_equal_reference(ranks, tp, [(random_case(seed=2).to(torch.float32), settings) for settings in cases], 1e-5)
 
 
 def test_exact_match_counts_only_common_pairs(ranks):
     case = random_case(seed=2)
-    (got, _, _), everything = (ranks.run(on_rank, 1, case, s)[0] for s in (dict(exact_token_match_only=True), {}))
-    assert 0 < got["num_chunks"] == got["num_one_to_one"] < everything[0]["num_one_to_one"]
+    ((got, _, _), (everything, _, _)) = ranks.run(each_on_rank, 1, [(case, dict(exact_token_match_only=True)), (case, {})])[0]
+    assert 0 < got["num_chunks"] == got["num_one_to_one"] < everything["num_one_to_one"]
 
 
-@pytest.mark.parametrize("loss", ["gold", "h_kl", "uld"])
-def test_chain_of_the_first_token(ranks, loss):
-    case, settings = random_case(seed=4).to(torch.float32), dict(loss=loss, chain_base="first", divergence="jsd")
-    assert_equals_reference(ranks.run(on_rank, 2, case, settings), case, settings, 1e-5)
+def test_chain_of_the_first_token(ranks):
+    case = random_case(seed=4).to(torch.float32)
+    cases = [(case, dict(loss=loss, chain_base="first", divergence="jsd")) for loss in ("gold", "h_kl", "uld")]
+    assert_all_equal_reference(ranks, 2, cases, 1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_vocabularies_without_a_rest(ranks, loss):
     """All rows of one model, or of both, are common tokens (for p_kl: supported)."""
+    cases = []
     for student, teacher, common in ((20, 31, 20), (31, 20, 20), (20, 20, 20)):
         relation = relation_of(student, teacher, common, whole_projection=student < teacher)
         case = random_case(sizes=(student, 32, teacher), relation=relation, seed=1).to(torch.float32)
-        for divergence in ("forward_kl", "jsd"):
-            settings = dict(loss=loss, divergence=divergence)
-            assert_equals_reference(ranks.run(on_rank, 2, case, settings), case, settings, 1e-5)
+        cases += [(case, dict(loss=loss, divergence=divergence)) for divergence in ("forward_kl", "jsd")]
+    assert_all_equal_reference(ranks, 2, cases, 1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_chunk_is_zero_with_a_graph(ranks, loss, sequence_parallel):
-    case = random_case((0, 0, 0, 0))
-    for got, hidden, weight in ranks.run(on_rank, 2, case, dict(loss=loss), sequence_parallel):
-        assert all(value == 0 for value in got.values())
-        assert torch.count_nonzero(hidden) == torch.count_nonzero(weight) == 0
-
-
-def test_weight_zero_is_nothing_at_all(ranks):
+def test_no_chunk_or_no_weight_is_zero_with_a_graph(ranks):
     case = random_case()
-    case = replace(case, chunks=replace(case.chunks, weights=torch.zeros_like(case.chunks.weights)))
-    for loss in LOSSES:
-        got, hidden, weight = ranks.run(on_rank, 1, case, dict(loss=loss))[0]
-        assert all(value == 0 for value in got.values())
-        assert torch.count_nonzero(hidden) == torch.count_nonzero(weight) == 0
+    weightless = replace(case, chunks=replace(case.chunks, weights=torch.zeros_like(case.chunks.weights)))
+    nothing = random_case((0, 0, 0, 0)), weightless
+    cases = [(some, dict(loss=loss), split) for some in nothing for loss in LOSSES for split in (False, True)]
+    for results in ranks.run(each_on_rank, 2, cases):
+        for got, hidden, weight in results:
+            assert all(value == 0 for value in got.values())
+            assert torch.count_nonzero(hidden) == torch.count_nonzero(weight) == 0
 
 
 def context_parallel_parts(case: Case, size: int) -> list[Case]:

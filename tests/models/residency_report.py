@@ -1,0 +1,107 @@
+"""What host residency costs and saves: peak memory and step time of the engine, with the same loss, bit for bit.
+
+One engine after another on random weights: everything on the device, the teacher on the host, the optimizer's state on the
+host, both. Deterministic kernels, because only then do two runs on the device agree; they are somewhat slower.
+
+    python -m tests.models.residency_report                                     # an 8B teacher, a 1.7B student: one H200
+    python -m tests.models.residency_report --student tiny-student --teacher tiny-teacher --seq-length 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mkd.bench.machine import Machine
+from mkd.bench.measure import Arm, time_arms
+from mkd.bench.report import table
+from mkd.platform import detect, make_deterministic
+
+GIB = 2**30
+BASE = "device"
+ARMS = {
+    BASE: (),
+    "teacher on the host": ("--teacher-residency", "host"),
+    "optimizer on the host": ("--optimizer-residency", "host"),
+    "both on the host": ("--teacher-residency", "host", "--optimizer-residency", "host"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One engine."""
+
+    losses: list[float]  # of every step the sum, and the gradient norm
+    step_ms: float
+    peak_gib: float  # during the steps
+    rest_gib: float  # between two steps
+
+
+def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, context) -> Measured:
+    from mkd.bench.random_engine import PairSettings, random_engine
+    from mkd.bench.synthetic_documents import ChatLengths, full_pack
+    from mkd.train.step import train_step
+
+    flags = ("--lr", "1e-4", "--deterministic-mode", *flags)
+    settings = PairSettings(args.student, args.teacher, args.seq_length, 1, args.num_microbatches, flags=flags)
+    engine, plan = random_engine(settings, machine, context)
+    random = np.random.default_rng(machine.seed)
+    vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
+    lengths = ChatLengths(args.seq_length // 8, args.seq_length // 2)
+    batches = [full_pack(args.seq_length, vocab, lengths, random).to(context.device) for _ in range(args.num_microbatches)]
+    losses = []
+
+    def step() -> None:
+        result = train_step(engine, batches, args.num_microbatches)
+        losses.extend((result.sums.token_sums()["loss"], result.grad_norm))
+
+    step()  # makes the moments
+    if machine.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    milliseconds = time_arms([Arm("step", step)], machine.device, machine.rounds)["step"]
+    peak, rest = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if machine.is_cuda else (0, 0)
+    return Measured(losses, milliseconds, peak / GIB, rest / GIB)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", default="qwen3-1.7b", help="a shape of mkd/bench/shapes.py")
+    parser.add_argument("--teacher", default="qwen3-8b", help="likewise")
+    parser.add_argument("--seq-length", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--num-microbatches", type=int, default=4, help="of a step")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps, after two others")
+    args = parser.parse_args(argv)
+    make_deterministic()
+    platform = detect()
+    from mkd.bench.random_engine import PairSettings, parallel_context
+
+    dtype = torch.bfloat16 if platform.is_cuda else torch.float32
+    machine = Machine(platform.device, dtype, args.rounds, seed=0, compile=False)
+    print(machine.describe())
+    measured = {}
+    with parallel_context(platform, PairSettings(args.student, args.teacher, args.seq_length)) as context:
+        for name, flags in ARMS.items():
+            measured[name] = measure(flags, args, machine, context)
+            gc.collect()
+            torch.cuda.empty_cache()
+    base = measured[BASE]
+    rows = [
+        [
+            name, f"{one.step_ms:.1f}", f"{one.step_ms / base.step_ms:.3f}",
+            *(f"{gib:.2f}" if platform.is_cuda else "-" for gib in (one.peak_gib, one.rest_gib)),
+            "same bits" if one.losses == base.losses else "DIFFERENT",
+        ]
+        for name, one in measured.items()
+    ]  # fmt: skip
+    title = f"{args.student} <- {args.teacher}, {args.num_microbatches} x {args.seq_length} tokens"
+    print(table(title, ["", "step, ms", "ratio", "peak, GiB", "between steps, GiB", "losses, gradient norms"], rows))
+    return int(any(one.losses != base.losses for one in measured.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Host residency on a GPU: copies overlap with computation, and still every layer meets its own weights."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.test_hf_parity import pack
+from tests.tiny_models import make_model
+
+pytestmark = pytest.mark.gpu
+SIZES = dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=7, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    vocab_size=1000, max_position_embeddings=4096,
+)  # fmt: skip
+COPIES_LAST, COMPUTATION_LASTS = 64, 4096  # tokens of a row
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("residency_gpu") / "teacher", "qwen3", scale=1.0, **SIZES)
+
+
+def build(folder, transformer_engine):
+    """(context, a frozen model in bf16 with its weights)."""
+    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.models.builder import build_chunks
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+
+    context = ParallelContext.create(replace(detect(), transformer_engine=transformer_engine))
+    shape = ModelShape.from_hf_dir(folder)
+    layout = PipelineLayout.even(shape.num_layers, 1)
+    (model,) = build_chunks(shape, layout, ModelOptions(dtype=torch.bfloat16), context)
+    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
+    return context, model.eval().requires_grad_(False)
+
+
+def row(context, seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1000, (1, length), generator=generator).to(context.device)
+    documents = pack((length - 10, 10), 0, padding_joins_document=context.platform.transformer_engine)
+    positions = torch.arange(length, device=context.device)[None]
+    return lambda model: model(tokens, positions, None, packed_seq_params=documents)
+
+
+@torch.no_grad()
+def outputs(context, model, length):
+    """Twelve micro-batches queued at once, other work of the same stream between some of them; fp32 on the CPU."""
+    rows = [row(context, seed, length) for seed in range(12)]
+    other = torch.randn(4096, 4096, device=context.device)
+    torch.cuda.synchronize()
+    results = []
+    for index, run in enumerate(rows):
+        results.append(run(model))
+        for _ in range(index % 3 * 4):
+            other = (other @ other).clamp(-1, 1)
+    return torch.stack(results).float().cpu()
+
+
+@torch.no_grad()
+def costs(context, model):
+    """Of one forward pass: allocations, peak above what was there (bytes), and synchronising calls."""
+    run = row(context, 1, COMPUTATION_LASTS)
+    run(model)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, bytes_before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        run(model)
+        torch.cuda.set_sync_debug_mode("default")
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    syncs = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    return allocations, torch.cuda.max_memory_allocated() - bytes_before, syncs
+
+
+def host_against_device(folder, transformer_engine):
+    """(outputs of short and long rows, costs, bytes at rest) on the device and on the host; bytes on host and in buffers."""
+    from mkd.models.residency import HostResidency
+
+    context, model = build(folder, transformer_engine)
+    measured, residency = [], None
+    for on_host in (False, True):
+        before = torch.cuda.memory_allocated()
+        if on_host:
+            residency = HostResidency([model], context.device)
+        moved = before - torch.cuda.memory_allocated()
+        results = [outputs(context, model, length) for length in (COPIES_LAST, COMPUTATION_LASTS)]
+        measured.append((results, costs(context, model), moved))
+    assert all(p.is_pinned() for layer in model.decoder.layers for p in layer.parameters())
+    return measured, residency.host_bytes, residency.device_bytes
+
+
+@pytest.mark.parametrize("transformer_engine", [True, False])
+def test_same_bits_same_allocations_and_no_synchronisation(transformer_engine, folder, gpu_ranks):
+    ((device, host), host_bytes, device_bytes) = gpu_ranks.run(host_against_device, 1, folder, transformer_engine)[0]
+    for one, other in zip(device[0], host[0], strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+    assert host[1] == device[1]
+    assert device_bytes < host_bytes / 3 and host[2] == pytest.approx(host_bytes - device_bytes, rel=0.01)
