@@ -8,6 +8,7 @@ without loss cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mkd.losses.mixture import mixture_logits
 from mkd.losses.objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
@@ -29,8 +31,8 @@ from mkd.plan.head import head_chunk_rows
 def fused_linear_kd(
     student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
     student_weight: Tensor,  # [w, h_s] this rank's rows of the padded LM head
-    teacher_hidden: Tensor | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
-    teacher_weight: Tensor | None,  # [w, h_t]
+    teacher_hidden: Tensor | Sequence[Tensor] | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
+    teacher_weight: Tensor | Sequence[Tensor] | None,  # [w, h_t]
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
     *,
@@ -49,12 +51,14 @@ def fused_linear_kd(
     loss_gradient: Tensor | None = None,  # 0-dim
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
+    teacher_shares: Sequence[float] = (1.0,),  # of several teachers, adding up to 1
 ) -> KDOutput:
     """`vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and head.
 
     Same values, same arguments where the names are the same. Logits have the dtype of the hidden states, or fp32 with
-    `fp32_logits` (bf16 logits put an error of about 3e-2 into the gradients, fp32 ones 2e-3). Memory beyond the gradients:
-    two chunks of logits, [chunk_rows, w] each.
+    `fp32_logits` (bf16 logits put an error of about 3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as one,
+    the weighted mean of their probabilities (see `mixture.py`); their `teacher_vocab_size` is the smallest. Memory beyond
+    the gradients: two chunks of logits, [chunk_rows, w] each.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). When it is given,
     gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's DDP) gets its gradient added
@@ -75,16 +79,18 @@ def fused_linear_kd(
     chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
     head = _Head(objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype)
     student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)
-    if not objective.uses_teacher:
-        teacher_hidden = teacher_weight = None
-    else:
-        assert teacher_weight.shape[0] == student_weight.shape[0], "pad both LM heads to the same vocabulary width"
+    teachers: list[tuple[Tensor, Tensor]] = []
+    if objective.uses_teacher:
+        single = isinstance(teacher_hidden, Tensor)
+        pairs = [(teacher_hidden, teacher_weight)] if single else zip(teacher_hidden, teacher_weight, strict=True)
         with torch.no_grad():
-            teacher_hidden = whole_sequence(teacher_hidden, tp_group, sequence_parallel)
+            teachers = [(whole_sequence(hidden, tp_group, sequence_parallel), weight) for hidden, weight in pairs]
+        assert all(len(weight) == len(student_weight) for _, weight in teachers), "pad all LM heads to the same width"
+        assert len(teachers) == len(teacher_shares), "one share for each teacher"
     assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
     mask = loss_mask.to(compute_dtype(student_hidden))
-    tensors = student_hidden, student_weight, teacher_hidden, teacher_weight, labels, mask, loss_rows
-    loss, sums = _FusedLinearKD.apply(*tensors, head)
+    tensors = student_hidden, student_weight, labels, mask, loss_rows
+    loss, sums = _FusedLinearKD.apply(*tensors, teachers, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
 
 
@@ -116,6 +122,15 @@ class _Head:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return head_logits(hidden, weight, self.logits_dtype)
+
+    def teacher_logits(
+        self, teachers: Sequence[tuple[Tensor, Tensor]], shares: Sequence[float], rows: Tensor | slice
+    ) -> Tensor | None:
+        """[n, w] of the teacher, or of several as one."""
+        logits = (self.logits(hidden[rows], weight) for hidden, weight in teachers)
+        if len(teachers) < 2:
+            return next(logits, None)
+        return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
 
     def row_losses(self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor) -> MergedStatistics:
         return row_losses(student, teacher, labels, mask, self.shard, self.objective, self.tp_group)
@@ -196,10 +211,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _FusedLinearKD(torch.autograd.Function):
-    """([t, h_s], [w, h_s], [t, h_t], [w, h_t], [t], [t], [n] | None, _Head) -> (loss, other fields of `KDOutput`)."""
+    """([t, h_s], [w, h_s], [t], [t], [n] | None, [([t, h_t], [w, h_t])], shares, _Head) -> (loss, rest of `KDOutput`)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, labels, loss_mask, loss_rows, head):
+    def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head):
         gradients = None
         if head.with_gradient:
             gradients = HeadGradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
@@ -208,7 +223,7 @@ class _FusedLinearKD(torch.autograd.Function):
             rows = chunk if loss_rows is None else loss_rows[chunk]
             own, label, mask = hidden[rows], labels[rows], loss_mask[rows]
             student = head.logits(own, weight)
-            teacher = None if teacher_hidden is None else head.logits(teacher_hidden[rows], teacher_weight)
+            teacher = head.teacher_logits(teachers, shares, rows)
             merged = head.row_losses(student, teacher, label, mask)
             chunk_loss, chunk_sums = weighted_sums(merged, mask, head.objective)
             loss = loss + chunk_loss

@@ -43,7 +43,8 @@ def build_data(
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    if valid_set is None and plan.config.training.eval_interval:
+    has_tasks = data.eval_multiple_choice or data.eval_completions
+    if valid_set is None and plan.config.training.eval_interval and not has_tasks:
         raise DataError(
             f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
             "--eval-interval asks for evaluations",

@@ -11,6 +11,7 @@ from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.hf_reader import load_hf_weights
 from mkd.models.builder import build_chunks, common_padded_vocab_size, join_stages
 from mkd.models.language_model import LanguageModel
+from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import RiderCommunicator
@@ -48,6 +49,8 @@ def build_engine(
         chunks = build_chunks(source.shape, layout, options, context, None if own else vocab)
         load_weights(chunks, source, context)
         vocabularies.append(own and place_beside(students[-1], chunks[-1], own, vocab, context))
+        if config.teachers[len(teachers)].residency == "host":
+            HostResidency(chunks, context.device)
         teachers.append(chunks)
     chunks = wrap_stages(join_stages(students, teachers), config, context)
     optimizer = build_optimizer(chunks, config, context, plan.batch.global_batch_size)

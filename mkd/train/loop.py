@@ -9,6 +9,7 @@ from pathlib import Path
 from mkd.checkpoint.distributed import TrainingPosition, TrainingState, save_checkpoint
 from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
+from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
 from mkd.train.evaluate import evaluate
 from mkd.train.report import Reporter
 from mkd.train.step import Engine, train_step
@@ -22,6 +23,7 @@ class Run:
     engine: Engine
     train_stream: TrainStream
     eval_stream: EvalStream | None
+    tasks: TaskEvaluator | None
     state: TrainingState
     position: TrainingPosition
     reporter: Reporter
@@ -37,7 +39,8 @@ def train(run: Run) -> None:
     """
     start = time.monotonic()
     training, checkpoint = run.config.training, run.config.checkpoint
-    evaluates = run.eval_stream is not None and bool(training.eval_interval)
+    has_held_out = run.eval_stream is not None or run.tasks is not None
+    evaluates = has_held_out and bool(training.eval_interval)
     if evaluates and run.position.iteration == 0:
         evaluate_and_report(run)
     while run.position.iteration < training.train_iters:
@@ -67,11 +70,18 @@ def one_step(run: Run) -> None:
 
 
 def evaluate_and_report(run: Run) -> None:
-    run.reporter.valid(run.position, evaluate(run.engine, run.eval_stream))
+    """Held-out text, then held-out tasks; teachers, which never change, do the tasks once."""
+    if run.eval_stream is not None:
+        run.reporter.valid(run.position, evaluate(run.engine, run.eval_stream))
+    if run.tasks is not None:
+        metrics = evaluate_tasks(run.tasks, run.engine)
+        if run.position.iteration == 0:
+            metrics |= evaluate_teachers(run.tasks, run.engine)
+        report_tasks(run.reporter, run.position, metrics)
 
 
 def save(run: Run) -> None:
-    with run.engine.parameters_gathered():
+    with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
         folder = save_checkpoint(
             Path(run.config.checkpoint.save), run.state, run.position, run.engine.context, run.hf_dir
         )

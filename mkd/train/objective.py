@@ -15,7 +15,7 @@ from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import take_riders
 from mkd.train.sums import LossSums, TeacherSums, report, report_size
-from mkd.train.teacher_loss import TeacherLoss, compare
+from mkd.train.teacher_loss import TeacherLoss, compare, use_heads
 from mkd.train.teacher_weights import pack_weights
 from mkd.train.topk_objective import topk_loss
 
@@ -101,21 +101,19 @@ class Objective:
             return fused_linear_kd(
                 hidden.squeeze(1),
                 student_weight,
-                riders[0].squeeze(1) if riders else None,
-                teacher_weights[0] if teacher_weights else None,
+                [rider.squeeze(1) for rider in riders] or None,
+                teacher_weights or None,
                 batch.labels[0],
                 batch.loss_mask[0],
                 loss_rows=batch.loss_rows,
                 sequence_parallel=stage.student.config.sequence_parallel,
                 loss_gradient=self.inverse_counts[0] if loss_gradient is None else loss_gradient,
                 fp32_logits=self.kd.kd_fp32_logits,
+                teacher_shares=[teacher.share for teacher in self.teachers],
                 **self._settings(stage, kd_ratio),
             )
 
-        if not riders:
-            return stage.student.use_head(with_weights)
-        teacher = stage.teachers[0]
-        return teacher.use_head(lambda weight: stage.student.use_head(lambda own: with_weights(own, weight)))
+        return use_heads([stage.student, *(stage.teachers if riders else ())], with_weights)
 
     def _on_logits(
         self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...], kd_ratio: float
@@ -139,7 +137,7 @@ class Objective:
         return dict(
             tp_group=self.context.tp_group,
             student_vocab_size=stage.student.shape.vocab_size,
-            teacher_vocab_size=stage.teachers[0].shape.vocab_size if kd_ratio > 0 and stage.teachers else None,
+            teacher_vocab_size=min(t.shape.vocab_size for t in stage.teachers) if kd_ratio > 0 and stage.teachers else None,
             kd_ratio=kd_ratio,
             with_ce_metric=self.with_ce_metric,
             **divergence,

@@ -16,6 +16,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import teacher_names, teacher_roles
+from mkd.train.eval_tasks import task_problems
 from mkd.train.topk_teacher import StoredTeacher
 
 
@@ -75,6 +76,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
         sources, shapes = [], []
     problems += validate(config, world_size, student.shape if student else None, shapes)
     problems += missing_data(config.data.data_path, config.data.valid_data_path)
+    problems += task_problems(config)
     problems += _export_over_source(config, [source for source in (student, *sources) if source])
     if problems:
         raise ErrorList(problems)

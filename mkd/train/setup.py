@@ -12,6 +12,7 @@ from mkd.platform import Platform
 from mkd.tokenizers.load import load_tokenizer
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
+from mkd.train.eval_tasks import build_tasks
 from mkd.train.loop import Run
 from mkd.train.own_tokens import find_own_tokens, log_folder, with_seq_lengths
 from mkd.train.plan import Plan
@@ -38,8 +39,10 @@ def build_run(plan: Plan, platform: Platform) -> Run:
     tokenizer = load_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model or str(plan.student.assets))
     own_tokens = find_own_tokens(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, tokenizer, own_tokens)
+    tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
-    position = resume(plan, state, context)
+    with engine.optimizer.state_on_device():
+        position = resume(plan, state, context)
     sizes = dict(
         micro_batch_size=plan.batch.micro_batch_size,
         global_batch_size=plan.batch.global_batch_size,
@@ -50,6 +53,9 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         num_workers=config.data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
+    reporter = build_reporter(plan, context, position)
+    for line in tasks.describe() if tasks else ():
+        reporter.note(line)
     return Run(
         config=config,
         engine=engine,
@@ -61,9 +67,10 @@ def build_run(plan: Plan, platform: Platform) -> Run:
             **sizes,
         ),
         eval_stream=None if valid_set is None else EvalStream(valid_set, eval_iters=config.training.eval_iters, **sizes),
+        tasks=tasks,
         state=state,
         position=position,
-        reporter=build_reporter(plan, context, position),
+        reporter=reporter,
         global_batch_size=plan.batch.global_batch_size,
         hf_dir=plan.student.assets,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -105,4 +107,12 @@ def compare(
         return output.loss, TeacherSums(*sums, output.top1_agreement, compared)
 
     run = on_chunks if teacher.has_own_tokens else on_tokens
-    return teacher_model.use_head(lambda weight: student_model.use_head(lambda own_weight: run(own_weight, weight)))
+    return use_heads([student_model, teacher_model], run)
+
+
+def use_heads(models: Sequence[LanguageModel], use: Callable[..., Any]) -> Any:
+    """`use(weight of the first model's head, of the second's, ...)`, each lent by its own module."""
+    if not models:
+        return use()
+    first, *others = models
+    return first.use_head(lambda weight: use_heads(others, partial(use, weight)))

@@ -89,7 +89,7 @@ def teacher_as_student(config: Config, world_size: int) -> Config:
         student=StudentConfig(hf=teacher.hf, load=teacher.load, pipeline_layout=teacher.pipeline_layout),
         teachers=(),
         kd=replace(config.kd, kd_ratio=0.0),
-        data=replace(config.data, tokenizer_model=tokenizer),
+        data=replace(config.data, tokenizer_model=tokenizer, eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0),
         training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size),
         checkpoint=replace(config.checkpoint, save=None, load=None, save_interval=None, ckpt_step=None, export_hf=None),
         log=replace(config.log, log_dir=config.log.log_dir or config.checkpoint.save),

@@ -65,7 +65,7 @@ def test_outputs_are_the_same_bits_and_the_forward_allocates_no_more(tp, folder,
 
 
 def where_weights_are(folder):
-    """Per layer call: the slot it computed from and whether the next layer was on its way; bytes of layers and buffers."""
+    """Per layer call: the slot it computed from, whether the next layer was on its way; copies of a micro-batch; bytes."""
     from mkd.models.residency import HostResidency
 
     model = load_model(folder, 1).requires_grad_(False)
@@ -94,8 +94,11 @@ def where_weights_are(folder):
 
         layer.mlp.register_forward_pre_hook(record)
     with torch.no_grad():
-        run(model, 1), run(model, 2)
-    return calls, [slots(layer) for layer in layers], sizes, residency.host_bytes, residency.device_bytes
+        run(model, 1)
+        before = sum(buffer._version for buffer in buffers)
+        run(model, 2)
+        copies = sum(buffer._version for buffer in buffers) - before  # every write counts one
+    return calls, copies, [slots(layer) for layer in layers], sizes, residency.host_bytes, residency.device_bytes
 
 
 def packed_like(buffer, layer):
@@ -106,9 +109,9 @@ def packed_like(buffer, layer):
 
 def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks):
     (measured,) = ranks.run(where_weights_are, 1, folder)
-    calls, afterwards, sizes, host_bytes, device_bytes = measured
+    calls, copies, afterwards, sizes, host_bytes, device_bytes = measured
     assert [slot for slot, _ in calls] == [(calls[0][0] + i) % 2 for i in range(2 * NUM_LAYERS)]
-    assert all(next_is_there for _, next_is_there in calls)
+    assert all(next_is_there for _, next_is_there in calls) and copies == NUM_LAYERS
     assert afterwards == [{-1}] * NUM_LAYERS
     assert sum(sizes) <= host_bytes <= 1.05 * sum(sizes)
     assert device_bytes == 2 * host_bytes / NUM_LAYERS
