@@ -39,12 +39,14 @@ SELECT = ("--teacher-combination", "select")
 BY_ENTROPY = ("--teacher-weighting", "entropy", "--teacher-weighting-temperature", "0.1")
 
 
-def make_files(folder: Path) -> Path:
+def make_files(folder: Path, sizes: dict | None = None) -> Path:
     """Student, two teachers and a text; a configuration for each loss."""
+    sizes = sizes or {}
     student = dict(num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
-    make_model(folder / "student", "qwen3", seed=1, vocab_size=371, tie_word_embeddings=True, **student)
-    make_model(folder / "cross", "llama", seed=2, vocab_size=460, hidden_size=72, tie_word_embeddings=True)
-    make_model(folder / "same", "qwen2", seed=3, vocab_size=352)
+    make_model(folder / "student", "qwen3", seed=1, vocab_size=371, tie_word_embeddings=True, **student | sizes)
+    cross = dict(hidden_size=72, tie_word_embeddings=True)
+    make_model(folder / "cross", "llama", seed=2, vocab_size=460, **cross | sizes)
+    make_model(folder / "same", "qwen2", seed=3, vocab_size=352, **sizes)
     for name in ("student", "same"):
         train_hf_tokenizer(vocab_size=350).save_pretrained(folder / name)
     train_byte_level(vocab_size=450).save_pretrained(folder / "cross")  # of other text

@@ -1,0 +1,41 @@
+"""Teachers with their own tokens on GPUs: Transformer Engine's layers, NCCL, fp32 and bf16, against one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.train.invariance import errors_of
+from tests.train.own_tokens_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
+from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, HEADS, cosine
+
+pytestmark = pytest.mark.gpu
+CASES = [(precision, loss) for precision in ("fp32", "bf16") for loss in LOSSES]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def reference(request, gpu_ranks, tmp_path_factory):
+    """(precision flags, loss, folder, sums of one GPU)."""
+    precision, loss = request.param
+    files = make_files(tmp_path_factory.mktemp(f"own_tokens_{precision}"), HEADS)
+    flags = ("--bf16",) if precision == "bf16" else ()
+    (single,) = gpu_ranks.run(run_layout, 1, SINGLE.with_flags(flags), files, loss, files / "single")
+    return flags, loss, files, single
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
+    flags, loss, files, single = reference
+    if layout.ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {layout.ranks} GPUs")
+    if layout.cp > 1 and not flags:
+        pytest.skip("Transformer Engine has context parallelism in 16 bits only")
+    results = gpu_ranks.run(run_layout, layout.ranks, layout.with_flags(flags), files, loss, files / "layout")
+    errors = errors_of(results, files, single)
+    if flags:
+        errors["cosine"] = cosine(files / "layout" / "gradients", files / "single" / "gradients")
+        assert errors["cosine"] >= BF16_COSINE, errors
+    print(loss, layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"})
+    parts = ("loss", "evaluation") if flags else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+    for part in parts:
+        assert errors[part] <= (BF16_LOSS_TOLERANCE if flags else FP32_TOLERANCE), f"{part}: {errors}"
