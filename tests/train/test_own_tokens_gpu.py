@@ -7,9 +7,10 @@ import torch
 
 from tests.train.invariance import errors_of
 from tests.train.own_tokens_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
-from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, HEADS, cosine
+from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, cosine
 
 pytestmark = pytest.mark.gpu
+SIZES = dict(head_dim=64, hidden_size=192)  # what every attention kernel takes
 CASES = [(precision, loss) for precision in ("fp32", "bf16") for loss in LOSSES]
 
 
@@ -17,7 +18,7 @@ CASES = [(precision, loss) for precision in ("fp32", "bf16") for loss in LOSSES]
 def reference(request, gpu_ranks, tmp_path_factory):
     """(precision flags, loss, folder, sums of one GPU)."""
     precision, loss = request.param
-    files = make_files(tmp_path_factory.mktemp(f"own_tokens_{precision}"), HEADS)
+    files = make_files(tmp_path_factory.mktemp(f"own_tokens_{precision}"), SIZES)
     flags = ("--bf16",) if precision == "bf16" else ()
     (single,) = gpu_ranks.run(run_layout, 1, SINGLE.with_flags(flags), files, loss, files / "single")
     return flags, loss, files, single
