@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-prefix", required=True, metavar="PREFIX",
         help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin")  # fmt: skip
     add("--tokenizer-type", default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer (default) or SentencePieceTokenizer")  # fmt: skip
+        help="HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer")  # fmt: skip
     add("--tokenizer-model", required=True, metavar="DIR_OR_ID_OR_FILE",
         help="folder or Hub id of a model, or a SentencePiece .model file")  # fmt: skip
     add("--workers", type=int, default=1, metavar="N",

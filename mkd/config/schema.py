@@ -210,10 +210,10 @@ class DataConfig:
     tokenizer_type: str = option(
         "HuggingFaceTokenizer",
         "kind of tokenizer (Megatron's names)",
-        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer"),
+        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer"),
     )
     tokenizer_model: str | None = option(
-        None, "tokenizer folder, hub id or SentencePiece .model file; not given: the student's"
+        None, "tokenizer folder, hub id, SentencePiece .model or .tiktoken file; not given: the student's"
     )
     pack: str = option(
         "bfd",

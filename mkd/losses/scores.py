@@ -1,53 +1,81 @@
-"""Log-probabilities of given tokens: hidden states x a vocabulary-parallel LM head, chunk by chunk."""
+"""What a model says of given tokens: their log-probability, the entropy, the highest probability of each prediction."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mkd.losses.objective import KDObjective, VocabShard
-from mkd.losses.rows import row_losses
+from mkd.losses.fused_linear import head_logits
+from mkd.losses.softmax import compute_dtype
 from mkd.plan.head import head_chunk_rows
+
+BYTES_PER_LOGIT = 9  # at the peak: fp32 logits and their exponentials, and a mask
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of n predictions, at T = 1, in nats, fp32 (fp64 for fp64 hidden states); the same bits on every tensor-parallel rank."""
+
+    label: Tensor  # [n] ln p(label)
+    entropy: Tensor  # [n]
+    highest: Tensor  # [n] ln of the highest probability
 
 
 @torch.no_grad()
-def token_log_probabilities(
+def token_scores(
     hidden: Tensor,  # [t, h] final hidden states; [t/tp, h] with sequence_parallel
-    weight: Tensor,  # [w, h] this rank's rows of the padded LM head
-    rows: Tensor,  # [n] int64, positions of `hidden`; one may come several times
-    labels: Tensor,  # [n] int64, global vocabulary ids
+    weight: Tensor,  # [w, h] this rank's rows of the LM head
+    rows: Tensor,  # [n] int64, positions of `hidden`, or of what `exchange` makes of it; one may come several times
+    labels: Tensor,  # [n] int64, rank * w + column: global vocabulary ids where the head is split in order
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    vocab_size: int,  # real rows of the padded head
+    vocab_size: int | None = None,  # the first so many columns of all ranks are real ...
+    real: Tensor | None = None,  # ... or [w] bool: those of this rank that are
     sequence_parallel: bool = False,
-) -> Tensor:  # [n] fp32 (fp64 for fp64 hidden states)
-    """ln p(labels[i] | position rows[i]), the same bits on every tensor-parallel rank.
+    exchange: Callable[[Tensor], Tensor] | None = None,  # [t, h] -> [t', h], rows of other context-parallel ranks
+) -> TokenScores:
+    """Hidden states x a vocabulary-parallel LM head, chunk by chunk.
 
     Logits are made in fp32 also from bf16 hidden states: rounding them to bf16 would move a log-probability by 1e-2.
-    Communication over the tensor-parallel group: per chunk one all-gather of row statistics; with `sequence_parallel` an
-    all-gather of the hidden states. No backward.
+    Communication over the tensor-parallel group: per chunk one all-reduce MAX of [n] and one all-reduce SUM of [3, n]; with
+    `sequence_parallel` an all-gather of the hidden states. No backward.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=tp_group)
-    settings = dict(kd_ratio=0.0, temperature=1.0, temperature_scaling="none", divergence="forward_kl")
-    objective = KDObjective.of(vocab_size, None, **settings, jsd_beta=0.5, mixed_kl_weight=0.5, with_ce_metric=True)
-    shard = VocabShard.of_group(weight.shape[0], tp_group, objective)
-    size = head_chunk_rows(len(rows), weight.shape[0], 4, weight.is_cuda)
+    if exchange is not None:
+        hidden = exchange(hidden)
+    width = weight.shape[0]
+    first = width * (0 if tp_group is None else dist.get_rank(tp_group))
+    if real is None:
+        real = torch.arange(first, first + width, device=weight.device) < vocab_size
+    size = head_chunk_rows(len(rows), width, BYTES_PER_LOGIT, weight.is_cuda)
     parts = []
-    for first in range(0, max(len(rows), 1), size):
-        label = labels[first : first + size]
-        logits = _fp32_logits(hidden[rows[first : first + size]], weight)
-        merged = row_losses(logits, None, label, logits.new_ones(len(label)), shard, objective, tp_group)
-        parts.append(-merged.ce)
-    return torch.cat(parts)
+    for start in range(0, max(len(rows), 1), size):
+        chunk = slice(start, start + size)
+        logits = head_logits(hidden[rows[chunk]], weight, compute_dtype(hidden)).masked_fill_(~real, -torch.inf)
+        parts.append(_scores(logits, labels[chunk] - first, tp_group))
+    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[n, h], [w, h] -> [n, w] in fp32 (fp64 from fp64)."""
-    if hidden.dtype != torch.bfloat16:
-        return torch.mm(hidden, weight.t())
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return torch.mm(hidden.float(), weight.t().float())
+def _scores(logits: Tensor, columns: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, w] (overwritten), label's column on this rank or beyond its borders -> ln p(label), entropy, ln of the highest p."""
+    is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
+    highest = logits.amax(dim=1)
+    if is_split:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tp_group)
+    logits.sub_(highest[:, None])
+    is_own = (columns >= 0) & (columns < logits.shape[1])
+    label = logits.gather(1, columns.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    exponentials = logits.exp()
+    products = logits.masked_fill_(exponentials == 0, 0.0).mul_(exponentials)  # 0 ln 0 = 0
+    sums = torch.stack([exponentials.sum(dim=1), products.sum(dim=1), torch.where(is_own, label, 0.0)])
+    if is_split:
+        dist.all_reduce(sums, group=tp_group)
+    total, mean, label = sums
+    log_total = total.log()
+    return label - log_total, log_total - mean / total, -log_total

@@ -14,7 +14,7 @@ from torch import Tensor
 from mkd.data.eval_requests import Request, RequestBatch, RequestPacks, collate_requests
 from mkd.data.loader import BatchLayout
 from mkd.errors import NonFiniteError
-from mkd.losses.scores import token_log_probabilities
+from mkd.losses.scores import token_scores
 from mkd.models.builder import join_stages
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
@@ -104,8 +104,8 @@ class _Scorer:
     def __call__(self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback, with nothing to differentiate and nothing to report."""
         model = stage.student
-        log_probabilities = model.use_head(
-            lambda weight: token_log_probabilities(
+        scores = model.use_head(
+            lambda weight: token_scores(
                 hidden.squeeze(1),
                 weight,
                 batch.score_rows,
@@ -115,5 +115,5 @@ class _Scorer:
                 sequence_parallel=model.config.sequence_parallel,
             )
         )
-        self.scores.index_add_(0, batch.score_requests, log_probabilities.double())
+        self.scores.index_add_(0, batch.score_requests, scores.label.double())
         return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), hidden.new_zeros(0, dtype=torch.float64)

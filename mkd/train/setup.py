@@ -54,7 +54,8 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         pin_memory=context.platform.is_cuda,
     )
     reporter = build_reporter(plan, context, position)
-    for line in tasks.describe() if tasks else ():
+    described = [part for part in (train_set, valid_set, tasks) if part is not None] if context.rank == 0 else []
+    for line in (line for part in described for line in part.describe()):
         reporter.note(line)
     return Run(
         config=config,

@@ -14,7 +14,7 @@ from torch import Tensor
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.data.teacher_batch import TeacherBatch
-from mkd.losses.token_scores import TokenScores, token_scores
+from mkd.losses.scores import TokenScores, token_scores
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
@@ -39,7 +39,8 @@ def pack_weights(
     """`static`: the configured shares. `select`: 1 for the teacher with the lowest cross entropy, 0 for the others.
 
     Otherwise softmax(ln share - metric / temperature). A metric is summed over the teacher's tokens of the pack and divided
-    by the student's tokens of the same text, so that teachers with different tokenizers compare.
+    by the student's tokens of the same text, so that teachers with different tokenizers compare. A teacher that is compared
+    on nothing of a pack has no weight there, unless none is.
     """
     shares = torch.tensor([teacher.share for teacher in teachers], device=context.device)
     num_packs = len(batch.sample_ids)
@@ -55,7 +56,9 @@ def pack_weights(
     )
     if context.cp_size > 1:
         dist.all_reduce(values, group=context.groups.cp)
-    per_token = values[..., 0] / values[..., 1].clamp(min=1)
+    metrics, covered = values.unbind(dim=2)
+    says_nothing = (covered == 0) & (covered > 0).any(dim=0)  # of this pack, unlike another teacher
+    per_token = (metrics / covered.clamp(min=1)).masked_fill(says_nothing, torch.inf)
     if is_selecting:
         return torch.nn.functional.one_hot(per_token.argmin(dim=0), len(teachers)).t().float()
     return torch.softmax(shares.log()[:, None] - per_token / kd.teacher_weighting_temperature, dim=0)

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.tokenizers.load import open_tokenizer
@@ -25,19 +26,19 @@ GPT2 = "gpt-tokenizer@4.0.0"  # r50k_base: a tiktoken rank file, 50,257 ids
 NAMES = ("qwen3", "smollm2", "mistral", "gpt2")
 
 
-def fetch_tokenizers(folder: Path) -> dict[str, Path]:
-    """Name -> file or folder to load, for all of NAMES; what is in `folder` already is not fetched again.
+def fetch_tokenizers(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Path]:
+    """Name -> file or folder to load, for each of `names`; what is in `folder` already is not fetched again.
 
     Raises OSError or subprocess.CalledProcessError when a registry cannot be reached.
     """
     found = {"qwen3": "qwen3", "smollm2": "smollm2", "mistral": "tokenizer.model.v1", "gpt2": "r50k_base.tiktoken"}
     fetch = {"qwen3": _fetch_qwen3, "smollm2": _fetch_smollm2, "mistral": _fetch_mistral, "gpt2": _fetch_gpt2}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, file in found.items():
-        if not (folder / file).exists():
+    for name in names:
+        if not (folder / found[name]).exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                fetch[name](Path(scratch)).rename(folder / file)
-    return {name: folder / file for name, file in found.items()}
+                fetch[name](Path(scratch)).rename(folder / found[name])
+    return {name: folder / found[name] for name in names}
 
 
 def load_real(folder: Path) -> dict[str, Tokenizer]:
