@@ -102,8 +102,9 @@ class TeacherSide:
         losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
         wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
         kinds = chunk_kinds(counts[:, 0], counts[:, 1])
-        if self.text.exact_token_match_only:
-            wanted &= kinds == ONE_TO_ONE
+        if self.text.twins is not None:
+            twins = self.text.twins[student.labels[rows[:, 0]]]
+            wanted &= (kinds == ONE_TO_ONE) & (twins == teacher_labels[rows[:, 1]])
         rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
         supports = self._supports.of(kinds, rows, counts, (student.labels, teacher_labels))
         return PackChunks(rows[:, 0], counts[:, 0], rows[:, 1], counts[:, 1], kinds, *supports)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.spelling import Spellings
 
@@ -17,6 +19,6 @@ class TeacherText:
     spellings: Spellings | None = None  # None: the support of a chunk other than 1-1 is its realised pair alone
     alignment: str = "byte_offset"  # or "dp"
     seq_length: int | None = None  # teacher tokens of a pack; None: what the longest pack of the data needs
-    exact_token_match_only: bool = False  # only 1-1 chunks are kept
+    twins: np.ndarray | None = None  # [student ids] the common token's teacher id, -1: none; then only such pairs are kept
     reasoning: bool = True  # chat: align the reasoning of assistant turns too
     name: str = "teacher"  # for messages

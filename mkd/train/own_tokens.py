@@ -54,7 +54,7 @@ def _own_tokens(config: Config, tokenizer: Tokenizer, source: ModelSource, setti
         spellings=relation.spellings,
         alignment=settings.alignment,
         seq_length=settings.seq_length,
-        exact_token_match_only=settings.exact_token_match_only,
+        twins=relation.twins() if settings.exact_token_match_only else None,
         reasoning=settings.reasoning,
         name=name,
     )

@@ -61,6 +61,12 @@ class VocabularyRelation:
         order = np.argsort(students)
         return students[order], teachers[order]
 
+    def twins(self) -> np.ndarray:
+        """[student_size] int64: the teacher id of each common token, -1 for the others."""
+        twins = np.full(self.student_size, -1)
+        twins[self.common_student] = self.common_teacher
+        return twins
+
     def with_projection(self, projection: SparseMatrix) -> VocabularyRelation:
         """The same relation with another matrix of the same shape."""
         assert projection.shape == (self.student_size, self.teacher_size)

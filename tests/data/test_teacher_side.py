@@ -127,12 +127,15 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
 
 
 def test_exact_matches_only(path, tmp_path):
-    every, exact = (teacher_text(exact_token_match_only=only, spellings=relation(TEACHER).spellings) for only in (False, True))
+    related = relation(TEACHER)
+    every, exact = (teacher_text(twins=twins, spellings=related.spellings) for twins in (None, related.twins()))
     dataset, _ = open_pair(path, tmp_path, every, exact)
     batch = collate([dataset[0], dataset[1]])
     whole, filtered = (part.chunks for part in batch.teachers)
-    assert filtered.num_chunks == (whole.kinds == 0).sum() < whole.num_chunks
-    assert filtered.student.rows.tolist() == whole.student.rows[: filtered.num_chunks].tolist()
+    single = np.flatnonzero(whole.kinds == 0)
+    twins = related.twins()[whole.student.labels.numpy()[single]] == whole.teacher.labels.numpy()[single]
+    assert 0 < filtered.num_chunks == twins.sum() < whole.num_chunks
+    assert filtered.student.rows.tolist() == whole.student.rows.numpy()[single][twins].tolist()
     assert not filtered.kinds.any() and len(filtered.support_student) == 0
 
 
