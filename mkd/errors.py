@@ -59,6 +59,13 @@ class NonFiniteError(MkdError):
     on_all_ranks = True
 
 
+class Preempted(MkdError):
+    """The run was told to end early; started again, it goes on from where it has saved."""
+
+    exit_code = EXIT_PREEMPTED
+    on_all_ranks = True
+
+
 class ErrorList(UsageError):
     """Several independent problems, reported at once. A list among `errors` counts as the problems in it.
 

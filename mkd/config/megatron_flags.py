@@ -126,7 +126,6 @@ SAFE_TO_DROP: dict[str, str] = {
 """Flag -> why nothing is lost without it."""
 
 NOT_YET: dict[str, str] = {
-    "--exit-signal-handler": "use --exit-duration-in-mins or --exit-interval to stop with a checkpoint",
     "--num-experts": "use dense models",
     "--profile": "wrap the command with your profiler",
     "--profile-step-start": "wrap the command with your profiler",

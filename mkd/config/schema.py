@@ -162,7 +162,10 @@ class TrainingConfig:
         None, "stop (and save) at the first iteration that it divides; not given: at the end"
     )
     exit_duration_in_mins: float | None = option(
-        None, "stop (and save) after this many minutes; for time limits of a queue"
+        None, "stop (and save) before this many minutes have passed; for time limits of a queue"
+    )
+    exit_signal_handler: bool = option(
+        True, "SIGTERM, SIGUSR1 or Ctrl-C end the run after the step, with a checkpoint and exit code 75; else they kill it"
     )
     recompute_granularity: str | None = option(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -183,8 +184,15 @@ def _load(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # a private one: the loader would draw from the global generator
+        worker_init_fn=_outlive_signals,
     )
     for batch in loader:
         if isinstance(batch, MkdError):
             raise batch
         yield batch
+
+
+def _outlive_signals(worker: int) -> None:
+    """Signals to the process group are for the training process: it still saves, and then ends its workers."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

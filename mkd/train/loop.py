@@ -13,6 +13,7 @@ from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teacher
 from mkd.train.evaluate import evaluate
 from mkd.train.report import Reporter
 from mkd.train.step import Engine, train_step
+from mkd.train.stopping import Interruptible, Stop, Stopper
 
 
 @dataclass
@@ -27,33 +28,38 @@ class Run:
     state: TrainingState
     position: TrainingPosition
     reporter: Reporter
+    stopper: Stopper
     global_batch_size: int
     hf_dir: Path | None  # configuration and tokenizer files of the student
 
 
-def train(run: Run) -> None:
-    """Run until `train_iters` (or `exit_interval`, or `exit_duration_in_mins`), evaluating and saving on the way.
+def train(run: Run) -> Stop | None:
+    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; returns what has stopped it before.
 
-    Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a
-    run with --save always ends with a checkpoint.
+    Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a run
+    with --save always ends with a checkpoint. One that is stopped saves at once, without an evaluation.
     """
-    start = time.monotonic()
     training, checkpoint = run.config.training, run.config.checkpoint
     has_held_out = run.eval_stream is not None or run.tasks is not None
     evaluates = has_held_out and bool(training.eval_interval)
-    if evaluates and run.position.iteration == 0:
-        evaluate_and_report(run)
-    while run.position.iteration < training.train_iters:
+    stop = run.stopper.agreed()
+    if evaluates and run.position.iteration == 0 and not stop:
+        stop = evaluate_and_report(run)
+    saved = run.position.iteration  # nothing is lost that a checkpoint, or the student's own weights, do not have
+    while run.position.iteration < training.train_iters and not stop:
         one_step(run)
         iteration = run.position.iteration
-        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval) or _is_late(run, start)
-        if evaluates and (is_last or _due(iteration, training.eval_interval)):
-            evaluate_and_report(run)
-        if checkpoint.save and (is_last or _due(iteration, checkpoint.save_interval)):
+        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval)
+        stop = run.stopper.agreed()
+        if evaluates and (is_last or _due(iteration, training.eval_interval)) and not stop:
+            stop = evaluate_and_report(run)
+        if checkpoint.save and (is_last or stop or _due(iteration, checkpoint.save_interval)) and iteration > saved:
             save(run)
+            saved = iteration
         if is_last:
             break
     run.reporter.flush()
+    return stop
 
 
 def one_step(run: Run) -> None:
@@ -61,6 +67,7 @@ def one_step(run: Run) -> None:
     batches = run.train_stream.next_step()
     on_device = [batch.to(run.engine.context.device) for batch in batches]
     result = train_step(run.engine, on_device, run.global_batch_size)
+    run.stopper.took(step_s=result.step_time_ms / 1000)
     run.position = TrainingPosition(
         iteration=run.position.iteration + 1,
         consumed_samples=run.position.consumed_samples + run.global_batch_size,
@@ -69,35 +76,31 @@ def one_step(run: Run) -> None:
     run.reporter.train(run.position, result, batches)
 
 
-def evaluate_and_report(run: Run) -> None:
-    """Held-out text, then held-out tasks; teachers, which never change, do the tasks once."""
+def evaluate_and_report(run: Run) -> Stop | None:
+    """Held-out text, then held-out tasks; teachers, which never change, do the tasks once. Stops between two batches."""
     if run.eval_stream is not None:
-        run.reporter.valid(run.position, evaluate(run.engine, run.eval_stream))
+        steps = Interruptible(run.eval_stream, run.stopper)
+        sums = evaluate(run.engine, steps)
+        if steps.stop:
+            return steps.stop
+        run.reporter.valid(run.position, sums)
     if run.tasks is not None:
         metrics = evaluate_tasks(run.tasks, run.engine)
         if run.position.iteration == 0:
             metrics |= evaluate_teachers(run.tasks, run.engine)
         report_tasks(run.reporter, run.position, metrics)
+    return run.stopper.agreed()
 
 
 def save(run: Run) -> None:
+    start = time.monotonic()
     with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
         folder = save_checkpoint(
             Path(run.config.checkpoint.save), run.state, run.position, run.engine.context, run.hf_dir
         )
+    run.stopper.took(save_s=time.monotonic() - start)
     run.reporter.note(f"saved checkpoint {folder}")
 
 
 def _due(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0
-
-
-def _is_late(run: Run, start: float) -> bool:
-    """Whether `exit_duration_in_mins` have passed since `start` (s); rank 0's clock decides for all ranks."""
-    minutes = run.config.training.exit_duration_in_mins
-    if minutes is None:
-        return False
-    is_late = run.engine.context.broadcast_object(time.monotonic() - start >= 60 * minutes)
-    if is_late:
-        run.reporter.note(f"stopping at iteration {run.position.iteration}: {minutes} minutes have passed")
-    return is_late

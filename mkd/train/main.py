@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
-from mkd.errors import EXIT_DONE, MkdError, UsageError
+from mkd.errors import EXIT_DONE, MkdError, Preempted, UsageError
+from mkd.train.signals import Signals, caught_signals
 
 
 def main(argv: list[str]) -> int:
@@ -17,7 +19,13 @@ def main(argv: list[str]) -> int:
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        run(load_config(argv))
+        loaded = load_config(argv)
+        with caught_signals() if loaded.config.training.exit_signal_handler else nullcontext() as signals:
+            run(loaded, signals)
+    except Preempted as stop:
+        if rank == 0:
+            print(f"preempted: {stop}", file=sys.stderr, flush=True)
+        return stop.exit_code
     except MkdError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -27,7 +35,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def run(loaded: LoadedConfig) -> None:
+def run(loaded: LoadedConfig, signals: Signals | None = None) -> None:
     """Plan, show, build, train, export. Everything that can be refused is refused before processes talk to each other."""
     from mkd.platform import detect, make_deterministic
 
@@ -35,6 +43,7 @@ def run(loaded: LoadedConfig) -> None:
         make_deterministic()
     platform = detect()  # before Megatron is imported, whose remarks it quiets
     from mkd.train.loop import train
+    from mkd.train.markers import remove_markers
     from mkd.train.own_tokens import log_folder
     from mkd.train.plan import plan_run
     from mkd.train.setup import build_run
@@ -48,14 +57,32 @@ def run(loaded: LoadedConfig) -> None:
         folder = log_folder(loaded.config)
         make_folders(folder, loaded.config.checkpoint.save, loaded.config.checkpoint.export_hf)
         save_config(loaded, folder / "config.yaml")
-    current = build_run(plan, platform)
+        if loaded.config.checkpoint.save:
+            remove_markers(Path(loaded.config.checkpoint.save))
+    current = build_run(plan, platform, signals)
     try:
-        train(current)
+        end(current, train(current))
         if loaded.config.checkpoint.export_hf:
             export(current, Path(loaded.config.checkpoint.export_hf))
     finally:
         current.reporter.close()
     current.engine.context.leave()
+
+
+def end(current, stop) -> None:
+    """Leave a marker of how the run ended. Raises Preempted where it should be started again."""
+    from mkd.train.markers import DONE, PREEMPTED, write_marker
+
+    save, position = current.config.checkpoint.save, current.position
+    if stop is not None:
+        current.reporter.note(f"stopped at iteration {position.iteration}: {stop.reason}")
+    is_preempted = stop is not None and stop.is_preempted
+    is_done = position.iteration == current.config.training.train_iters
+    if save and _is_rank_0() and (is_preempted or is_done):
+        write_marker(Path(save), PREEMPTED if is_preempted else DONE, position, stop.reason if stop else "")
+    if is_preempted:
+        why = f"iteration {position.iteration} is saved in {save}" if save else "there is no --save: the steps are lost"
+        raise Preempted(stop.reason, why, "start the same command again, with --load")
 
 
 def make_folders(*folders: str | Path | None) -> None:

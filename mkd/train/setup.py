@@ -17,6 +17,8 @@ from mkd.train.loop import Run
 from mkd.train.own_tokens import find_own_tokens, log_folder, with_seq_lengths
 from mkd.train.plan import Plan
 from mkd.train.report import Reporter
+from mkd.train.signals import Signals
+from mkd.train.stopping import Stopper
 
 
 def join(plan: Plan, platform: Platform) -> ParallelContext:
@@ -32,7 +34,7 @@ def join(plan: Plan, platform: Platform) -> ParallelContext:
     )
 
 
-def build_run(plan: Plan, platform: Platform) -> Run:
+def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) -> Run:
     """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
     config = plan.config
     context = join(plan, platform)
@@ -72,6 +74,7 @@ def build_run(plan: Plan, platform: Platform) -> Run:
         state=state,
         position=position,
         reporter=reporter,
+        stopper=Stopper(context, signals or Signals(), config.training.exit_duration_in_mins),
         global_batch_size=plan.batch.global_batch_size,
         hf_dir=plan.student.assets,
     )

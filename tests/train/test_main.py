@@ -137,8 +137,8 @@ def test_exit_duration_stops_after_the_step_and_saves(files, ranks):
     argv = flags(files, "minutes", "--save", save, "--load", save)
     results = run_main(ranks, [*argv, "--exit-duration-in-mins", "1e-6"], world_size=2)
     assert [result.exit_code for result in results] == [0, 0]
-    assert "stopping at iteration 1: 1e-06 minutes have passed" in results[0].stdout
+    assert "stopped at iteration 1: the time of --exit-duration-in-mins is over" in results[0].stdout
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     results = run_main(ranks, [*argv, "--exit-duration-in-mins", "60"], world_size=2)
-    assert [result.exit_code for result in results] == [0, 0] and "stopping" not in results[0].stdout
+    assert [result.exit_code for result in results] == [0, 0] and "stopped" not in results[0].stdout
     assert [line["iteration"] for line in read_metrics(save)] == [1, 2]

@@ -1,0 +1,140 @@
+"""Runs that are told to end: by a signal to any rank, by their own clock, by the end of a Slurm job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import flags, make_files, read_metrics, run_main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("stopping"))
+
+
+def run_and_signal(files, run: str, number: int, *more, processes: int = 2, after: str = "iteration        2/", to_group=False):
+    """(exit code or -signal of each process, output of rank 0) of a long run that gets a signal once it has printed `after`.
+
+    The signal goes to the last rank alone, or to all processes and their data workers.
+    """
+    argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
+    argv += ["--num-workers", "1"] if to_group else []
+    port = str(29500 + os.getpid() % 1000)
+    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank in range(processes):
+        environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
+        output = (files / f"{run}-{rank}.out").open("w")
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        )
+    deadline = time.monotonic() + 120
+    while after not in (files / f"{run}-0.out").read_text():
+        assert time.monotonic() < deadline and all(process.poll() is None for process in started), "it never got there"
+        time.sleep(0.05)
+    for process in started if to_group else started[-1:]:
+        os.killpg(process.pid, number) if to_group else process.send_signal(number)
+    codes = [process.wait(timeout=60) for process in started]
+    return codes, (files / f"{run}-0.out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "after"),
+    [
+        (signal.SIGTERM, False, "iteration        2/"),
+        (signal.SIGUSR1, True, "iteration        1/"),
+        (signal.SIGINT, False, "CPU platform"),  # while data and models are built
+    ],
+    ids=["SIGTERM to one rank", "SIGUSR1 to all and their workers", "SIGINT before the first step"],
+)
+def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, after):
+    run = f"{signal.Signals(number).name}"
+    codes, output = run_and_signal(files, run, number, to_group=to_group, after=after)
+    assert codes == [75, 75], output[-2000:]
+    marker = json.loads((files / run / "PREEMPTED").read_text())
+    assert marker["reason"] == f"received {signal.Signals(number).name}"
+    assert f"preempted: received {signal.Signals(number).name}" in output and "Traceback" not in output
+    pointer = files / run / "latest_checkpointed_iteration.txt"
+    if after == "CPU platform":
+        assert marker["iteration"] == 0 and not pointer.exists()
+    else:
+        assert int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
+
+
+def test_a_signal_ends_an_evaluation(files):
+    more = ("--valid-data-path", files / "text.jsonl", "--eval-interval", 1, "--eval-iters", 3000)
+    lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()] * 200
+    (files / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    more = ("--valid-data-path", files / "long.jsonl", *more[2:])
+    start = time.monotonic()
+    codes, output = run_and_signal(files, "evaluating", signal.SIGTERM, *more, processes=1, after="CPU platform")
+    assert codes == [75] and "validation loss" not in output
+    assert time.monotonic() - start < 60
+
+
+def test_the_next_start_goes_on_and_is_done(files, ranks):
+    codes, _ = run_and_signal(files, "again", signal.SIGTERM, processes=1)
+    stopped = json.loads((files / "again" / "PREEMPTED").read_text())["iteration"]
+    more = ("--train-iters", stopped + 2, "--save", files / "again", "--load", files / "again")
+    (result,) = run_main(ranks, flags(files, "again", *more))
+    assert codes == [75] and result.exit_code == 0, result.stderr
+    assert [line["iteration"] for line in read_metrics(files / "again")] == list(range(1, stopped + 3))
+    assert json.loads((files / "again" / "DONE").read_text())["iteration"] == stopped + 2
+    assert not (files / "again" / "PREEMPTED").exists()
+
+
+def answers(end_in_s: float, minutes: float | None, received: int):
+    """What both ranks are told when rank 1 alone knows of the end or has received a signal."""
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.signals import Signals
+    from mkd.train.stopping import Stopper
+
+    context = ParallelContext.create(detect())
+    knows = context.rank == 1
+    environment = {"SLURM_JOB_END_TIME": str(int(time.time() + end_in_s))} if knows else {}
+    stopper = Stopper(context, Signals(received if knows else 0), minutes if knows else None, environment)
+    stopper.took(step_s=4.0)
+    stopper.took(step_s=1.0, save_s=6.0)
+    stop = stopper.agreed()
+    return stop and (stop.reason, stop.is_preempted)
+
+
+@pytest.mark.parametrize(
+    ("end_in_s", "minutes", "received", "expected"),
+    [
+        (1000, None, 0, None),
+        (13, None, 0, ("the Slurm job is about to end", True)),  # 1.5 x (4 s step + 6 s save) no longer fit
+        (1000, 0.2, 0, ("the time of --exit-duration-in-mins is over", False)),
+        (1000, 1.0, 0, None),
+        (13, 0.2, signal.SIGTERM, ("received SIGTERM", True)),
+    ],
+)
+def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected, ranks):
+    results = ranks.run(answers, 2, end_in_s, minutes, int(received))
+    assert results == [expected, expected]
+
+
+def test_signals_are_noted_once_and_handlers_come_back():
+    from mkd.train.signals import caught_signals
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with caught_signals() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before
+    with pytest.raises(KeyboardInterrupt), caught_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
