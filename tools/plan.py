@@ -16,11 +16,11 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mkd.config.forecast import describe, forecast_of
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.config.validate import layouts_of, validate, virtual_stages
+from mkd.config.validate import validate
 from mkd.errors import EXIT_DONE, CheckpointError, ErrorList, MkdError, UsageError
-from mkd.plan.batch import BatchPlan
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Print the plan; returns the exit code."""
     try:
         own, rest = own_flags(argv)
-        print(plan(load_config(rest).config, own.world_size, own.document_length).describe())
+        print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
     except MkdError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -84,11 +84,9 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     running = [teacher for teacher in config.teachers if config.kd.kd_ratio > 0 and not teacher.topk]
     flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
     teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
-    problems += validate(config, world_size, student, teachers)
     if problems:
-        raise ErrorList(problems)
-    layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
-    return Forecast(config, BatchPlan.from_config(config, world_size), student, teachers, *layouts, document_length)
+        raise ErrorList([*problems, *validate(config, world_size, student, teachers)])
+    return forecast_of(config, world_size, student, teachers, document_length)
 
 
 def find_shape(problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig) -> ModelShape | None:

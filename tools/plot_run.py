@@ -1,55 +1,98 @@
-"""Draw the curves of a run's metrics.jsonl: losses, agreement, gradient norm and learning rate, as one PNG."""
+"""Draw the curves of runs, one or several in the same axes, as one PNG.
+
+    python tools/plot_run.py runs/qwen
+    python tools/plot_run.py runs/a runs/b --keys kd_loss grad_norm --out both.png
+
+A run is its log folder or its metrics.jsonl. Lines are training, dots are held-out data.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-PANELS = (
-    ("kd_loss", "KD loss (nats/token)"),
-    ("ce_loss", "cross entropy (nats/token)"),
-    ("top1_agreement", "top-1 agreement with the teacher"),
-    ("grad_norm", "gradient norm"),
-)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
+from mkd.log.metrics import find_metric  # noqa: E402
+from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
+
+KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")
+STYLES = ((TRAIN, "-"), ("valid", "o--"))
 
 
-def read_records(path: Path) -> tuple[list[dict], list[dict]]:
-    """Training and evaluation records of a metrics.jsonl."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [r for r in records if "split" not in r], [r for r in records if r.get("split") == "valid"]
-
-
-def plot(metrics: Path, png: Path) -> None:
-    """Write `png`; training as a line, evaluations as dots."""
-    import matplotlib
-
+def plot(runs: Sequence[Path], png: Path, keys: Sequence[str] = KEYS) -> None:
+    """Write `png`, one panel a key. Raises UsageError without matplotlib, DataError for files without records."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        why = f"the import failed with: {error}"
+        raise UsageError("matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    train, valid = read_records(metrics)
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), constrained_layout=True)
-    for axis, (key, title) in zip(axes.flat, PANELS, strict=True):
-        for records, style, label in ((train, "-", "training"), (valid, "o--", "held out")):
-            points = [(r["iteration"], r[key]) for r in records if r.get(key) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), style, label=label)
-        axis.set(title=title, xlabel="iteration")
-        axis.grid(alpha=0.3)
-        axis.legend()
+    records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
+    if not any(records.values()):
+        raise DataError(f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on")
+    columns = min(len(keys), 2)
+    height = -(-len(keys) // columns)
+    size = (5 * columns, 3.5 * height)
+    figure, axes = pyplot.subplots(height, columns, figsize=size, constrained_layout=True, squeeze=False)
+    for axis, key in zip(axes.flat, keys, strict=False):
+        draw(axis, key, records)
+    for axis in axes.flat[len(keys) :]:
+        axis.set_visible(False)
     figure.savefig(png, dpi=110)
+    pyplot.close(figure)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--out", type=Path, help="PNG to write (default: beside the metrics)")
-    args = parser.parse_args()
-    out = args.out or args.metrics.with_suffix(".png")
-    plot(args.metrics, out)
+def draw(axis, key: str, records: dict[str, list[dict]]) -> None:
+    """The curves of one key; a run keeps its colour in every panel."""
+    for index, (name, of_run) in enumerate(records.items()):
+        for split, style in STYLES:
+            points = curve(of_run, split, key)
+            if points:
+                label = f"{name} {split}" if len(records) > 1 else split
+                axis.plot(list(points), list(points.values()), style, color=f"C{index}", label=label)
+    axis.set(title=f"{key} ({unit(key)})", xlabel="iteration")
+    axis.grid(alpha=0.3)
+    if axis.lines:
+        axis.legend(fontsize="small")
+
+
+def unit(key: str) -> str:
+    """Of a key of the registry, or of an evaluation task's."""
+    try:
+        return find_metric(key).unit
+    except KeyError:
+        return "of the task"
+
+
+def names(runs: Sequence[Path]) -> list[str]:
+    """What tells the runs apart: the folder's name, or the whole path where two have the same."""
+    folders = [run.parent if run.suffix == ".jsonl" else run for run in runs]
+    short = [folder.resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(run) for run in runs]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl")
+    parser.add_argument("--keys", nargs="+", default=KEYS, metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="file to write (default: metrics.png beside the first run's)")
+    args = parser.parse_args(argv)
+    first = args.runs[0]
+    out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")
+    try:
+        plot(args.runs, out, args.keys)
+    except MkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     print(out)
-    return 0
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

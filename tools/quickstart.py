@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.log.records import read_records, split_of  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.make_student import make_student  # noqa: E402
-from tools.plot_run import plot, read_records  # noqa: E402
+from tools.plot_run import plot  # noqa: E402
 
 PROMPT = "def read_lines(path):\n    "
 HELD_OUT_EVERY = 10
@@ -54,13 +55,13 @@ def distil(folder: Path, parallel: str) -> Path:
 
 def report(folder: Path, export: Path) -> None:
     """Before/after figures, the curves, and a continuation of each model."""
-    _, valid = read_records(folder / "metrics.jsonl")
+    valid = [record for record in read_records(folder) if split_of(record) == "valid"]
     before, after = valid[0], valid[-1]
     print("\nheld-out text            before      after")
     for key, label in (("kd_loss", "KL to the teacher"), ("ce_loss", "cross entropy"), ("top1_agreement", "top-1 agreement")):
         print(f"{label:20} {before[key]:10.4f} {after[key]:10.4f}")
     print(f"KL fell by {100 * (1 - after['kd_loss'] / before['kd_loss']):.1f} %")
-    plot(folder / "metrics.jsonl", folder / "curves.png")
+    plot([folder], folder / "curves.png")
     print(f"curves: {folder / 'curves.png'}\nexported student: {export}")
     models = (("teacher", folder / "teacher"), ("student before", folder / "student"), ("student after", export))
     for name, path in models:

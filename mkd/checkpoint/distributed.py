@@ -2,9 +2,10 @@
 
 Layout of a save directory:
 
-    SAVE/iter_0000010/            a `torch_dist` checkpoint, readable at any TP x PP x DP layout
-    SAVE/iter_0000010/mkd.json    iteration, consumed samples, layout (plain JSON)
-    SAVE/iter_0000010/hf/         config.json, generation config and tokenizer of the student, for the way back to HF
+    SAVE/iter_0000010/               a `torch_dist` checkpoint, readable at any TP x PP x DP layout
+    SAVE/iter_0000010/mkd.json       iteration, consumed samples, layout, fingerprints (plain JSON)
+    SAVE/iter_0000010/hf/            config.json, generation config and tokenizer of the student, for the way back to HF
+    SAVE/iter_0000010/manifest.json  size and SHA-256 of every file
     SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
 
 The teacher is never part of it.
@@ -12,47 +13,37 @@ The teacher is never part of it.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.hf_assets import copy_hf_assets
+from mkd.checkpoint.choosing import verify
+from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, read_state
+from mkd.checkpoint.saving import Contents, Save
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
 
-POINTER = "latest_checkpointed_iteration.txt"
-STATE_FILE = "mkd.json"
-HF_FOLDER = "hf"
-
-
-@dataclass(frozen=True)
-class TrainingPosition:
-    """Where a run stands, independent of the layout."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_iterations: int = 0
+__all__ = [
+    "HF_FOLDER",
+    "POINTER",
+    "TrainingPosition",
+    "TrainingState",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "start_save",
+]
 
 
 @dataclass(frozen=True)
@@ -65,36 +56,48 @@ class TrainingState:
 
 
 def save_checkpoint(
-    directory: Path, state: TrainingState, position: TrainingPosition, context: ParallelContext, hf_dir: Path | None
+    directory: Path, state: TrainingState, position: TrainingPosition, context: ParallelContext, hf_dir: Path | None, **more
 ) -> Path:
-    """Write `directory/iter_NNNNNNN` and then move the pointer to it. Called by all ranks; returns the folder."""
-    folder = iteration_folder(directory, position.iteration)
-    if context.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    dist.barrier()
-    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), context.dp_cp_group)
-    dist_checkpointing.save(
-        _sharded_state(state, context, is_loading=False),
-        str(folder),
-        strategy,
-        content_metadata=_content_metadata(context),
-    )
-    if context.rank == 0:
-        content = {**asdict(position), "layout": _layout(context), "optimizer": _kind(state)}
-        _write_atomically(folder / STATE_FILE, json.dumps(content, indent=1) + "\n")
-        if hf_dir is not None:
-            copy_hf_assets(hf_dir, folder / HF_FOLDER)
-        _write_atomically(directory / POINTER, f"{position.iteration}\n")
-    dist.barrier()
-    return folder
+    """Write `directory/iter_NNNNNNN` and then move the pointer to it; returns the folder. Collective.
+
+    `more` is that of `start_save`. What goes wrong on one rank is raised, as CheckpointError, by all; the pointer and the
+    checkpoints that were there before are then untouched.
+    """
+    return start_save(directory, state, position, context, hf_dir, **more).write().finish()
 
 
-def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext) -> TrainingPosition:
+def start_save(
+    directory: Path,
+    state: TrainingState,
+    position: TrainingPosition,
+    context: ParallelContext,
+    hf_dir: Path | None,
+    *,
+    fingerprints: Mapping[str, object] | None = None,  # of what the run was trained on; compared when it goes on
+    retention: Retention | None = None,  # None: every checkpoint stays
+    copied: bool = False,
+) -> Save:
+    """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
+    more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
+    sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
+    return Save(directory, Contents(position, more, hf_dir), context, retention or Retention()).start(sharded, copied)
+
+
+def load_checkpoint(
+    folder: Path,
+    state: TrainingState,
+    context: ParallelContext,
+    *,
+    is_verified: bool = False,
+    note: Callable[[str], None] = print,
+) -> TrainingPosition:
     """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
 
-    Random states are restored when the layout is the one of the save, else the generators keep their seed.
+    Its files are compared with the manifest first, unless they have just been. Random states are restored when the layout
+    is the one of the save, else the generators keep their seed.
     """
+    if not is_verified:
+        verify(folder, context, note)
     saved = read_state(folder)
     if state.optimizer is not None:
         _require_same_kind(folder, saved.get("optimizer"), _kind(state))
@@ -119,51 +122,6 @@ def load_checkpoint(folder: Path, state: TrainingState, context: ParallelContext
     if "rng" in loaded:
         _restore_random_states(loaded["rng"])
     return TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
-
-
-def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
-    """The iteration folder to load from `directory`, which may be one itself; None when nothing was saved there yet."""
-    if (directory / "metadata.json").exists():
-        return directory
-    if step is not None:
-        folder = iteration_folder(directory, step)
-    else:
-        pointer = directory / POINTER
-        if not pointer.exists():
-            if any(directory.glob("iter_*")):
-                raise CheckpointError(
-                    f"{pointer} is missing", "it names the checkpoint to continue from", "choose one with --ckpt-step N"
-                )
-            return None
-        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        if not text.isdigit():
-            raise CheckpointError(
-                f"{pointer} holds {text[:40]!r}, not an iteration", "", "choose a checkpoint with --ckpt-step N"
-            )
-        folder = iteration_folder(directory, int(text))
-    if not (folder / "metadata.json").exists():
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint", "its metadata.json is missing", "choose another with --ckpt-step N"
-        )
-    return folder
-
-
-def iteration_folder(directory: Path, iteration: int) -> Path:
-    return directory / f"iter_{iteration:07d}"
-
-
-def read_state(folder: Path) -> dict:
-    """The JSON state of a checkpoint; a checkpoint of another Megatron engine has none and starts at 0."""
-    path, first = folder / STATE_FILE, asdict(TrainingPosition())
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not first.keys() <= state.keys():
-            raise ValueError(f"it is not an object with {', '.join(first)}")
-    except FileNotFoundError:
-        return first
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}", "", "choose another with --ckpt-step N") from None
-    return state
 
 
 def _first_line(error: BaseException) -> str:
@@ -278,12 +236,3 @@ def _restore_random_states(states: dict) -> None:
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

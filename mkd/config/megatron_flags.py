@@ -63,10 +63,11 @@ USE_INSTEAD: dict[str, str] = {
     "--use-checkpoint-args": _CHECKPOINTS,
     "--use-checkpoint-opt_param-scheduler": _CHECKPOINTS,
     "--non-persistent-save-interval": "--save-interval",
-    "--save-retain-interval": "--save-interval",
     "--load-model-format": _CONVERT,
     "--ckpt-convert-format": _CONVERT,
     "--wandb-exp-name": "--name",
+    "--wandb-save-dir": "--log-dir",
+    "--memory-snapshot-path": "--log-dir: snapshots are in its folder profile/",
     "--exit-on-missing-checkpoint": "--ckpt-step: a named iteration must exist",
 }  # fmt: skip
 """Flag -> what to use in its place."""
@@ -98,7 +99,7 @@ SAFE_TO_DROP: dict[str, str] = {
     **dict.fromkeys(
         ("--use-dist-ckpt", "--dist-ckpt-format", "--ckpt-format", "--auto-detect-ckpt-format",
          "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
-         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--async-save", "--no-save-optim",
+         "--ckpt-assume-constant-structure", "--dist-ckpt-strictness", "--no-save-optim",
          "--no-save-rng", "--override-opt_param-scheduler"),
         "checkpoints are torch_dist folders that hold the whole state and load at any layout; the flags of a run win",
     ),
@@ -127,12 +128,6 @@ SAFE_TO_DROP: dict[str, str] = {
 
 NOT_YET: dict[str, str] = {
     "--num-experts": "use dense models",
-    "--profile": "wrap the command with your profiler",
-    "--profile-step-start": "wrap the command with your profiler",
-    "--profile-step-end": "wrap the command with your profiler",
-    "--use-pytorch-profiler": "wrap the command with your profiler",
-    "--wandb-project": "use --tensorboard-dir, or read metrics.jsonl",
-    "--wandb-entity": "use --tensorboard-dir, or read metrics.jsonl",
     "--use-torch-fsdp2": "use --use-distributed-optimizer",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--optimizer-cpu-offload": "use --use-distributed-optimizer",

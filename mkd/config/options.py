@@ -159,6 +159,11 @@ def _settings(cls: type, section: str, values: Any) -> Iterator[tuple[Option, An
         yield option, getattr(values, option.field)
 
 
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Path -> value of every option."""
+    return {option.path: value for option, value in settings(config)}
+
+
 def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
     """The `Config` with `values` by path, and defaults for everything else.
 

@@ -286,7 +286,22 @@ class CheckpointConfig:
         "the run starts from the student's own weights",
     )
     save_interval: int | None = option(None, "optimizer steps between checkpoints; the last step is always saved")
-    ckpt_step: int | None = option(None, "iteration of --load to continue from; not given: the latest")
+    save_retain_interval: int | None = option(
+        None, "keep the checkpoints of every N-th iteration, and of the others only the latest; not given: all stay"
+    )
+    keep_checkpoints: int | None = option(
+        None, "keep the latest N checkpoints, besides those of --save-retain-interval; not given: all stay"
+    )
+    async_save: bool = option(
+        False,
+        "copy what is saved to host memory and write it while training goes on; needs host memory for each process's part",
+    )
+    ckpt_step: int | None = option(
+        None, "iteration of --load to continue from; not given: the latest, or the newest whole one where that is damaged"
+    )
+    accept_change: tuple[str, ...] = option(
+        (), "what may differ from the run that saved the checkpoint, as the error names it: data, tokenizer, loss, teacher ..."
+    )
     export_hf: str | None = option(None, "folder in which the trained student becomes a Hugging Face model")
 
 
@@ -300,6 +315,24 @@ class LogConfig:
     )
     name: str = option("kd", "name of the run, for its folder under runs/")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard events; not given: none")
+    wandb_project: str | None = option(
+        None, "Weights & Biases project that metrics go to; not given: none. WANDB_MODE=offline keeps them in the log folder"
+    )
+    wandb_entity: str | None = option(None, "W&B user or team of the project; not given: the one that is logged in")
+    profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
+    profile_step_start: int = option(10, "iteration after which profiling starts")
+    profile_step_end: int = option(12, "iteration after which profiling, and the memory history, end")
+    use_pytorch_profiler: bool = option(
+        False,
+        "with --profile: write a trace of torch.profiler to profile/ in the log folder; without it the steps are marked for "
+        "nsys profile --capture-range=cudaProfilerApi",
+    )
+    profile_ranks: tuple[str, ...] = option(("0",), "ranks that are profiled")
+    record_memory_history: bool = option(
+        False,
+        "keep the history of GPU memory until --profile-step-end, or until the run fails, and write it to profile/ in the log "
+        "folder, on --profile-ranks; see pytorch.org/memory_viz",
+    )
 
 
 @dataclass(frozen=True)
@@ -315,4 +348,9 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    device_memory_gib: float | None = option(
+        None,
+        "memory of one GPU in GiB (an 80 GB one has 79.1, an H200 139.8): the plan then says whether the run fits, and what to "
+        "change if not",
+    )
     dry_run: bool = option(False, "check flags, models, layout and data paths, show the plan, end before anything is loaded")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
+from mkd.config.validate_log import check_log
 from mkd.config.validate_teachers import check_objective, check_teachers, no_effect
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
@@ -20,6 +21,7 @@ from mkd.plan.teachers import teacher_roles
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _RANGES = {
+    "device_memory_gib": ("above 0", lambda x: x > 0),
     "distributed_timeout_minutes": ("above 0", lambda x: x > 0),
     **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
     **dict.fromkeys(
@@ -39,6 +41,7 @@ _RANGES = {
     "adam_eps": ("above 0", lambda x: x > 0),
     "ckpt_step": ("0 or more", lambda x: x >= 0),
     "seed": ("0 or more", lambda x: x >= 0),
+    "profile_step_start": ("0 or more", lambda x: x >= 0),
     "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
     **dict.fromkeys(
         (
@@ -56,6 +59,8 @@ _RANGES = {
             "lr_decay_iters",
             "lr_wsd_decay_iters",
             "save_interval",
+            "save_retain_interval",
+            "keep_checkpoints",
             "log_interval",
             "characters_per_sample",
             "xtoken_seq_length",
@@ -80,7 +85,7 @@ def validate(
     """
     problems: list[MkdError] = list(_ranges(config))
     is_in_range = not problems
-    for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel):
+    for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel, check_log):
         problems += check(config)
     if not is_in_range:
         return problems  # the arithmetic below needs sizes that make sense
@@ -208,6 +213,10 @@ def _training(config: Config) -> Iterator[UsageError]:
         )
     if checkpoint.save_interval is not None and not checkpoint.save:
         yield UsageError(f"save-interval {checkpoint.save_interval} has no folder", "", "give --save DIR")
+    for name in ("save_retain_interval", "keep_checkpoints", "async_save"):
+        value = getattr(checkpoint, name)
+        if value and not checkpoint.save:
+            yield UsageError(f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR")
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
         yield UsageError(f"ckpt-step {checkpoint.ckpt_step} has no folder", "", "give --load DIR")
 

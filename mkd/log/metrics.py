@@ -46,6 +46,7 @@ METRICS = (
     Metric("tokens_per_s_per_gpu", "tokens/s", Reduction.TIME_MEAN, "tokens trained on, padding included, per device"),
     Metric("tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"),
     Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
+    Metric("peak_memory_gib", "GiB", Reduction.LAST, "most memory that torch has had allocated on any GPU since the start"),
 )
 
 PER_TEACHER = (  # always with the teacher's name behind a slash

@@ -37,6 +37,7 @@ def progress_line(
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {0:3d}",  # the first one ends the run
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
+        *_optional(record, "peak memory per GPU (GiB)", "peak_memory_gib", ".1f"),
         f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",
     ]
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"

@@ -1,10 +1,11 @@
-"""Where metrics go: metrics.jsonl and TensorBoard, behind one logger.
+"""Where metrics go: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`), behind one logger.
 
 A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation lines.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from mkd.config.schema import LogConfig
 from mkd.errors import UsageError
 
 Record = Mapping[str, int | float | str]
@@ -28,6 +30,26 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Release the destination; nothing is written after it."""
+
+
+def missing_packages(log: LogConfig) -> list[UsageError]:
+    """Writers that are asked for and cannot work: to be known at the start, on every rank, before anything is loaded."""
+    wanted = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
+    return [
+        UsageError(
+            f"{flag} is set and {package} is not installed",
+            "its figures would be missing after the run",
+            f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)",
+        )
+        for package, (flag, value) in wanted.items()
+        if value and not is_installed(package)
+    ]
+
+
+def is_installed(package: str) -> bool:
+    """A folder of that name in the current directory, as W&B leaves one, is no installation."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 class JsonlWriter:

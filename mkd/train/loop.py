@@ -6,11 +6,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.distributed import TrainingPosition, TrainingState, save_checkpoint
+from mkd.checkpoint.distributed import TrainingPosition, TrainingState
+from mkd.checkpoint.saver import Saver
 from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
 from mkd.train.evaluate import evaluate
+from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
 from mkd.train.step import Engine, train_step
 from mkd.train.stopping import Interruptible, Stop, Stopper
@@ -28,6 +30,8 @@ class Run:
     state: TrainingState
     position: TrainingPosition
     reporter: Reporter
+    saver: Saver | None  # None without --save
+    profiler: Profiler
     stopper: Stopper
     global_batch_size: int
     hf_dir: Path | None  # configuration and tokenizer files of the student
@@ -53,17 +57,23 @@ def train(run: Run) -> Stop | None:
         stop = run.stopper.agreed()
         if evaluates and (is_last or _due(iteration, training.eval_interval)) and not stop:
             stop = evaluate_and_report(run)
-        if checkpoint.save and (is_last or stop or _due(iteration, checkpoint.save_interval)) and iteration > saved:
-            save(run)
+        if run.saver and (is_last or stop or _due(iteration, checkpoint.save_interval)) and iteration > saved:
+            save(run, wait=is_last or bool(stop))
             saved = iteration
+        elif run.saver:
+            run.saver.poll()
         if is_last:
             break
+    if run.saver:
+        run.saver.finish()
+        run.saver.close()
     run.reporter.flush()
     return stop
 
 
 def one_step(run: Run) -> None:
     """Fetch, step, advance the position, report."""
+    run.profiler.at(run.position.iteration)
     batches = run.train_stream.next_step()
     on_device = [batch.to(run.engine.context.device) for batch in batches]
     result = train_step(run.engine, on_device, run.global_batch_size)
@@ -92,14 +102,12 @@ def evaluate_and_report(run: Run) -> Stop | None:
     return run.stopper.agreed()
 
 
-def save(run: Run) -> None:
+def save(run: Run, wait: bool) -> None:
+    """Save now; without `wait`, --async-save leaves the writing to a thread."""
     start = time.monotonic()
     with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
-        folder = save_checkpoint(
-            Path(run.config.checkpoint.save), run.state, run.position, run.engine.context, run.hf_dir
-        )
+        run.saver.save(run.state, run.position, wait)
     run.stopper.took(save_s=time.monotonic() - start)
-    run.reporter.note(f"saved checkpoint {folder}")
 
 
 def _due(iteration: int, interval: int | None) -> bool:

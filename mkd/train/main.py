@@ -50,13 +50,14 @@ def run(loaded: LoadedConfig, signals: Signals | None = None) -> None:
 
     plan = plan_run(loaded.config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if _is_rank_0():
-        print(format_config(loaded), plan.describe(), platform.describe(), sep="\n", flush=True)
+        print(format_config(loaded), plan.describe(), plan.loss_card(), platform.describe(), sep="\n", flush=True)
     if loaded.config.dry_run:
         return
     if _is_rank_0():
         folder = log_folder(loaded.config)
         make_folders(folder, loaded.config.checkpoint.save, loaded.config.checkpoint.export_hf)
         save_config(loaded, folder / "config.yaml")
+        (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
         if loaded.config.checkpoint.save:
             remove_markers(Path(loaded.config.checkpoint.save))
     current = build_run(plan, platform, signals)
@@ -65,6 +66,7 @@ def run(loaded: LoadedConfig, signals: Signals | None = None) -> None:
         if loaded.config.checkpoint.export_hf:
             export(current, Path(loaded.config.checkpoint.export_hf))
     finally:
+        current.profiler.close()
         current.reporter.close()
     current.engine.context.leave()
 

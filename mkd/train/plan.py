@@ -7,16 +7,21 @@ from pathlib import Path
 
 from mkd.checkpoint.distributed import HF_FOLDER, find_checkpoint
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.checkpoint.preflight import checkpoint_bytes, save_problem
+from mkd.config.forecast import describe
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.data.build import missing_data
 from mkd.errors import CheckpointError, ErrorList, MkdError, UsageError
+from mkd.log.writers import missing_packages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
+from mkd.plan.loss_card import loss_card
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import teacher_names, teacher_roles
 from mkd.train.eval_tasks import task_problems
+from mkd.train.profiling import profile_problems
 from mkd.train.topk_teacher import StoredTeacher
 
 
@@ -58,7 +63,11 @@ class Plan:
         """The batch as an equation, the layers of all models on each stage, and what to expect of time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
         layouts = (self.student_layout, self.teacher_layouts)
-        return Forecast(self.config, self.batch, self.student.shape, teachers, *layouts).describe()
+        return describe(Forecast(self.config, self.batch, self.student.shape, teachers, *layouts))
+
+    def loss_card(self) -> str:
+        """The objective with its numbers."""
+        return loss_card(self.config, self.student.shape, [source.shape for source in self.teachers])
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
@@ -77,6 +86,9 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += validate(config, world_size, student.shape if student else None, shapes)
     problems += missing_data(config.data.data_path, config.data.valid_data_path)
     problems += task_problems(config)
+    problems += missing_packages(config.log)
+    problems += profile_problems(config.log, world_size)
+    problems += _saving(config, student)
     problems += _export_over_source(config, [source for source in (student, *sources) if source])
     if problems:
         raise ErrorList(problems)
@@ -92,6 +104,14 @@ def plan_run(config: Config, world_size: int) -> Plan:
         teacher_layouts=teacher_layouts,
         stored_teacher=stored_teacher,
     )
+
+
+def _saving(config: Config, student: ModelSource | None) -> list[MkdError]:
+    """What would keep the run from saving, known before it starts."""
+    if not config.checkpoint.save or student is None:
+        return []
+    problem = save_problem(Path(config.checkpoint.save), checkpoint_bytes(student.shape, config.training.bf16))
+    return [problem] if problem else []
 
 
 def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdError]:

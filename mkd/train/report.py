@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+import torch.distributed as dist
+
 from mkd.checkpoint.distributed import TrainingPosition
 from mkd.data.batch import PackedBatch
 from mkd.log.metrics import IntervalAverager
@@ -69,7 +72,7 @@ class Reporter:
         if not self._steps:
             return
         self._steps = 0
-        record = self.interval.flush()
+        record = self.interval.flush() | self._peak_memory()
         self._write(record, progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size))
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:
@@ -109,6 +112,14 @@ class Reporter:
     def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
         """Where one teacher does not say it all: several, or one that is compared on other rows than the loss tokens."""
         return sums.per_teacher() if len(sums.teachers) > 1 or self.has_own_tokens else {}
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch does not count."""
+        if not self.context.platform.is_cuda:
+            return {}
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return {"peak_memory_gib": peak.item()}
 
     @property
     def _ranks_per_replica(self) -> int:

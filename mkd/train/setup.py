@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from mkd.checkpoint.distributed import TrainingPosition, TrainingState, find_checkpoint, load_checkpoint
+from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
+from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
+from mkd.log.wandb_writer import WandbWriter
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.tokenizers.load import load_tokenizer
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
+from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
 from mkd.train.eval_tasks import build_tasks
 from mkd.train.loop import Run
 from mkd.train.own_tokens import find_own_tokens, log_folder, with_seq_lengths
 from mkd.train.plan import Plan
+from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
 from mkd.train.signals import Signals
 from mkd.train.stopping import Stopper
@@ -38,13 +40,17 @@ def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) ->
     """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
     config = plan.config
     context = join(plan, platform)
+    profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
+    lock = lock_save(config.checkpoint, context)
     tokenizer = load_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model or str(plan.student.assets))
     own_tokens = find_own_tokens(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, tokenizer, own_tokens)
     tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
+    known = take_fingerprints(plan, tokenizer, train_set, context)
+    start_folder = find_start(config.checkpoint, known, context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
     with engine.optimizer.state_on_device():
-        position = resume(plan, state, context)
+        position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()
     sizes = dict(
         micro_batch_size=plan.batch.micro_batch_size,
         global_batch_size=plan.batch.global_batch_size,
@@ -74,21 +80,12 @@ def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) ->
         state=state,
         position=position,
         reporter=reporter,
+        saver=build_saver(plan, context, known, lock, reporter),
+        profiler=profiler,
         stopper=Stopper(context, signals or Signals(), config.training.exit_duration_in_mins),
         global_batch_size=plan.batch.global_batch_size,
         hf_dir=plan.student.assets,
     )
-
-
-def resume(plan: Plan, state: TrainingState, context: ParallelContext) -> TrainingPosition:
-    """Continue from --load when it holds a checkpoint; an empty folder starts from the student's own weights."""
-    checkpoint = plan.config.checkpoint
-    folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
-    if folder is not None:
-        return load_checkpoint(folder, state, context)
-    if checkpoint.load and context.rank == 0:
-        print(f" {checkpoint.load} holds no checkpoint yet: starting from the student's own weights", flush=True)
-    return TrainingPosition()
 
 
 def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition) -> Reporter:
@@ -99,6 +96,8 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         writers.append(JsonlWriter(log_folder(config) / "metrics.jsonl"))
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
+        if config.log.wandb_project:
+            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config)))
     logger = MetricLogger(writers)
     logger.truncate_after(position.iteration or -1)  # a fresh run also replaces the evaluation before the first step
     return Reporter(

@@ -31,9 +31,8 @@ def test_every_flag_that_is_recommended_exists():
         (["--use-mcore-models"], "--use-mcore-models: known, not supported: safe to drop"),
         (["--transformer-impl=local"], "--transformer-impl: known, not supported: safe to drop"),
         (["--rampup-batch-size", "16", "16", "1000"], "--rampup-batch-size: known, not supported: use one"),
-        (["--wandb-project", "x"], "--wandb-project: not supported yet"),
-        (["--profile"], "--profile: not supported yet"),
-        (["--exit-signal-handler"], "--exit-signal-handler: not supported yet"),
+        (["--wandb-exp-name", "x"], "--wandb-exp-name: known, not supported: use --name"),
+        (["--num-experts", "8"], "--num-experts: not supported yet"),
     ],
 )
 def test_known_flags_get_advice(argv, what):

@@ -124,7 +124,7 @@ def test_empty_files_and_sections(read, text):
         ("kd: {divergence: tvd}", 1, "divergence: 'tvd' is not a known value", "use forward_kl or reverse_kl or"),
         ("fp16: true", 1, "fp16: known, not supported: use --bf16", ""),
         ("use_mcore_models: true", 1, "use_mcore_models: known, not supported: safe to drop", "remove"),
-        ("log: {wandb_project: x}", 1, "wandb_project: not supported yet", "--tensorboard-dir"),
+        ("parallel: {use_torch_fsdp2: true}", 1, "use_torch_fsdp2: not supported yet", "--use-distributed-optimizer"),
         ("teachers:\n- hf: t\n  xtoken: {los: uld}", 3, "unknown key los in teachers[0].xtoken", "did you mean loss?"),
         ("teachers:\n- hf: t\n- xtokens: {}", 3, "unknown key xtokens in teachers[1]", "did you mean xtoken?"),
         ("teachers:\n- hf: t\n  xtoken:\n", 3, "teachers[0].xtoken has no value", "`xtoken: {}`"),

@@ -43,6 +43,11 @@ def test_progress_line_names_each_of_several_teachers():
     assert "| kd loss/small_one: 1.000000E+00 | kd loss/big: 3.000000E+00 |" in line
 
 
+def test_memory_is_shown_where_it_is_known():
+    line = progress_line(RECORD | {"peak_memory_gib": 65.43}, train_iters=30, global_batch_size=8)
+    assert "| peak memory per GPU (GiB): 65.4 | ETA" in line
+
+
 def test_eta_counts_the_steps_that_remain():
     assert "| ETA: 1:23:20 |" in progress_line(RECORD | {"step_time_ms": 5e4}, train_iters=105, global_batch_size=8)
     assert "| ETA: 0:00:00 |" in progress_line(RECORD, train_iters=5, global_batch_size=8)

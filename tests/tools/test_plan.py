@@ -43,10 +43,11 @@ def test_plan_without_torch(models):
 def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
     files = make_files(tmp_path)
     argv = flags(files, "dry", "--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")
+    argv += ["--device-memory-gib", "1"]
     assert main([*argv, "--world-size", "2"]) == 0
     shown = capsys.readouterr().out
     first, _ = run_main(ranks, [*argv, "--dry-run"], world_size=2)
-    assert "memory of pipeline rank 1: " in shown and shown in first.stdout
+    assert "memory of pipeline rank 1: " in shown and "memory: does not fit; " in shown and shown in first.stdout
 
 
 def test_every_teacher_is_planned(models, tmp_path, capsys):

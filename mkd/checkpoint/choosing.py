@@ -1,0 +1,127 @@
+"""Which checkpoint a run continues from: the one that the pointer names, if it is what was saved; else the newest that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mkd.checkpoint.agreement import on_rank_0, together
+from mkd.checkpoint.folders import (
+    MEGATRON_FILE,
+    find_checkpoint,
+    iteration_folder,
+    read_pointer,
+    read_state,
+    saved_iterations,
+)
+from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, ManifestError, check_contents, read_manifest, share_of
+from mkd.checkpoint.pickles import refuse_code
+from mkd.errors import CheckpointError
+from mkd.parallel.context import ParallelContext
+
+
+def choose_checkpoint(
+    directory: Path, step: int | None, context: ParallelContext, warn: Callable[[str], None]
+) -> Path | None:
+    """The verified iteration folder to continue from; None when nothing was saved in `directory` yet. Collective.
+
+    With `step` that one or an error. Else, where the pointer or what it names is damaged, the newest checkpoint that
+    verifies, with a warning on rank 0. Raises CheckpointError on all ranks when there is none.
+    """
+    warn = warn if context.rank == 0 else _silent
+    if step is not None or (directory / MEGATRON_FILE).exists():
+        folder = context.broadcast_object(on_rank_0(lambda: find_checkpoint(directory, step), _explain))
+        verify(folder, context, warn)
+        return folder
+    named, problem = context.broadcast_object(_named(directory) if context.rank == 0 else None)
+    if named is None and problem is None:
+        return None
+    if named is not None:
+        problem = _problem(named, context, warn)
+        if problem is None:
+            return named
+    warn(f"{problem.what}: looking for the newest checkpoint that is whole")
+    for folder in context.broadcast_object(saved_iterations(directory) if context.rank == 0 else None):
+        if folder == named:
+            continue
+        found = _problem(folder, context, warn, needs_manifest=True)
+        if found is None:
+            warn(f"continuing from {folder}, and not from what the pointer names")
+            return folder
+        warn(f"{found.what}: it is passed over")
+    raise _everywhere(
+        CheckpointError(
+            f"{directory} holds no checkpoint that is whole: {problem.what}",
+            "files are missing or differ from what was saved",
+            "take --load away to start anew, or restore the folder from a copy",
+        )
+    )
+
+
+def verify(folder: Path, context: ParallelContext, note: Callable[[str], None], needs_manifest: bool = False) -> None:
+    """Compare every file with the manifest, each rank its share, and refuse pickles with code. Collective.
+
+    Raises CheckpointError, which names the file, on all ranks. A folder without a manifest, of an older version or of
+    another engine, is taken with a note, unless `needs_manifest`.
+    """
+    entries = context.broadcast_object(on_rank_0(lambda: _entries(folder, needs_manifest), _explain))
+    if entries is None:
+        if context.rank == 0:
+            note(f"{folder} has no {MANIFEST_FILE}: its contents cannot be verified")
+    else:
+        together(lambda: _check_share(folder, share_of(entries, context.rank, context.world_size)), _explain)
+    on_rank_0(lambda: refuse_code(folder), _explain)
+
+
+def _problem(
+    folder: Path, context: ParallelContext, note: Callable[[str], None], needs_manifest: bool = False
+) -> CheckpointError | None:
+    try:
+        verify(folder, context, note, needs_manifest)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:
+    """(what the pointer names, what is wrong with the pointer)."""
+    try:
+        step = read_pointer(directory)
+    except CheckpointError as error:
+        return None, error
+    return (None if step is None else iteration_folder(directory, step)), None
+
+
+def _entries(folder: Path, needs_manifest: bool) -> dict[str, FileEntry] | None:
+    try:
+        entries = read_manifest(folder)
+    except ManifestError as error:
+        raise _damaged(str(error)) from None
+    if not folder.is_dir():
+        raise _damaged(f"{folder} is missing")
+    if entries is None and (needs_manifest or "manifest" in read_state(folder)):
+        raise _damaged(f"{folder / MANIFEST_FILE} is missing")
+    return entries
+
+
+def _check_share(folder: Path, entries: dict[str, FileEntry]) -> None:
+    problem = check_contents(folder, entries)
+    if problem is not None:
+        raise _damaged(problem)
+
+
+def _damaged(what: str) -> CheckpointError:
+    return CheckpointError(what, "the checkpoint is not what was saved", "choose another with --ckpt-step N")
+
+
+def _explain(error: Exception) -> CheckpointError:
+    return _damaged((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def _everywhere(error: CheckpointError) -> CheckpointError:
+    error.on_all_ranks = True
+    return error
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,180 @@
+"""The folder of checkpoints: their names, the pointer to the latest, which to keep and which to fall back on.
+
+    SAVE/iter_0000010/                        a whole checkpoint, with its manifest
+    SAVE/iter_0000010.partial/                one that is being written or removed: never read
+    SAVE/iter_0000010.replaced/               the former checkpoint of an iteration, for as long as the new one moves in
+    SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mkd.checkpoint.manifest import ManifestError, check_sizes, read_manifest, sync
+from mkd.errors import CheckpointError
+
+POINTER = "latest_checkpointed_iteration.txt"
+STATE_FILE = "mkd.json"
+MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
+HF_FOLDER = "hf"
+PARTIAL, REPLACED = ".partial", ".replaced"
+ITERATION_FOLDER = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """Where a run stands, independent of the layout."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay after a save. The one just saved always does."""
+
+    newest: int | None = None  # keep so many; None: all, or only the latest when there is an interval
+    interval: int | None = None  # and those of iterations that are a multiple of it
+
+    def keeps(self, iteration: int, place: int) -> bool:
+        """Whether the checkpoint of `iteration` stays, which is number `place` (0: the latest)."""
+        if self.newest is None and self.interval is None:
+            return True
+        return place < (self.newest or 1) or (self.interval is not None and iteration % self.interval == 0)
+
+
+def iteration_folder(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}"
+
+
+def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
+    """The iteration folder that `directory`, which may be one itself, names; None when nothing was saved there yet.
+
+    Looks at names only: `load_checkpoint` checks the contents. Raises CheckpointError where the pointer leads nowhere.
+    """
+    if (directory / MEGATRON_FILE).exists():
+        return directory
+    if step is None:
+        step = read_pointer(directory)
+        if step is None:
+            return None
+    folder = iteration_folder(directory, step)
+    if not (folder / MEGATRON_FILE).exists():
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing", "choose another with --ckpt-step N"
+        )
+    return folder
+
+
+def read_pointer(directory: Path) -> int | None:
+    """The iteration that the pointer names; None for a folder without checkpoints. Raises CheckpointError."""
+    pointer, do = directory / POINTER, "choose a checkpoint with --ckpt-step N"
+    try:
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        if saved_iterations(directory):
+            raise CheckpointError(f"{pointer} is missing", "it names the checkpoint to continue from", do) from None
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}", "", do) from None
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{pointer} holds {text[:40]!r}, not an iteration", "", do)
+    return int(text)
+
+
+def write_pointer(directory: Path, iteration: int, before_replace: Callable[[], None] = lambda: None) -> None:
+    """Move the pointer: readers find the old or the new one, on the disk. `before_replace` is called in between."""
+    path, temporary = directory / POINTER, directory / (POINTER + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(f"{iteration}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    before_replace()
+    os.replace(temporary, path)
+    sync(directory)
+
+
+def saved_iterations(directory: Path) -> list[Path]:
+    """The folders of `directory` that look like checkpoints, the latest first."""
+    found = []
+    for path in directory.glob("iter_*"):
+        match = ITERATION_FOLDER.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found.append((int(match.group(1)), match.group(2) is None, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def has_valid_names(folder: Path) -> bool:
+    """Whether a folder has a manifest and all its files in their sizes."""
+    try:
+        entries = read_manifest(folder)
+    except ManifestError:
+        return False
+    return entries is not None and check_sizes(folder, entries) is None
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name. A former checkpoint of that name stays readable until the new one has it."""
+    former = folder.with_name(folder.name + REPLACED)
+    remove(former)
+    if folder.exists():
+        folder.rename(former)
+    partial.rename(folder)
+    sync(folder.parent)
+    remove(former)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint that may be there; under a partial name, so that nobody reads what is left of it."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(folder.name.removesuffix(PARTIAL) + PARTIAL)
+    if folder != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_stumps(directory: Path) -> None:
+    """Delete what killed saves have left; for the one process that writes here."""
+    for path in directory.glob(f"iter_*{PARTIAL}"):
+        shutil.rmtree(path)
+
+
+def apply_retention(directory: Path, retention: Retention, latest: int) -> list[Path]:
+    """Delete the whole checkpoints up to iteration `latest`, just saved, that need not stay; returns them.
+
+    Torn ones, later ones and those without a manifest are neither counted nor deleted.
+    """
+    doomed, place = [], 0
+    for folder in saved_iterations(directory):
+        iteration = int(ITERATION_FOLDER.fullmatch(folder.name).group(1))
+        if iteration > latest or not has_valid_names(folder):
+            continue
+        if not retention.keeps(iteration, place):
+            doomed.append(folder)
+        place += 1
+    for folder in doomed:
+        remove(folder)
+    return doomed
+
+
+def read_state(folder: Path) -> dict:
+    """The JSON state of a checkpoint; a checkpoint of another Megatron engine has none and starts at 0."""
+    path, first = folder / STATE_FILE, asdict(TrainingPosition())
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or not first.keys() <= state.keys():
+            raise ValueError(f"it is not an object with {', '.join(first)}")
+    except FileNotFoundError:
+        return first
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}", "", "choose another with --ckpt-step N") from None
+    return state

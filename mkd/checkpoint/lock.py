@@ -1,0 +1,89 @@
+"""One writer for each save folder: a second job that would mix its checkpoints with those of the first is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.errors import CheckpointError
+
+LOCK_FILE = "writer.lock"
+HELD = frozenset({errno.EACCES, errno.EAGAIN})
+SLURM_JOB = "SLURM_JOB_ID"
+
+
+@dataclass
+class WriterLock:
+    """Held by rank 0 for as long as the run may save.
+
+    The operating system's lock on the file counts, which ends with the process, however it ends; the text in the file is
+    for people. Only where the file system has no locks, the text decides: a process of another host, unless of the same
+    Slurm job, or one of this host that lives, is a writer.
+    """
+
+    path: Path
+    descriptor: int | None
+
+    @classmethod
+    def take(cls, directory: Path) -> WriterLock:
+        """Raises CheckpointError, with the holder's host and process, when another process holds it."""
+        path = directory / LOCK_FILE
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            holder = _read(descriptor)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forked children
+                is_held = False
+            except OSError as error:
+                is_held = error.errno in HELD or _is_writer(holder)
+            if is_held:
+                raise _refusal(path, holder)
+            text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": os.environ.get(SLURM_JOB)})
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode() + b"\n", 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor)
+
+    def release(self) -> None:
+        """Let others write. The file stays, empty: deleting it could delete the lock of the next writer."""
+        if self.descriptor is not None:
+            os.ftruncate(self.descriptor, 0)
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def __del__(self):
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+def _read(descriptor: int) -> dict:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _is_writer(holder: dict) -> bool:
+    """Whether the process that the text names may still write; {}: nobody is named."""
+    if not holder:
+        return False
+    if holder.get("host") != socket.gethostname():
+        return holder.get("slurm_job") is None or holder["slurm_job"] != os.environ.get(SLURM_JOB)
+    return isinstance(holder.get("pid"), int) and Path(f"/proc/{holder['pid']}").exists()
+
+
+def _refusal(path: Path, holder: dict) -> CheckpointError:
+    who = f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
+    return CheckpointError(
+        f"{path.parent} is the save folder of another run: {who}",
+        "two runs that save in one folder would overwrite each other's checkpoints",
+        f"stop that run, choose another --save, or delete {path} if you are sure that it has ended",
+    )

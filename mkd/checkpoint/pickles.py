@@ -1,0 +1,119 @@
+"""The pickles in a `torch_dist` checkpoint, looked through before Megatron loads them: nothing of them may run code.
+
+`.metadata` is a plain pickle that torch unpickles without limits, and the byte entries of the shards are `torch.save`
+files that it reads without limits too. Both are first read with an allow-list, which refuses everything else by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core.safe_globals import register_safe_globals
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from mkd.checkpoint.folders import MEGATRON_FILE
+from mkd.checkpoint.shards import METADATA_FILE
+from mkd.errors import CheckpointError
+
+ANOTHER = "choose another checkpoint with --ckpt-step N"
+DISTRUST = "do not use this checkpoint unless you know who made it"
+COMMON_FILE = "common.pt"
+_DCP = "torch.distributed.checkpoint"
+ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        f"{_DCP}.metadata": frozenset(
+            {
+                *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+                *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            }
+        ),
+        f"{_DCP}.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+        f"{_DCP}.planner": frozenset({"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}),
+        "torch": frozenset({"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}),
+        "torch.serialization": frozenset({"_get_layout"}),
+        "collections": frozenset({"OrderedDict"}),
+        "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+    }
+)
+"""Module -> names that `.metadata` may hold: data classes, and functions that only look something up."""
+
+
+class _Refused(Exception):
+    """What a pickle asks for and may not have."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, frozenset()):
+            raise _Refused(f"{module}.{name}")
+        return getattr(importlib.import_module(module), name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _Refused(f"persistent object {pid!r}")
+
+
+def refuse_code(folder: Path) -> None:
+    """Raise CheckpointError if a pickle of the checkpoint holds anything but plain data, or is damaged. Runs none of it."""
+    register_safe_globals()
+    if not (folder / MEGATRON_FILE).is_file():
+        what = f"{folder / MEGATRON_FILE} is missing"
+        raise CheckpointError(what, "it says what kind of checkpoint this is", ANOTHER)
+    metadata = read_metadata(folder)
+    _check_torch_file(folder / COMMON_FILE, None)
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint", ANOTHER)
+    for index, place in metadata.storage_data.items():
+        if isinstance(entries.get(index.fqn), BytesStorageMetadata):
+            if Path(place.relative_path).name != place.relative_path:
+                what = f"{folder / METADATA_FILE} sends {index.fqn} to {place.relative_path!r}"
+                raise CheckpointError(what, "it must be the plain name of a file in the same folder", DISTRUST)
+            _check_torch_file(folder / place.relative_path, (place.offset, place.length))
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """`.metadata` of a checkpoint, unpickled with the allow-list."""
+    path = folder / METADATA_FILE
+    try:
+        with open(path, "rb") as file:
+            return _MetadataUnpickler(file).load()
+    except _Refused as refused:
+        raise _refusal(path, str(refused)) from None
+    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
+        raise _damage(path, error) from error
+
+
+def _check_torch_file(path: Path, part: tuple[int, int] | None) -> None:
+    """Read a `torch.save` file, or (offset, length) of one, by torch's own allow-list of harmless types."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(part[0] if part else 0)
+            content = io.BytesIO(file.read(part[1] if part else -1))
+        torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        marks = ("Unsupported global: GLOBAL ", "Unsupported class ", "callable ")
+        name = next((text.split(mark, 1)[1].split()[0] for mark in marks if mark in text), None)
+        raise (_refusal(path, name) if name else _damage(path, error)) from None
+    except Exception as error:
+        raise _damage(path, error) from error
+
+
+def _refusal(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds {name}, which is not data of a checkpoint",
+        "loading it could run code that is hidden in the file; nothing of it was run",
+        DISTRUST,
+    )
+
+
+def _damage(path: Path, error: Exception) -> CheckpointError:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return CheckpointError(f"{path} cannot be read: {text}", "the file is missing or damaged", ANOTHER)

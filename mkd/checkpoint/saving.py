@@ -1,0 +1,161 @@
+"""A save in three steps: all ranks take what is to be saved, each writes its files, all make a checkpoint of them.
+
+Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer. Whatever stops a
+save, the pointer names a whole checkpoint; an error that one rank meets is raised by all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from mkd.checkpoint.agreement import agree, attempt, on_rank_0
+from mkd.checkpoint.folders import (
+    HF_FOLDER,
+    PARTIAL,
+    STATE_FILE,
+    Retention,
+    TrainingPosition,
+    apply_retention,
+    iteration_folder,
+    publish,
+    remove_stumps,
+    write_pointer,
+)
+from mkd.checkpoint.hf_assets import copy_hf_assets
+from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
+from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
+from mkd.errors import CheckpointError
+from mkd.faults import fault_at
+from mkd.parallel.context import ParallelContext
+
+COMMON_FILE = "common.pt"
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint besides the tensors."""
+
+    position: TrainingPosition
+    state: dict  # more for mkd.json: layout, optimizer, fingerprints
+    hf_dir: Path | None  # configuration and tokenizer of the student
+
+
+@dataclass
+class Save:
+    """One save. `start` and `finish` are collective; `write` is local and may run in a thread between them."""
+
+    directory: Path
+    contents: Contents
+    context: ParallelContext
+    retention: Retention = Retention()
+    entries: dict[str, FileEntry] = field(default_factory=dict)  # of the files of this rank
+    written: list[Written] = field(default_factory=list)
+    problem: CheckpointError | None = None
+    seal_s: float = 0.0  # hashing and fsync, of this rank
+
+    @property
+    def folder(self) -> Path:
+        return iteration_folder(self.directory, self.contents.position.iteration)
+
+    @property
+    def partial(self) -> Path:
+        return self.folder.with_name(self.folder.name + PARTIAL)
+
+    def start(self, sharded: ShardedStateDict, copied: bool) -> Save:
+        """Take what is to be saved, as copies or as it is."""
+        on_rank_0(self._make_room, self._explain)
+        tensors, self.common = save_preprocess(sharded)
+        self.shards = plan_shards(tensors, self.context.dp_cp_group, copied)
+        return self
+
+    def write(self) -> Save:
+        """Write, hash and sync this rank's files. What goes wrong is kept for `finish`."""
+        _, self.problem = attempt(self._write, self._explain)
+        return self
+
+    def finish(self) -> Path:
+        """Make a checkpoint of what all ranks have written, and move the pointer to it; returns its folder."""
+        try:
+            agree(self.problem)
+            parts = [None] * self.context.world_size if self.context.rank == 0 else None
+            dist.gather_object((self.entries, self.written), parts, dst=0)
+            on_rank_0(lambda: self._complete(parts), self._explain)
+        except CheckpointError:
+            if self.context.rank == 0:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+        return self.folder
+
+    def _make_room(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        remove_stumps(self.directory)
+        self.partial.mkdir()
+
+    def _write(self) -> None:
+        self._fault_at("before_shard")
+        places = write_shards(self.shards, self.partial, self.context.rank, lambda: self._fault_at("mid_shard"))
+        start = time.monotonic()
+        self.entries = seal(self.partial, places)
+        self.seal_s = time.monotonic() - start
+        self.written = [one for file in places.values() for one in file]
+        self._fault_at("after_shards")
+
+    def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
+        """On rank 0: the small files, the manifest, the name, the pointer."""
+        position = self.contents.position
+        write_metadata(self.shards.metadata, [one for _, written in parts for one in written], self.partial)
+        torch.save(self.common, self.partial / COMMON_FILE)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.partial))
+        content = {**asdict(position), **self.contents.state, "manifest": MANIFEST_FILE}
+        (self.partial / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if self.contents.hf_dir is not None:
+            copy_hf_assets(self.contents.hf_dir, self.partial / HF_FOLDER)
+        entries = {name: entry for files, _ in parts for name, entry in files.items()}
+        rest = {path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()}
+        entries |= seal(self.partial, sorted(rest - entries.keys()))
+        self._fault_at("before_manifest")
+        (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
+        sync(self.partial / MANIFEST_FILE)
+        for path in (self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())):
+            sync(path)
+        publish(self.partial, self.folder)
+        self._fault_at("before_pointer")
+        write_pointer(self.directory, position.iteration, lambda: self._fault_at("mid_pointer"))
+        self._fault_at("after_pointer")
+        apply_retention(self.directory, self.retention, position.iteration)
+
+    def _explain(self, error: Exception) -> CheckpointError:
+        what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
+        kept = "checkpoints that were there before are as they were"
+        if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):
+            free_gib = shutil.disk_usage(self.directory).free / 2**30
+            return CheckpointError(
+                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
+                kept,
+                "make room, or let old checkpoints go with --keep-checkpoints K, and start again with --load",
+            )
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        do = "see to the cause, and start again with --load"
+        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do)
+
+    def _fault_at(self, point: str) -> None:
+        fault_at(point, self.context.rank, self.contents.position.iteration)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,120 @@
+"""The tensors of a `torch_dist` checkpoint: who writes what, the files, and the `.metadata` that says where everything is.
+
+Same files as `megatron.core.dist_checkpointing.save` makes, whose writer leaves the other ranks waiting when one cannot
+write. Here planning is collective, writing is local and can go on in a thread, and nothing waits in between.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+METADATA_FILE = ".metadata"
+FILES_PER_RANK = 2  # written by a thread each
+SHARD_FILE = "__{rank}_{number}.distcp"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank writes."""
+
+    items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]
+    metadata: Metadata | None  # of the whole checkpoint, on rank 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes for _, data in self.items)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where one item has gone."""
+
+    index: MetadataIndex
+    place: _StorageInfo
+
+
+def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: bool) -> Shards:
+    """Divide the tensors among the ranks of `group` that hold the same ones. Collective over all ranks.
+
+    `copied`: the items are copies in host memory, which later steps of training do not change.
+    """
+    wrapper = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), group)
+    wrapper.apply_saving_parallelization(sharded)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    is_coordinator = dist.get_rank() == 0
+    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=is_coordinator)
+    plan = planner.create_local_plan()
+    plans = [None] * dist.get_world_size() if is_coordinator else None
+    dist.gather_object(plan, plans, dst=0)
+    metadata = planner.create_global_plan(plans)[1] if is_coordinator else None
+    resolved = ((item, planner.resolve_data(item)) for item in plan.items)
+    items = [(item, data.detach() if isinstance(data, Tensor) else data) for item, data in resolved]
+    if copied:
+        items = [(item, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for item, data in items]
+    return Shards(items, metadata)
+
+
+def write_shards(shards: Shards, folder: Path, rank: int, on_item: Callable[[], None]) -> dict[str, list[Written]]:
+    """Write this rank's files; file name -> what is in it. Local. `on_item` is called before every item."""
+    buckets = [bucket for bucket in _balanced(shards.items) if bucket]
+    with ThreadPoolExecutor(FILES_PER_RANK) as pool:
+        names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
+        futures = [
+            pool.submit(_write_file, folder, name, bucket, on_item) for name, bucket in zip(names, buckets, strict=True)
+        ]
+        return {name: future.result() for name, future in zip(names, futures, strict=True)}
+
+
+def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path) -> None:
+    """Write `.metadata`: the sizes of all tensors, and where in which file they are."""
+    metadata.storage_data = {one.index: one.place for one in written}
+    with open(folder / METADATA_FILE, "wb") as file:
+        pickle.dump(metadata, file)
+
+
+def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
+    """The items in `FILES_PER_RANK` lists of about as many bytes."""
+    buckets, loads = [[] for _ in range(FILES_PER_RANK)], [0] * FILES_PER_RANK
+    for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
+        lightest = loads.index(min(loads))
+        loads[lightest] += data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes
+        buckets[lightest].append((item, data))
+    return buckets
+
+
+def _write_file(folder: Path, name: str, bucket: list, on_item: Callable[[], None]) -> list[Written]:
+    written = []
+    with open(folder / name, "wb") as file:
+        for item, data in bucket:
+            on_item()
+            start = file.tell()
+            if isinstance(data, Tensor):
+                data = data.cpu()
+                if data.untyped_storage().nbytes() != data.nbytes:  # a view: torch would save all of what it looks at
+                    data = data.clone()
+                torch.save(data, file)
+            else:
+                file.write(data.getbuffer())
+            written.append(Written(item.index, _StorageInfo(name, start, file.tell() - start)))
+    return written

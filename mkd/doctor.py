@@ -1,0 +1,312 @@
+"""What this machine and its Python environment offer to a run, found out without trusting any of it.
+
+Only the standard library is imported here. Everything else is imported by child processes, so that a broken installation,
+even one that kills its process, is a line of the report.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+MEGATRON_CORE, TORCH_AT_LEAST = "0.16.1", (2, 6)
+TE_AT_LEAST, TE_BELOW = (2, 9), (2, 12)
+SHARED_MEMORY_GIB = 1.0  # below it, loader processes and NCCL run out
+FREE_DISK_GIB = 20.0
+OPEN_FILES = 4096
+PROBE_TIMEOUT_S = 180
+ENVIRONMENT = re.compile(r"(CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON)_\w+|(LOCAL_)?RANK|WORLD_SIZE")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS")
+
+_TORCH_PROBE = """
+import torch
+found = dict(version=torch.__version__, cuda=torch.version.cuda, devices=[], nccl=None)
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        of = torch.cuda.get_device_properties(index)
+        found["devices"].append([of.name, of.total_memory, f"{of.major}.{of.minor}"])
+    nccl = torch.cuda.nccl.version()
+    found["nccl"] = ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl)
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    level: str  # ok, note (a run starts without it), FAIL (no run starts)
+    subject: str
+    text: str
+    do: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:4}  {self.subject:20}  {self.text}" + (f"\n      {'':20}  do: {self.do}" if self.do else "")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a child process said of a module: `found`, or the last line of its traceback."""
+
+    found: dict
+    error: str = ""
+    traceback: str = ""
+
+
+def probe(code: str) -> Probe:
+    """Run `code`, which makes a dict `found`, in a child process with this interpreter."""
+    code += "\nimport json\nprint('\\n' + json.dumps(found))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Probe({}, f"{type(error).__name__}: {error}"[:200])
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"the import ended its process with code {done.returncode}"]
+        return Probe({}, lines[-1][:300], done.stderr)
+    try:
+        return Probe(json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, IndexError):
+        return Probe({}, "the import printed what cannot be read")
+
+
+def examine(folder: Path) -> list[Finding]:
+    """All findings. `folder` is where a run would write. A check that fails itself is a note."""
+    findings: list[Finding] = []
+    for check in (_python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages, _machine, _environment):
+        try:
+            findings += check()
+        except Exception as error:  # the report of a broken machine must not break
+            findings.append(Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}"))
+    return findings + _disk(folder)
+
+
+def describe(findings: list[Finding]) -> str:
+    """One block to paste into a report."""
+    failed = sum(finding.level == "FAIL" for finding in findings)
+    end = f"{failed} problems: no run can start" if failed else "a run can start"
+    return "\n".join(["--- mkd doctor", *map(str, findings), f"--- {end}"])
+
+
+def is_healthy(findings: list[Finding]) -> bool:
+    return not any(finding.level == "FAIL" for finding in findings)
+
+
+def version_of(distribution: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, int]:
+    """(2, 11) of `2.11.0+cu130`."""
+    first, second = (re.findall(r"\d+", version) + ["0", "0"])[:2]
+    return int(first), int(second)
+
+
+def _python() -> Iterator[Finding]:
+    text = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+    if sys.version_info < (3, 10):  # noqa: UP036  (the doctor itself starts on older ones)
+        yield Finding("FAIL", "Python", text, "use Python 3.10 or newer: make test PYTHON=python3.12")
+    else:
+        yield Finding("ok", "Python", text)
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("FAIL", "torch", "not installed", "pip install torch -c constraints.txt")
+        return
+    seen = probe(_TORCH_PROBE)
+    if seen.error:
+        yield Finding("FAIL", "torch", f"{version_of('torch')}, but its import fails: {seen.error}", "install torch again")
+        return
+    found = seen.found
+    if numbers(found["version"]) < TORCH_AT_LEAST:
+        do = "pip install --upgrade torch -c constraints.txt"
+        yield Finding("FAIL", "torch", f"{found['version']}: too old, 2.6 is the oldest", do)
+    else:
+        yield Finding("ok", "torch", found["version"])
+    yield from _devices(found)
+
+
+def _devices(found: dict) -> Iterator[Finding]:
+    if found["devices"]:
+        for index, (name, memory, capability) in enumerate(found["devices"]):
+            yield Finding("ok", f"GPU {index}", f"{name}, {memory / GIB:.1f} GiB, compute capability {capability}")
+        yield Finding("ok", "CUDA, NCCL", f"CUDA {found['cuda']}, NCCL {found['nccl']}, driver {_driver() or 'unknown'}")
+    elif found["cuda"]:
+        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {_driver() or 'none'}"
+        do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
+        yield Finding("note", "GPU", text, do if _driver() else "")
+    else:
+        yield Finding("note", "GPU", "torch is built for the CPU: runs use gloo and all cores they are given")
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+def _megatron() -> Iterator[Finding]:
+    version = version_of("megatron-core")
+    install = f"pip install megatron-core=={MEGATRON_CORE} -c constraints.txt"
+    if version is None:
+        yield Finding("FAIL", "megatron-core", "not installed", install)
+        return
+    if version != MEGATRON_CORE:
+        why = "pip takes 0.17 or newer on Python 3.12 unless the version is given" if numbers(version) > (0, 16) else "too old"
+        yield Finding("FAIL", "megatron-core", f"{version}; mkd is written for {MEGATRON_CORE} ({why})", install)
+        return
+    seen = probe("import megatron.core, megatron.core.dist_checkpointing\nfound = {}")
+    if not seen.error:
+        yield Finding("ok", "megatron-core", version)
+    elif "transformer_engine" in seen.traceback:
+        text = f"{version}, but its import fails inside Transformer Engine, which is installed in part: {seen.error}"
+        yield Finding("FAIL", "megatron-core", text, _REPAIR_TE)
+    else:
+        yield Finding("FAIL", "megatron-core", f"{version}, but its import fails: {seen.error}", install)
+
+
+_REPAIR_TE = (
+    "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12', or remove it: "
+    "pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12 transformer-engine-cu13"
+)
+
+
+def _transformer_engine() -> Iterator[Finding]:
+    if importlib.util.find_spec("transformer_engine") is None:
+        text = "not installed: on GPUs mkd's own attention core runs, slower and with more memory; on CPUs nothing is lost"
+        yield Finding("note", "Transformer Engine", text)
+        return
+    version = version_of("transformer-engine") or "unknown version"
+    seen = probe("import transformer_engine.pytorch\nfound = {}")
+    if seen.error:
+        parts = {name: version_of(name) for name in _TE_PARTS}
+        present = ", ".join(f"{name} {found}" for name, found in parts.items() if found) or "no distribution"
+        yield Finding("FAIL", "Transformer Engine", f"installed in part ({present}): {seen.error}", _REPAIR_TE)
+    elif not TE_AT_LEAST <= numbers(version) < TE_BELOW:
+        text = f"{version}: megatron-core {MEGATRON_CORE} wants 2.9 to 2.11"
+        yield Finding("note", "Transformer Engine", text, "pip install 'transformer-engine[pytorch]>=2.9,<2.12'")
+    else:
+        yield Finding("ok", "Transformer Engine", version)
+
+
+_TE_PARTS = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+
+
+def _apex() -> Iterator[Finding]:
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        yield Finding("note", "apex", "not installed: nothing is lost beside Transformer Engine")
+    elif any((Path(folder) / "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
+        seen = probe("import apex.optimizers\nfound = {}")
+        yield Finding("note" if seen.error else "ok", "apex", seen.error or "NVIDIA's")
+    else:
+        text = "this is an unrelated package of the same name from PyPI; NVIDIA's is built from its source"
+        yield Finding("note", "apex", text, "pip uninstall apex")
+
+
+def _triton() -> Iterator[Finding]:
+    version = version_of("triton") or version_of("pytorch-triton")
+    text = version or "not installed: on GPUs the loss needs it (it comes with torch for CUDA); on CPUs nothing is lost"
+    yield Finding("ok" if version else "note", "triton", text)
+
+
+_PACKAGES_PROBE = """
+import importlib
+found = {{}}
+for name in {names}:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        found[name] = repr(error)
+"""
+_NEEDED = {
+    "psutil": "without it Megatron's checkpoint writer dies and the run waits for ever",
+    "numpy": "",
+    "yaml": "",
+    "transformers": "",
+    "safetensors": "",
+    "huggingface_hub": "",
+    "sentencepiece": "",
+    "google.protobuf": "transformers reads SentencePiece models with it",
+}
+_EXTRAS = {
+    "pyarrow": ("no .parquet and .arrow data", "data"),
+    "numba": ("--xtoken-alignment dp is slower", "xtoken"),
+    "tiktoken": ("no .tiktoken files as tokenizers", "tiktoken"),
+    "tensorboard": ("no --tensorboard-dir", "log"),
+    "wandb": ("no --wandb-project", "log"),
+    "matplotlib": ("tools/plot_run.py draws nothing", "quickstart"),
+}
+_DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}
+
+
+def _packages() -> Iterator[Finding]:
+    """Needed packages are imported, together; of the others it is enough that they are there."""
+    broken = probe(_PACKAGES_PROBE.format(names=list(_NEEDED)))
+    failed = dict(broken.found) or ({"packages": broken.error} if broken.error else {})
+    for name, error in failed.items():
+        package = _DISTRIBUTIONS.get(name, name)
+        why = _NEEDED.get(name, "")
+        yield Finding("FAIL", package, error[:200] + (f"; {why}" if why else ""), f"pip install {package} -c constraints.txt")
+    fine = [name for name in _NEEDED if name not in failed]
+    named = [_DISTRIBUTIONS.get(name, name) for name in fine]
+    yield Finding("ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named))
+    for name, (cost, extra) in _EXTRAS.items():
+        version = version_of(name)
+        text = version or f"not installed: {cost} (pip install -e '.[{extra}]' -c constraints.txt)"
+        yield Finding("ok" if version else "note", name, text)
+
+
+def _machine() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("ok", "machine", f"{cores} cores for this process, {memory / GIB:.1f} GiB memory")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < OPEN_FILES:
+        yield Finding("note", "open files", f"at most {limit}; loader processes share tensors by open files", "ulimit -n 65536")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / GIB
+        short = free < SHARED_MEMORY_GIB
+        do = "start the container with --ipc=host or --shm-size=8g, or use --num-workers 0" if short else ""
+        yield Finding("note" if short else "ok", "shared memory", f"{free:.2f} GiB free in {shared}", do)
+
+
+def _environment() -> Iterator[Finding]:
+    """Variables that change a run; never one that may hold a secret."""
+    chosen = sorted(name for name in os.environ if ENVIRONMENT.fullmatch(name) and not SECRET.search(name))
+    yield Finding("ok", "environment", ", ".join(f"{name}={os.environ[name]}" for name in chosen) or "nothing that a run reads")
+
+
+def _disk(folder: Path) -> list[Finding]:
+    """Whether the run could write to `folder`, or to the nearest parent that exists."""
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path("/"))
+    look: Callable[[], float] = lambda: shutil.disk_usage(existing).free / GIB  # noqa: E731
+    try:
+        free = look()
+    except OSError as error:
+        return [Finding("FAIL", "disk", f"{existing} cannot be looked at: {error}", "choose another folder")]
+    text = f"{free:.1f} GiB free for {folder}"
+    if not os.access(existing, os.W_OK):
+        return [Finding("FAIL", "disk", f"{existing} cannot be written to", "choose another folder with --save and --log-dir")]
+    if free < FREE_DISK_GIB:
+        do = "a checkpoint takes 14 bytes a student parameter in bf16 runs, 12 in fp32"
+        return [Finding("note", "disk", text, do)]
+    return [Finding("ok", "disk", text)]

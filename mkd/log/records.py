@@ -1,0 +1,51 @@
+"""Reading metrics.jsonl back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mkd.errors import DataError
+
+TRAIN = "train"
+
+
+def read_records(run: str | Path) -> list[dict]:
+    """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
+
+    An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
+    has a line that is no record.
+    """
+    path = Path(run)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror}"
+        raise DataError(what, "", "name the log folder of a run, or its metrics.jsonl") from error
+    return [_record(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def split_of(record: dict) -> str:
+    """`train`, or what an evaluation record says of itself."""
+    return record.get("split", TRAIN)
+
+
+def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
+    """Iteration -> value of one key; steps without a value are absent."""
+    return {
+        record["iteration"]: record[key]
+        for record in records
+        if split_of(record) == split and isinstance(record.get(key), (int, float))
+    }
+
+
+def _record(path: Path, number: int, line: bytes) -> dict:
+    try:
+        record = json.loads(line)
+        if isinstance(record["iteration"], int):
+            return record
+    except (ValueError, KeyError, TypeError):
+        pass
+    what = f"{path}:{number}: not a metrics record"
+    raise DataError(what, "each line is a JSON object with its iteration", "remove the line")

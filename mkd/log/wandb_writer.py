@@ -1,0 +1,70 @@
+"""Metrics to Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mkd.config.schema import LogConfig
+from mkd.errors import UsageError
+from mkd.log.writers import Record
+
+RUN_ID = "wandb_run_id.txt"  # in the log folder: a run that is started again goes on with the same curves
+
+
+class WandbWriter:
+    """Logs every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
+
+    W&B forgets nothing: steps that a resumed run makes again are in the curves twice, with the same values.
+    """
+
+    def __init__(self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any]):
+        """`settings` become the run's configuration. Raises UsageError when wandb is not installed or does not start."""
+        try:
+            from wandb import init
+        except ImportError as error:
+            raise UsageError(
+                "--wandb-project is set and wandb is not installed",
+                why=f"the import failed with: {error}",
+                do="pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)",
+            ) from error
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = init(
+                project=log.wandb_project,
+                entity=log.wandb_entity,
+                name=log.name,
+                id=run_id(folder),
+                resume="allow",
+                dir=str(folder),
+                config=dict(settings),
+            )
+        except Exception as error:  # its own errors share no class, and none of them is mkd's
+            what = f"W&B did not start: {error}".splitlines()[0]
+            raise UsageError(what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out") from error
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, record: Record) -> None:
+        split = record.get("split", "train")
+        values = {f"{split}/{key}": value for key, value in record.items() if key not in ("iteration", "split")}
+        finite = {key: value for key, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+        self._run.log({"iteration": record["iteration"], **finite})
+
+    def truncate_after(self, iteration: int) -> None:
+        """See `Writer`: nothing can be taken back here."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def run_id(folder: Path) -> str:
+    """The id that the run has had since its first start."""
+    path = folder / RUN_ID
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

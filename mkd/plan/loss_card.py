@@ -1,0 +1,174 @@
+"""The loss card: the objective of a run as one short text, with its numbers, and what gives the same in other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mkd.plan.model_shape import ModelShape
+from mkd.plan.teachers import teacher_names
+
+FORMULAS = {
+    "forward_kl": "KL(p_t || p_s)",
+    "reverse_kl": "KL(p_s || p_t)",
+    "mixed_kl": "({w:g} KL(p_t || p_s) + {v:g} KL(p_s || p_t))",
+    "jsd": "({b:g} KL(p_t || m) + {c:g} KL(p_s || m)), m = {b:g} p_t + {c:g} p_s",
+}
+_XTOKEN = {
+    "partition_kl": "over the tokens that both sides can spell, and the rest",
+    "p_kl": "over the teacher's tokens, the student's probabilities projected on them",
+    "gold": "over the common tokens and the rest, and the L1 distance of the others, sorted",
+    "h_kl": "over the common tokens and the rest, and the L1 distance of the others, sorted",
+}
+_COMBINATIONS = {
+    "weighted_sum": "sum of weight x KD of each teacher, {weights}",
+    "average": "one divergence to the weighted mean of the teachers' probabilities",
+    "select": "in each pack, KD of the teacher with the lowest cross entropy there",
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is minimised for one teacher."""
+
+    temperature: float
+    scaling: str  # squared or none
+    divergence: str
+    jsd_beta: float
+    mixed_kl_weight: float
+    xtoken: str | None = None  # the loss between tokenizers
+
+    @property
+    def scale(self) -> float:
+        """s(T), the factor on the divergence."""
+        return self.temperature**2 if self.scaling == "squared" else 1.0
+
+    def formula(self) -> str:
+        b, w = self.jsd_beta, self.mixed_kl_weight
+        text = FORMULAS[self.divergence].format(b=b, c=1 - b, w=w, v=1 - w)
+        if self.divergence == "jsd" and b in (0.0, 1.0):  # the ends mean the two KLs
+            text = FORMULAS["reverse_kl" if b else "forward_kl"]
+        if self.xtoken == "uld":
+            text = "sum |sorted p_t - sorted p_s|"
+        elif self.xtoken:
+            text += f" {_XTOKEN[self.xtoken]}, per aligned chunk of text"
+        what = "T^2" if self.scaling == "squared" else "no T^2"
+        return f"{self.scale:g} x {text}; p = softmax(logits / T), T = {self.temperature:g} ({what})"
+
+    @classmethod
+    def of(cls, kd: Any, teacher: Any | None) -> Term:
+        """What a teacher's settings say goes before what `kd` says."""
+
+        def own(field: str) -> Any:
+            value = getattr(teacher, field) if teacher else None
+            return getattr(kd, f"kd_{field}") if value is None else value
+
+        fields = ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
+        xtoken = teacher.xtoken.loss if teacher and teacher.xtoken else None
+        return cls(scaling=kd.kd_temperature_scaling, xtoken=xtoken, **{field: own(field) for field in fields})
+
+
+def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
+    """The card of an `mkd.config.schema.Config`; `teachers` are the shapes of those that run, none for a stored one."""
+    rows = [("loss card", ""), *_formula(config, student)]
+    if config.kd.kd_ratio > 0:
+        rows += _teachers(config, student, teachers)
+        rows += [(f"same in {name}", text) for name, text in _elsewhere(config, student, teachers)]
+    width = max(len(label) for label, _ in rows[1:])
+    return "\n".join([rows[0][0], *(f"  {label:{width}}  {text}" for label, text in rows[1:])])
+
+
+def _formula(config: Any, student: ModelShape) -> Iterator[tuple[str, str]]:
+    ratio = config.kd.kd_ratio
+    parts = {"CE": 1 - ratio, "KD": ratio}
+    yield "loss", " + ".join(f"{weight:g} {name}" for name, weight in parts.items() if weight) + ", nats per token"
+    if ratio < 1:
+        yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
+    yield "mask", (
+        "the next token of the same document; of conversations those of assistant turns, of prompt and completion those of the "
+        "completion; never padding"
+    )
+    yield "normaliser", (
+        "sums over the global batch divided once by its number of loss tokens, counted over all ranks and micro-batches before "
+        "the first forward" + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
+    )
+
+
+def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
+    kd, settings, names = config.kd, config.teachers, teacher_names(config)
+    if len(settings) > 1:
+        weights = "static" if kd.teacher_weighting == "static" else (
+            f"in each pack softmax(ln weight - {kd.teacher_weighting} / {kd.teacher_weighting_temperature:g})"
+        )  # fmt: skip
+        yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
+    total = sum(one.weight for one in settings)
+    for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
+        term = Term.of(kd, None if kd.teacher_combination == "average" else teacher)
+        label = f"KD {name}" if len(settings) > 1 else "KD"
+        share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
+        stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
+        yield label, share + term.formula() + stored
+        if index < len(teachers):
+            yield "vocabulary" if len(settings) == 1 else f"vocabulary {name}", _vocabulary(teacher, student, teachers[index])
+
+
+def _vocabulary(teacher: Any, student: ModelShape, shape: ModelShape) -> str:
+    sizes = student.vocab_size, shape.vocab_size
+    if teacher.xtoken:
+        return f"student {sizes[0]} rows, teacher {sizes[1]} rows of another tokenizer, related by their bytes"
+    if sizes[0] == sizes[1]:
+        return f"all {sizes[0]} rows of both models"
+    return f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes renormalised there"
+
+
+def _elsewhere(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
+    """Settings of other engines with the same objective, or why there are none.
+
+    Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha kd`), NeMo Automodel
+    `nemo_automodel/components/loss/kd_loss.py` (forward KL times T^2, `(1 - kd_ratio) ce + kd_ratio kd`), TRL `GKDTrainer`
+    (generalized JSD, whose weight of the teacher in the mixture is `beta`; no cross entropy, and its temperature is that of
+    sampling).
+    """
+    ratio, term = config.kd.kd_ratio, Term.of(config.kd, config.teachers[0])
+    names = ("ModelOpt", "NeMo Automodel", "TRL GKD")
+    reason = _without_counterpart(config, student, teachers)
+    if reason:
+        yield from ((name, f"nothing: {reason}") for name in names)
+        return
+    settings = "kd_loss_alpha: {:.6g}, logit_kl_temperature: {:g}", "kd_ratio: {:.6g}, KDLoss temperature: {:g}"
+    for name, scale, text in zip(names, (1.0, term.temperature**2), settings, strict=False):
+        if term.divergence == "forward_kl":
+            share, factor = rescaled(ratio, term.scale, scale)
+            times = "" if abs(factor - 1) < 1e-12 else f"; this loss is {factor:.6g} x that one"
+            yield name, text.format(share, term.temperature) + times
+        else:
+            yield name, f"nothing: its configuration has forward KL only, not {term.divergence}"
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": term.jsd_beta}.get(term.divergence)
+    if ratio < 1 or term.temperature != 1 or beta is None:
+        why = "it has no cross entropy" if ratio < 1 else "its loss is at T = 1" if beta is not None else "it has no mixed_kl"
+        yield names[2], f"nothing: {why}"
+    else:
+        yield names[2], f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
+
+
+def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:
+    """(share of KD, factor) in an engine that multiplies the divergence D by `other_scale` where mkd does by `scale`.
+
+    (1 - ratio) CE + ratio scale D = factor ((1 - share) CE + share other_scale D).
+    """
+    ce, kd = 1 - ratio, ratio * scale / other_scale
+    return kd / (ce + kd), ce + kd
+
+
+def _without_counterpart(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
+    """Why no other engine has this objective; None where one may."""
+    if len(config.teachers) > 1:
+        return "one teacher only"
+    if config.teachers[0].topk:
+        return "a stored teacher with the rest of its probability is another loss"
+    if config.teachers[0].xtoken:
+        return "both models must have one tokenizer"
+    if any(shape.vocab_size != student.vocab_size for shape in teachers):
+        return "both models must have vocabularies of one size"
+    return None

@@ -1,0 +1,185 @@
+"""Whatever stops a save, the pointer names a whole checkpoint, and what one rank meets all ranks are told."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from mkd.checkpoint.folders import POINTER, Retention, saved_iterations
+from tests.checkpoint.tiny_saves import choose, new_save, run_forked, save, sharded, small_disk, value_in
+
+POINTS = ("before_shard", "mid_shard", "after_shards", "before_manifest", "before_pointer", "mid_pointer", "after_pointer")
+
+
+def test_layout_of_a_save(tmp_path):
+    assert [code for code, _ in run_forked(2, save, tmp_path, 1, 2)] == [0, 0]
+    assert (tmp_path / POINTER).read_text() == "2\n"
+    names = {path.name for path in (tmp_path / "iter_0000002").iterdir()}
+    shards = {f"__{rank}_{number}.distcp" for rank in (0, 1) for number in (0, 1)}
+    assert names == shards | {".metadata", "metadata.json", "common.pt", "mkd.json", "manifest.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000002", POINTER}
+
+
+def test_megatron_reads_it(tmp_path):
+    """The files are what Megatron's own loader expects."""
+    run_forked(2, save, tmp_path, 3)
+    ((_, loaded), _) = run_forked(2, load_with_megatron, str(tmp_path / "iter_0000003"))
+    assert loaded == (3.0, 3)
+
+
+def load_with_megatron(context, folder):
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(sharded(context, 0), folder)
+    assert loaded["rng"]["cpu"].equal(torch.get_rng_state())
+    return loaded["w"][0, 0].item() - context.rank, loaded["step"]
+
+
+@pytest.mark.parametrize("world_size, rank", [(1, 0), (2, 1)])
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_any_point(point, world_size, rank, tmp_path):
+    """Row 3. A kill leaves the old or the new checkpoint, and the next run saves over what is left."""
+    if rank and point not in POINTS[:3]:
+        return  # rank 0 alone does the rest
+    run_forked(world_size, save, tmp_path, 1)
+    outcomes = run_forked(world_size, save, tmp_path, 2, fault=f"kill@{point}:{rank}:2")
+    assert outcomes[rank][0] == -signal.SIGKILL
+    expected = 2 if point == "after_pointer" else 1
+    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
+    assert (name, value) == (f"iter_000000{expected}", expected)
+    run_forked(world_size, save, tmp_path, 2)
+    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
+    assert (name, value) == ("iter_0000002", 2) and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("point", ["before_manifest", "before_pointer"])
+def test_killed_while_an_iteration_is_saved_again(point, tmp_path):
+    """A run that went back saves the same iteration: it is there at any time, as it was or as it is."""
+    run_forked(1, save, tmp_path, 1)
+    ((code, _),) = run_forked(1, save, tmp_path, 1, fault=f"kill@{point}")
+    assert code == -signal.SIGKILL
+    ((_, (name, value, said)),) = run_forked(1, choose, tmp_path)
+    assert (name, value, said) == ("iter_0000001", 1, [])
+
+
+@pytest.mark.parametrize("kind", ["eio", "enospc", "error"])
+@pytest.mark.parametrize("point, rank", [("mid_shard", 1), ("after_shards", 0), ("before_manifest", 0), ("mid_pointer", 0)])
+def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, tmp_path):
+    """Row 9."""
+    run_forked(2, save, tmp_path, 1)
+    outcomes = run_forked(2, save, tmp_path, 2, fault=f"{kind}@{point}:{rank}:2")
+    texts = {text for _, (text, _) in outcomes}
+    assert len(texts) == 1 and all(seconds < 10 for _, (_, seconds) in outcomes)
+    text = texts.pop()
+    assert f"iteration 2 could not be saved in {tmp_path}" in text and "as they were" in text
+    assert ("the disk is full" in text) == (kind == "enospc") and (kind == "enospc" or f"(rank {rank})" in text)
+    assert (tmp_path / POINTER).read_text() == "1\n" and not list(tmp_path.glob("*.partial"))
+    assert value_in(tmp_path / "iter_0000001") == 1
+
+
+def test_full_disk(tmp_path):
+    """Row 8, on a file system that really has no room for a second checkpoint."""
+    with small_disk(tmp_path / "disk", "450k") as disk:
+        if disk is None:
+            pytest.skip("mounting a tmpfs is not allowed here")
+        run_forked(2, save, disk, 1)
+        outcomes = run_forked(2, save, disk, 2)
+        assert all("the disk is full" in text and seconds < 10 for _, (text, seconds) in outcomes)
+        assert not list(disk.glob("*.partial"))
+        ((_, (name, value, said)),) = run_forked(1, choose, disk)
+        assert (name, value, said) == ("iter_0000001", 1, [])
+
+
+def save_with_file_limit(context, directory, *iterations):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return save(context, directory, *iterations)
+
+
+def test_quota(tmp_path):
+    """Row 8, by the limit of a process on its files: permitted everywhere."""
+    run_forked(1, save, tmp_path, 1)
+    ((_, (text, _)),) = run_forked(1, save_with_file_limit, tmp_path, 2)
+    assert "the disk is full" in text and (tmp_path / POINTER).read_text() == "1\n"
+    assert [path.name for path in saved_iterations(tmp_path)] == ["iter_0000001"]
+
+
+def save_in_background(context, directory):
+    """The tensor changes right after the call, and again while it is written."""
+    state = sharded(context, 7)
+    started = new_save(context, directory, 7).start(state, copied=True)
+    tensor = state["w"].data
+    tensor.fill_(-1)
+    thread = threading.Thread(target=started.write)
+    thread.start()
+    tensor.fill_(-2)
+    thread.join()
+    return str(started.finish())
+
+
+def test_background_save_has_the_values_of_its_step(tmp_path):
+    """Row 10."""
+    run_forked(2, save_in_background, tmp_path)
+    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
+    assert (name, value) == ("iter_0000007", 7)
+
+
+@pytest.mark.parametrize("fault, code", [("kill@mid_shard", -signal.SIGKILL), ("error@mid_shard", 0)])
+def test_background_writer_that_dies(fault, code, tmp_path):
+    """Row 11. The thread lives in the training process: it fails alone, or is killed with it."""
+    run_forked(1, save, tmp_path, 1)
+    assert run_forked(1, save_in_background, tmp_path, fault=fault)[0][0] == code
+    assert (tmp_path / POINTER).read_text() == "1\n"
+    run_forked(1, save_in_background, tmp_path)
+    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
+    assert (name, value) == ("iter_0000007", 7)
+
+
+def save_with_retention(context, directory, newest, interval, *iterations):
+    return save(context, directory, *iterations, retention=Retention(newest, interval))
+
+
+@pytest.mark.parametrize(
+    "newest, interval, kept",
+    [(None, None, [6, 5, 4, 3, 2, 1]), (2, None, [6, 5]), (None, 3, [6, 3]), (2, 3, [6, 5, 3]), (1, 1, [6, 5, 4, 3, 2, 1])],
+)
+def test_retention(newest, interval, kept, tmp_path):
+    run_forked(1, save_with_retention, tmp_path, newest, interval, *range(1, 7))
+    assert [path.name for path in saved_iterations(tmp_path)] == [f"iter_{iteration:07d}" for iteration in kept]
+
+
+def test_retention_counts_whole_checkpoints_only(tmp_path):
+    """Row 12. Torn directories, before and after, never push out the last one that is whole."""
+    run_forked(1, save, tmp_path, 1, 2, 3, 8, 9)
+    (tmp_path / "iter_0000003" / "common.pt").unlink()
+    (tmp_path / "iter_0000008" / "manifest.json").write_text("{")
+    shutil.rmtree(tmp_path / "iter_0000009")
+    (tmp_path / "iter_0000009").mkdir()
+    run_forked(1, save_with_retention, tmp_path, 2, None, 4)
+    assert [path.name[-1] for path in saved_iterations(tmp_path)] == ["9", "8", "4", "3", "2"]
+    shutil.rmtree(tmp_path / "iter_0000004")
+    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
+    assert (name, value) == ("iter_0000002", 2)
+
+
+def seconds_of_a_large_save(context, directory, rows):
+    """(s for hashing and the wait for the disk, s in all)."""
+    state = sharded(context, 1, rows)
+    start = time.monotonic()
+    started = new_save(context, directory, 1).start(state, copied=False).write()
+    started.finish()
+    return started.seal_s, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_cost_of_proof(tmp_path):
+    """256 MB on one rank: what hashing adds to a save that is on the disk when it ends."""
+    ((_, (seal_s, total_s)),) = run_forked(1, seconds_of_a_large_save, tmp_path, 1_000_000)
+    print(f"256 MB: {total_s:.2f} s in all, {seal_s:.2f} s of it hashing and fsync")
+    assert seal_s < total_s

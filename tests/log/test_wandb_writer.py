@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkd.config.schema import LogConfig
+from mkd.errors import UsageError
+from mkd.log.wandb_writer import WandbWriter, run_id
+from mkd.log.writers import is_installed, missing_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG = LogConfig(wandb_project="test", name="offline")
+_OFFLINE_RUN = """
+import math, sys
+from mkd.config.schema import LogConfig
+from mkd.log.wandb_writer import WandbWriter
+writer = WandbWriter(LogConfig(wandb_project="test", name="offline"), sys.argv[1], {"kd.kd_ratio": 0.5})
+writer.write({"iteration": 1, "loss": 2.5, "ce_loss": math.nan})
+writer.write({"iteration": 1, "split": "valid", "loss": 2.0})
+writer.truncate_after(0)
+writer.close()
+"""
+
+
+def test_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
+    with pytest.raises(UsageError, match="--wandb-project is set and wandb is not installed") as caught:
+        WandbWriter(LOG, tmp_path, {})
+    assert "pip install wandb" in caught.value.do and not list(tmp_path.iterdir())
+
+
+def test_missing_writers_are_known_before_anything_is_loaded(monkeypatch):
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    errors = missing_packages(LogConfig(wandb_project="p", tensorboard_dir="d"))
+    assert [error.what.split()[0] for error in errors] == ["--tensorboard-dir", "--wandb-project"]
+    assert missing_packages(LogConfig()) == []
+
+
+def test_the_folder_that_wandb_leaves_is_no_installation(tmp_path, monkeypatch):
+    (tmp_path / "left_behind").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_installed("left_behind") and is_installed("json") and not is_installed("no_such_package")
+
+
+def test_a_run_keeps_its_id(tmp_path):
+    assert run_id(tmp_path) == run_id(tmp_path) and len(run_id(tmp_path)) == 8
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_records_go_to_an_offline_run(tmp_path, monkeypatch):
+    """In a process of its own: wandb leaves threads behind. The run's file holds the names and the configuration."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    command = [sys.executable, "-c", _OFFLINE_RUN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert run_id(tmp_path) in file.name
+    for name in (b"train/loss", b"valid/loss", b"kd.kd_ratio"):
+        assert name in content
+    assert b"train/ce_loss" not in content  # W&B has no NaN in a curve

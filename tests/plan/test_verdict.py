@@ -1,0 +1,101 @@
+"""The verdict of a plan: what fits, what does not, and changes that do make it fit when they are made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from mkd.config.forecast import describe, forecast_of
+from mkd.errors import ErrorList
+from mkd.plan.memory import GIB
+from mkd.plan.verdict import HOST_BYTES_PER_MS, SHOWN, fullest_rank, step_ms
+from tests.plan.shapes import STUDENT, TEACHER, config
+
+
+def forecast(world_size: int, *argv: str | int):
+    settings = config("--student-hf", "s", "--data-path", "d", "--train-iters", 1, *argv)
+    return forecast_of(settings, world_size, STUDENT, [TEACHER])
+
+
+def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str]:
+    """The lines from the verdict on."""
+    text = describe(forecast(world_size, "--device-memory-gib", memory_gib, *argv))
+    return text[text.index("memory: ") :].splitlines()
+
+
+def shown(lines: list[str]) -> list[tuple[list[str], float, float]]:
+    """(flags, predicted ms, GiB) of each change."""
+    found = [re.fullmatch(r"  \d\. (.*): ([\d.e+]+) ms, ([\d.]+) GiB", line).groups() for line in lines[2:]]
+    return [(shlex.split(flags), float(ms), float(gib)) for flags, ms, gib in found]
+
+
+def test_without_a_size_there_is_no_verdict():
+    plain = forecast(8)
+    assert describe(plain) == plain.describe()
+
+
+def test_what_fits_says_how_much_is_needed_and_where():
+    argv = ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16]
+    rank, need = fullest_rank(forecast(4, *argv))
+    (line,) = verdict_of(4, 80, *argv)
+    assert line.startswith(f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the 76.0 GiB") and rank == 0
+
+
+def test_five_percent_stay_free():
+    _, need = fullest_rank(forecast(8))
+    assert verdict_of(8, need / 0.95 + 0.01)[0].startswith("memory: fits")
+    assert verdict_of(8, need / 0.95 - 0.01)[0].startswith("memory: does not fit")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "memory_gib", "argv"),
+    [
+        (8, 60, []),
+        (8, 24, ["--global-batch-size", 64]),
+        (4, 28, ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16]),
+        (8, 40, ["--tensor-model-parallel-size", 2, "--micro-batch-size", 4, "--kd-fp32-logits"]),
+    ],
+)
+def test_changes_do_what_they_say(world_size, memory_gib, argv):
+    """Each, given as flags to the same command, needs the memory and the time it was shown with, and fits."""
+    lines = verdict_of(world_size, memory_gib, *argv)
+    assert lines[0].startswith("memory: does not fit; pipeline rank 0 needs")
+    found = shown(lines)
+    assert 1 <= len(found) <= SHOWN and [ms for _, ms, _ in found] == sorted(ms for _, ms, _ in found)
+    batch = forecast(world_size, *argv).batch.global_batch_size
+    for flags, ms, gib in found:
+        changed = forecast(world_size, *argv, "--global-batch-size", batch, *flags)
+        assert fullest_rank(changed)[1] == pytest.approx(gib, abs=0.051) and gib <= 0.95 * memory_gib
+        assert step_ms(changed) == pytest.approx(ms, rel=1e-3)
+
+
+def test_no_part_of_a_change_is_idle():
+    """Each without one of its flags no longer fits."""
+    found = shown(verdict_of(8, 24, "--global-batch-size", 64))
+    pairs = [flags for flags, _, _ in found if "--tensor-model-parallel-size" in flags and "--pipeline-layout" in flags]
+    assert pairs
+    for part in (["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+                 ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto"]):  # fmt: skip
+        assert fullest_rank(forecast(8, "--global-batch-size", 64, *part))[1] > 0.95 * 24
+
+
+def test_nothing_helps_one_small_gpu():
+    first, last = verdict_of(1, 10)
+    assert "does not fit" in first and last.startswith("no three changes") and "more GPUs" in last
+
+
+def test_host_copies_cost_time():
+    plain, optimizer, teacher = (
+        forecast(1, *more) for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
+    )
+    state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
+    assert step_ms(optimizer) == pytest.approx(plain.step().step_ms + state_ms)
+    assert step_ms(plain) == plain.step().step_ms
+    assert step_ms(teacher) > plain.step().step_ms  # 8,192 tokens do not hide the copy of a layer
+
+
+def test_a_forecast_of_what_cannot_run_says_so():
+    with pytest.raises(ErrorList, match="3 processes do not divide"):
+        forecast(3, "--tensor-model-parallel-size", 2)

@@ -1,0 +1,52 @@
+"""docs/flags.md, docs/metrics.md and the errors of docs/troubleshooting.md say what the code says."""
+
+from __future__ import annotations
+
+import re
+
+from mkd.config.options import all_options
+from mkd.config.schema import Config
+from mkd.log.metrics import METRICS
+from tools import make_docs
+
+
+def test_the_pages_are_what_the_code_says(capsys):
+    assert make_docs.main(["--check"]) == 0, capsys.readouterr().out + "run: python tools/make_docs.py"
+
+
+def test_every_option_and_metric_is_in_a_table():
+    flags, metrics = make_docs.flags_page(), make_docs.metrics_page()
+    for option in all_options():
+        assert f"| `{option.flag if option.has_flag else option.field}`" in flags
+        assert option.help.replace("|", "\\|") in flags
+    assert f"| `{Config().optimizer.lr}` |" in flags
+    assert all(f"| `{metric.name}` | {metric.unit} |" in metrics for metric in METRICS)
+
+
+def test_tables_have_as_many_cells_in_every_row():
+    for text in (make_docs.flags_page(), make_docs.metrics_page()):
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+            counts = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(counts) == 1, table
+
+
+def test_errors_are_found_with_their_texts_and_exit_codes():
+    found = {error.what: error for error in make_docs.raised_errors()}
+    divisible = found["global-batch-size ... is not divisible by micro-batch-size ... x data-parallel ... = ..."]
+    assert (divisible.exit_code, divisible.file) == (64, "mkd/plan/batch.py")
+    assert divisible.why == "every data-parallel rank runs the same number of whole micro-batches in a step"
+    assert divisible.do == "use ..."
+    assert {error.exit_code for error in found.values()} >= {64, 65, 66, 70}
+
+
+def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
+    """On copies: the pages of the repository stay as they are."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkd").mkdir()
+    written = make_docs.ROOT / "docs" / "troubleshooting.md"
+    (tmp_path / "docs" / "troubleshooting.md").write_text(written.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
+    assert make_docs.main(["--check"]) == 1
+    assert "out of date: docs/flags.md" in capsys.readouterr().out
+    assert make_docs.main([]) == 0 and make_docs.main(["--check"]) == 0
+    assert "out of date" not in capsys.readouterr().out

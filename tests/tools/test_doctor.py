@@ -1,0 +1,81 @@
+"""tools/doctor.py on this environment, and on ones that are broken as users have them broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkd import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_doctor(*argv: str, modules: Path | None = None, **environment: str) -> tuple[int, list[str]]:
+    """(exit code, lines) of the tool; packages in the folder `modules` come before those that are installed."""
+    environment = {**os.environ, **environment, **({"PYTHONPATH": str(modules)} if modules else {})}
+    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def package(folder: Path, name: str, code: str) -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(code, encoding="utf-8")
+
+
+def line_of(lines: list[str], subject: str) -> str:
+    (line,) = [line for line in lines if re.match(rf"(ok|note|FAIL) +{re.escape(subject)}  ", line)]
+    return line
+
+
+def test_this_environment_can_run(tmp_path):
+    code, lines = run_doctor("--folder", str(tmp_path / "not" / "there"), NCCL_DEBUG="WARN", TORCH_API_KEY="hidden")
+    assert (code, lines[0], lines[-1]) == (0, "--- mkd doctor", "--- a run can start")
+    assert line_of(lines, "megatron-core").startswith("ok") and line_of(lines, "disk").split()[2].replace(".", "").isdigit()
+    assert "NCCL_DEBUG=WARN" in line_of(lines, "environment") and "hidden" not in "".join(lines)
+
+
+def test_half_installed_and_unrelated_packages_are_explained(tmp_path):
+    package(tmp_path, "transformer_engine", "raise FileNotFoundError('Could not find shared object file')")
+    package(tmp_path, "apex", "")
+    package(tmp_path, "psutil", "raise ImportError('no psutil here')")
+    code, lines = run_doctor(modules=tmp_path)
+    text = "\n".join(lines)
+    assert code == 1
+    assert line_of(lines, "Transformer Engine").startswith("FAIL  Transformer Engine    installed in part")
+    assert "--no-build-isolation" in text and "pip uninstall transformer-engine" in text
+    assert "unrelated package" in line_of(lines, "apex") and "pip uninstall apex" in text
+    assert line_of(lines, "psutil").startswith("FAIL") and "waits for ever" in line_of(lines, "psutil")
+
+
+def test_an_import_that_ends_its_process_is_a_line(tmp_path):
+    package(tmp_path, "torch", "import os; os._exit(9)")
+    code, lines = run_doctor(modules=tmp_path)
+    assert code == 1 and lines[-1].endswith("no run can start")
+    assert line_of(lines, "torch").startswith("FAIL") and "code 9" in line_of(lines, "torch")
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.0"])
+def test_another_megatron_is_named(monkeypatch, version):
+    monkeypatch.setattr(doctor, "version_of", lambda name: version)
+    (finding,) = doctor._megatron()
+    assert finding.level == "FAIL" and version in finding.text and "pip install megatron-core==0.16.1" in finding.do
+
+
+def test_a_folder_below_a_file_is_looked_at_where_it_would_be(tmp_path):
+    (finding,) = doctor._disk(tmp_path / "a" / "b")
+    assert finding.level in ("ok", "note") and str(tmp_path / "a" / "b") in finding.text
+
+
+def test_versions_are_those_of_setup():
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'"megatron-core=={doctor.MEGATRON_CORE}"' in setup
+    assert '"torch>={}.{}"'.format(*doctor.TORCH_AT_LEAST) in setup
+    te = ">={}.{},<{}.{}".format(*doctor.TE_AT_LEAST, *doctor.TE_BELOW)
+    assert f'"transformer-engine[pytorch]{te}"' in setup

@@ -1,0 +1,79 @@
+"""Profiles of some steps, and the files that a run explains itself with."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+
+from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
+from mkd.losses.objective import TEMPERATURE_SCALINGS
+from mkd.plan.loss_card import Term
+from mkd.train.profiling import Profiler, profile_problems
+from mkd.train.teacher_loss import TeacherLoss
+from tests.train.command import flags, make_files, run_main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("profile"))
+
+
+def operations(path) -> list[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+def test_chosen_steps_of_chosen_ranks_are_traced(files, ranks):
+    more = ("--profile", "--use-pytorch-profiler", "--profile-step-start", 1, "--profile-step-end", 2)
+    results = run_main(ranks, flags(files, "traced", *more, "--profile-ranks", 1, "--train-iters", 3), world_size=2)
+    assert [result.exit_code for result in results] == [0, 0], results[0].stderr
+    folder = files / "traced" / "profile"
+    assert [path.name for path in folder.iterdir()] == ["trace_rank1.json.gz"]
+    assert "aten::mm" in operations(folder / "trace_rank1.json.gz")
+    card = (files / "traced" / "loss_card.txt").read_text(encoding="utf-8")
+    assert card.startswith("loss card\n  loss ") and card in results[0].stdout
+
+
+def test_the_loss_card_reads_the_settings_that_the_loss_reads():
+    settings = KDConfig(kd_temperature=2.0, kd_divergence="jsd", kd_jsd_beta=0.3, kd_mixed_kl_weight=0.2)
+    own = TeacherConfig(temperature=4.0, divergence="mixed_kl", mixed_kl_weight=0.9, jsd_beta=0.1)
+    for kd in (settings, replace(settings, kd_temperature_scaling="none")):
+        for teacher in (None, TeacherConfig(), own):
+            term, used = Term.of(kd, teacher), TeacherLoss.of_kd(kd, teacher).divergence
+            names = {name: used[name] for name in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")}
+            assert {name: getattr(term, name) for name in names} == names and term.scaling == used["temperature_scaling"]
+            assert term.scale == TEMPERATURE_SCALINGS[term.scaling](term.temperature)
+
+
+@pytest.mark.parametrize(("iterations", "steps"), [((0, 1, 2, 3), 2), ((2, 3), 1), ((0, 1), 1), ((3, 4), 0)])
+def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
+    """The steps after 1, up to 3: also for a run that resumes between them, or ends before."""
+    import torch
+
+    log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
+    profiler = Profiler.of(log, tmp_path / "profile", rank=0)
+    for iteration in iterations:
+        profiler.at(iteration)
+        torch.ones(4).sinh()
+    profiler.close()
+    profiler.close()
+    if not steps:
+        assert not (tmp_path / "profile").exists()
+    else:
+        assert operations(tmp_path / "profile" / "trace_rank0.json.gz").count("aten::sinh") == steps
+
+
+def test_what_cannot_be_profiled_is_said_before_the_run():
+    """On a machine without a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    marked, history = profile_problems(LogConfig(profile=True, record_memory_history=True), world_size=1)
+    assert "--use-pytorch-profiler" in marked.do and "--record-memory-history" in history.what
+    (beyond,) = profile_problems(LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=("0", "4")), world_size=4)
+    assert beyond.what == "--profile-ranks 4 do not exist"
+    assert profile_problems(LogConfig(), world_size=1) == []

@@ -1,0 +1,130 @@
+"""Compare the metrics of two runs: final and best values, and the first step where they part.
+
+    python tools/compare_runs.py runs/a runs/b
+    python tools/compare_runs.py runs/a runs/b --eps 0      # the same bits?
+
+A run is its log folder or its metrics.jsonl; only steps that both have are compared. Two values differ when
+|a - b| > eps * max(|a|, |b|). Figures of time are shown, and never counted as a difference. Exit code 0 where nothing
+differs, 1 where something does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
+from mkd.log.records import curve, read_records, split_of  # noqa: E402
+
+COUNTERS = ("iteration", "split")
+OF_TIME = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_gib")
+HIGHER_IS_BETTER = ("top1_agreement", "tokens_per_s_per_gpu", "tflops_per_gpu", "accuracy", "accuracy_norm")
+HAS_BEST = ("loss", "ce_loss", "kd_loss", "perplexity", "ce", "bits_per_byte", "step_time_ms", *HIGHER_IS_BETTER)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One key of one split, over the steps that both runs have."""
+
+    split: str
+    key: str
+    final: tuple[float, float]
+    best: tuple[float, float] | None  # of figures for which better has a direction
+    first_difference: int | None  # iteration
+    largest_difference: float  # |a - b| / max(|a|, |b|)
+
+    @property
+    def counts(self) -> bool:
+        return self.key not in OF_TIME
+
+    def cells(self) -> tuple[str, ...]:
+        final, best = (["", ""] if pair is None else [f"{value:.7g}" for value in pair] for pair in (self.final, self.best))
+        parts = "never" if self.first_difference is None else str(self.first_difference)
+        gap = f"{self.final[1] - self.final[0]:+.3g}"
+        return self.split, self.key, *final, gap, *best, f"{self.largest_difference:.2g}", parts if self.counts else "-"
+
+
+HEAD = ("split", "key", "final A", "final B", "B - A", "best A", "best B", "max rel", "parts at")
+
+
+def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
+    """In the order of the first run's records. Keys that one run lacks are left out."""
+    for split, key in dict.fromkeys((split_of(record), key) for record in a for key in record if key not in COUNTERS):
+        ours, theirs = curve(a, split, key), curve(b, split, key)
+        steps = sorted(ours.keys() & theirs.keys())
+        if steps:
+            gaps = [relative(ours[step], theirs[step]) for step in steps]
+            yield Comparison(
+                split=split,
+                key=key,
+                final=(ours[steps[-1]], theirs[steps[-1]]),
+                best=best(key, [ours[step] for step in steps], [theirs[step] for step in steps]),
+                first_difference=next((step for step, gap in zip(steps, gaps, strict=True) if gap > eps), None),
+                largest_difference=max(gaps),
+            )
+
+
+def relative(a: float, b: float) -> float:
+    """|a - b| / max(|a|, |b|), 0 where both are 0."""
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def best(key: str, a: list[float], b: list[float]) -> tuple[float, float] | None:
+    """Of each run. Keys of tasks and teachers end or begin with the name that says the direction."""
+    names = {key, key.partition("/")[0], key.rpartition("/")[2]}
+    if not names & set(HAS_BEST):
+        return None
+    choose = max if names & set(HIGHER_IS_BETTER) else min
+    return choose(a), choose(b)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) if place > 1 else cell.ljust(width)
+             for place, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    a, b = read_records(args.a), read_records(args.b)
+    found = list(compare(a, b, args.eps))
+    if args.keys:
+        found = [one for one in found if one.key in args.keys]
+    if not found:
+        raise DataError(f"{args.a} and {args.b} have no figure of the same step", "", "compare runs that overlap")
+    print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
+    print(table([HEAD, *(one.cells() for one in found)]))
+    parted = [one for one in found if one.counts and one.first_difference is not None]
+    if not parted:
+        print(f"no figure differs by more than {args.eps:g} of its size")
+        return EXIT_DONE
+    first = min(parted, key=lambda one: one.first_difference)
+    print(f"first difference above {args.eps:g}: {first.split} {first.key} at iteration {first.first_difference}")
+    return 1
+
+
+def last_step(records: list[dict]) -> int:
+    return max((record["iteration"] for record in records), default=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
+    parser.add_argument("b", type=Path, metavar="B", help="the other run")
+    parser.add_argument("--eps", type=float, default=1e-6, help="relative difference that counts (default 1e-6)")
+    parser.add_argument("--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)")
+    try:
+        return run(parser.parse_args(argv))
+    except MkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

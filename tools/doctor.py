@@ -1,0 +1,31 @@
+"""Say what this machine and its Python environment are fit for, and what to do about what they are not.
+
+    python tools/doctor.py [--folder DIR]
+
+Starts no run and changes nothing. The output is one block to paste into a report; variables that may hold a secret are left
+out. Exit code 0 when a run can start here, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.doctor import describe, examine, is_healthy  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)")
+    findings = examine(parser.parse_args(argv).folder)
+    print(describe(findings))
+    return 0 if is_healthy(findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Write the pages of docs/ that are made from code: flags, metrics, and the list of errors in troubleshooting.
+
+    python tools/make_docs.py            # write them
+    python tools/make_docs.py --check    # change nothing; exit code 1 where a page is not what the code says
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd import errors  # noqa: E402
+from mkd.config import megatron_flags  # noqa: E402
+from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
+from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
+from mkd.log.progress import LOSS_FIELDS  # noqa: E402
+
+NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
+ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/ -->\n"
+_FILE_NAMES = {"flags": "docs/flags.md", "metrics": "docs/metrics.md", "troubleshooting": "docs/troubleshooting.md"}
+
+
+def pages() -> dict[Path, str]:
+    """Path -> what it should hold."""
+    texts = {"flags": flags_page(), "metrics": metrics_page(), "troubleshooting": troubleshooting_page()}
+    return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
+
+
+def flags_page() -> str:
+    """Every option by section, then Megatron's flags that mkd has not."""
+    parts = [
+        NOTE,
+        "# Flags\n",
+        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside it, without the "
+        "section's name). The command line wins over the file, the file over defaults. A setting that says *YAML* has no "
+        "flag. `--no-NAME` turns off what is on.\n",
+        "`--config FILE.yaml` names the file; `--help` prints this page.\n",
+    ]
+    for section, cls in [*section_types().items(), ("", None)]:
+        options = [option for option in all_options() if option.section == section]
+        parts += [f"## {_title(section)}\n", *([cls.__doc__.strip() + "\n"] if cls else []), *_table(_option_rows(options))]
+    parts += ["## Flags of Megatron-LM that mkd has not\n", "Each is an error, which says what to do.\n"]
+    parts += _table([("flag", "use instead"), *_by_reason(megatron_flags.USE_INSTEAD)])
+    parts += ["Safe to drop:\n", *_table([("flag", "why nothing is lost"), *_by_reason(megatron_flags.SAFE_TO_DROP)])]
+    parts += ["Not yet:\n", *_table([("flag", "until then"), *_by_reason(megatron_flags.NOT_YET)])]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _title(section: str) -> str:
+    if section.startswith(FIRST_TEACHER):
+        return "`teachers:` (a list)" + (", each `xtoken:`" if section != FIRST_TEACHER else "")
+    return f"`{section}:`" if section else "top level"
+
+
+def _option_rows(options: Sequence[Option]) -> Iterator[tuple[str, ...]]:
+    yield "flag", "value", "default", "meaning"
+    for option in options:
+        name = f"`{option.flag}`" if option.has_flag else f"`{option.field}` (YAML)"
+        kind = {int: "N", float: "X", str: "TEXT", tuple: "TEXT ...", bool: "on, off"}[option.kind]
+        yield name, ", ".join(option.choices) if option.choices else kind, _default(option), option.help
+
+
+def _default(option: Option) -> str:
+    if option.default is None or option.default == () or "required" in option.help:
+        return ""
+    return ("on" if option.default else "off") if option.kind is bool else f"`{option.default}`"
+
+
+def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
+    """One row for the flags that share a text, in the order of the code."""
+    reasons: dict[str, list[str]] = {}
+    for flag, reason in table.items():
+        reasons.setdefault(reason, []).append(f"`{flag}`")
+    return [(", ".join(flags), reason) for reason, flags in reasons.items()]
+
+
+def metrics_page() -> str:
+    """Every key of metrics.jsonl, and where it stands in the progress line."""
+    labels: dict[str, list[str]] = {}
+    for label, key in LOSS_FIELDS.items():
+        labels.setdefault(key, []).append(label)
+    head = ("key", "unit", "type", "meaning", "over a log interval", "in the progress line")
+
+    def row(metric: Metric, name: str) -> tuple[str, ...]:
+        shown = ", ".join(f"`{label}`" for label in labels.get(metric.name, ()))
+        return f"`{name}`", metric.unit, metric.number.__name__, metric.help, metric.reduction.value, shown
+
+    return "\n".join(
+        [
+            NOTE,
+            "# Metrics\n",
+            "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
+            '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
+            "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
+            "lines weighted by `num_loss_tokens` average exactly.\n",
+            *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
+            "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
+            "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
+            *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
+            'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
+        ]
+    ) + "\n"
+
+
+def troubleshooting_page() -> str:
+    """The written part of the page, and below it every error of mkd."""
+    path = ROOT / _FILE_NAMES["troubleshooting"]
+    written = path.read_text(encoding="utf-8").partition(ERRORS_BELOW)[0]
+    parts = [written + ERRORS_BELOW, "## Every error\n"]
+    parts += ["`...` stands for what differs from case to case; the file is where the check is.\n"]
+    found = sorted(set(raised_errors()), key=lambda error: (error.exit_code, error.file, error.what))
+    for code in dict.fromkeys(error.exit_code for error in found):
+        kind = next(error.kind for error in found if error.exit_code == code)
+        parts.append(f"### Exit code {code}: {getattr(errors, kind).__doc__.splitlines()[0]}\n")
+        parts += [error.entry() for error in found if error.exit_code == code]
+        parts.append("")
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """One place in the code that makes an error for users."""
+
+    kind: str  # class
+    exit_code: int
+    what: str
+    why: str
+    do: str
+    file: str
+
+    def entry(self) -> str:
+        lines = [f"* **{self.what}** ({self.file})"]
+        lines += [f"  {label}: {text}" for label, text in (("why", self.why), ("do", self.do)) if text]
+        return "  \n".join(lines)
+
+
+def raised_errors() -> Iterator[RaisedError]:
+    """Every call of an error class in mkd/ whose first argument is written there."""
+    classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.MkdError)}
+    for path in sorted((ROOT / "mkd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
+                texts = dict(zip(("what", "why", "do"), map(_pattern, node.args), strict=False))
+                texts |= {word.arg: _pattern(word.value) for word in node.keywords if word.arg}
+                if texts.get("what", "...") != "...":
+                    texts = {"why": "", "do": ""} | {key: "" if text == "..." else text for key, text in texts.items()}
+                    yield RaisedError(
+                        kind=node.func.id,
+                        exit_code=classes[node.func.id].exit_code,
+                        file=path.relative_to(ROOT).as_posix(),
+                        **texts,
+                    )
+
+
+def _pattern(node: ast.expr) -> str:
+    """The text that an expression makes, `...` for its values."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(_pattern(value) for value in values)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _pattern(left) + _pattern(right)
+    return "..."
+
+
+def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:
+    head, *body = rows
+    lines = [head, ("---",) * len(head), *body]
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines] + [""]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, say which pages are out of date")
+    args = parser.parse_args(argv)
+    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
+        print(f"{'out of date' if args.check else 'written'}: {path.relative_to(ROOT)}")
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
