@@ -82,11 +82,9 @@ def fused_linear_kd(
     teachers: list[tuple[Tensor, Tensor]] = []
     if objective.uses_teacher:
         teachers = _whole_teachers(teacher_hidden, teacher_weight, tp_group, sequence_parallel)
-        assert all(len(weight) == len(student_weight) for _, weight in teachers), "pad all LM heads to the same width"
-        assert len(teachers) == len(teacher_shares), "one share for each teacher"
+        assert [len(weight) for _, weight in teachers] == [len(student_weight)] * len(teacher_shares), "heads of one width"
     assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
-    mask = loss_mask.to(compute_dtype(student_hidden))
-    tensors = student_hidden, student_weight, labels, mask, loss_rows
+    tensors = student_hidden, student_weight, labels, loss_mask.to(compute_dtype(student_hidden)), loss_rows
     loss, sums = _FusedLinearKD.apply(*tensors, teachers, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
 
