@@ -9,7 +9,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 test: lint  ## set up, then run every check: ruff, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py
@@ -30,5 +30,5 @@ $(READY): setup.py constraints.txt
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data,xtoken,tiktoken]' -c constraints.txt
 	@touch $@

@@ -26,7 +26,7 @@ def benchmark(
     random = np.random.default_rng(machine.seed)
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
-        shapes = (plan.student.shape, plan.teacher.shape)
+        shapes = (plan.student.shape, plan.teachers[0].shape)
         vocab = min(shape.vocab_size for shape in shapes)
         documents = random_documents(lengths.draw(num_documents, random), vocab, random)
         batches = {PACKED: packed_batches(documents, settings.seq_length)}

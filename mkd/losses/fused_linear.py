@@ -81,15 +81,10 @@ def fused_linear_kd(
     student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)
     teachers: list[tuple[Tensor, Tensor]] = []
     if objective.uses_teacher:
-        single = isinstance(teacher_hidden, Tensor)
-        pairs = [(teacher_hidden, teacher_weight)] if single else zip(teacher_hidden, teacher_weight, strict=True)
-        with torch.no_grad():
-            teachers = [(whole_sequence(hidden, tp_group, sequence_parallel), weight) for hidden, weight in pairs]
-        assert all(len(weight) == len(student_weight) for _, weight in teachers), "pad all LM heads to the same width"
-        assert len(teachers) == len(teacher_shares), "one share for each teacher"
+        teachers = _whole_teachers(teacher_hidden, teacher_weight, tp_group, sequence_parallel)
+        assert [len(weight) for _, weight in teachers] == [len(student_weight)] * len(teacher_shares), "heads of one width"
     assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
-    mask = loss_mask.to(compute_dtype(student_hidden))
-    tensors = student_hidden, student_weight, labels, mask, loss_rows
+    tensors = student_hidden, student_weight, labels, loss_mask.to(compute_dtype(student_hidden)), loss_rows
     loss, sums = _FusedLinearKD.apply(*tensors, teachers, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
 
@@ -101,6 +96,15 @@ def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
     return copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+
+
+@torch.no_grad()
+def _whole_teachers(
+    hidden: Tensor | Sequence[Tensor], weight: Tensor | Sequence[Tensor], tp_group, sequence_parallel: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """([t, h], [w, h]) of each teacher."""
+    pairs = [(hidden, weight)] if isinstance(hidden, Tensor) else zip(hidden, weight, strict=True)
+    return [(whole_sequence(states, tp_group, sequence_parallel), head) for states, head in pairs]
 
 
 def _chunks(rows: int, size: int) -> list[slice]:

@@ -21,20 +21,30 @@ def mixture_logits(
 ) -> Tensor:
     """z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T), in the dtype of the logits.
 
-    So z = T ln(that sum); metrics that read z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not
-    real keep whatever they hold: no loss reads them. Communication: one all-reduce MAX and one SUM of [n] for each.
+    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least. Metrics that read
+    z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not real keep whatever they hold: no loss reads
+    them. Communication: one all-reduce MAX and one SUM of [n] for each.
     """
-    total = dtype = None
+    total = offset = dtype = None
     for one, share in zip(logits, shares, strict=True):
         dtype = one.dtype
-        log_probabilities = _log_softmax(one.to(compute_dtype(one)), temperature, real, tp_group)
-        log_probabilities[:, :real] += math.log(share)
-        total = log_probabilities if total is None else torch.logaddexp(total, log_probabilities)
+        centred, log_sum = _centred(one.to(compute_dtype(one)), temperature, real, tp_group)
+        own = math.log(share) - log_sum
+        if total is None:
+            total, offset = centred, own
+            continue
+        highest = torch.maximum(offset, own)
+        total[:, :real] += offset - highest
+        centred[:, :real] += own - highest
+        total, offset = torch.logaddexp(total, centred), highest
     return total.mul_(temperature).to(dtype)
 
 
-def _log_softmax(logits: Tensor, temperature: float, real: int, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """ln softmax(logits / T) over the real columns of all ranks, over `logits`."""
+def _centred(
+    logits: Tensor, temperature: float, real: int, tp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """(logits / T - their maximum, ln of the sum of its exponentials [n, 1]) over the real columns of all ranks; the first is
+    written over `logits`."""
     columns = logits.div_(temperature)[:, :real]
     is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
     lowest = torch.finfo(logits.dtype).min
@@ -44,5 +54,4 @@ def _log_softmax(logits: Tensor, temperature: float, real: int, tp_group: dist.P
     total = columns.sub_(maximum).exp().sum(dim=1, keepdim=True)
     if is_split:
         dist.all_reduce(total, group=tp_group)
-    columns.sub_(total.log())
-    return logits
+    return logits, total.log()

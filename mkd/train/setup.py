@@ -62,8 +62,7 @@ def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) ->
         pin_memory=context.platform.is_cuda,
     )
     reporter = build_reporter(plan, context, position)
-    described = [part for part in (train_set, valid_set, tasks) if part is not None] if context.rank == 0 else []
-    for line in (line for part in described for line in part.describe()):
+    for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
         reporter.note(line)
     return Run(
         config=config,
@@ -86,6 +85,13 @@ def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) ->
         global_batch_size=plan.batch.global_batch_size,
         hf_dir=plan.student.assets,
     )
+
+
+def describe_data(train_set, valid_set, tasks) -> list[str]:
+    """Sizes of what is trained and evaluated on, and what teachers with their own tokens have of it."""
+    named = [(name, part) for name, part in (("training", train_set), ("held-out", valid_set)) if part is not None]
+    lines = [line if line.startswith(" ") else f"{name} {line}" for name, part in named for line in part.describe()]
+    return lines + (tasks.describe() if tasks else [])
 
 
 def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition) -> Reporter:

@@ -20,6 +20,7 @@ from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.teacher_loss import TeacherLoss
+from mkd.xtoken.segments import sum_by
 
 METRICS = {
     "ce": lambda scores: -scores.label,
@@ -72,16 +73,15 @@ def _pack_metric(
     """[k, 2] fp32 of this context-parallel rank: sum of the metric over the teacher's tokens, student tokens covered."""
     hidden, num_packs = rider.squeeze(1), len(batch.sample_ids)
     common = dict(tp_group=context.tp_group, sequence_parallel=model.config.sequence_parallel)
-    result = torch.zeros(num_packs, 2, device=context.device)
     if own is None:
         rows = batch.loss_rows
-        packs, covered = rows // (batch.tokens.shape[1] // num_packs), torch.ones_like(rows)
-        labels, real = batch.labels[0, rows], None
+        packs, labels, real = rows // (batch.tokens.shape[1] // num_packs), batch.labels[0, rows], None
+        covered = sum_by(packs, torch.ones(len(rows), device=context.device), num_packs)
     else:
         side, student = own.chunks.teacher, own.chunks.student
         packs = own.chunks.packs.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
         rows, labels, real = side.rows, teacher.vocabulary.teacher_places[side.labels], teacher.vocabulary.teacher_real
-        result[:, 1].index_add_(0, own.chunks.packs, student.offsets.diff().float())
+        covered = sum_by(own.chunks.packs, student.offsets.diff().float(), num_packs)
         common["exchange"] = None
         if side.exchange is not None:
             common["exchange"] = lambda whole: exchange_rows(
@@ -93,7 +93,4 @@ def _pack_metric(
             real=None if real is None else real[teacher.vocabulary.rank], **common,
         )
     )  # fmt: skip
-    result[:, 0].index_add_(0, packs, metric(scores))
-    if own is None:
-        result[:, 1].index_add_(0, packs, covered.float())
-    return result
+    return torch.stack([sum_by(packs, metric(scores), num_packs), covered], dim=1)

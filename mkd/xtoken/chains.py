@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.xtoken.loss_call import LossCall, log_rest, log_split, write_scaled
+from mkd.xtoken.segments import sum_by
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
@@ -34,7 +35,8 @@ def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkS
     s = _Scores.of(ours, gathered["s"].logsumexp(dim=0), gathered["s_found"].amax(dim=0))
     t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
     of_pairs, of_rest = call.rule.parts(t.pairs, s.pairs), call.rule.parts(t.rest, s.rest)
-    sums = torch.stack([b.index_add(0, piece.pair_chunks, a) for a, b in zip(of_pairs, of_rest, strict=True)])
+    count = len(piece.student.base)
+    sums = torch.stack([sum_by(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)])
     if scale is not None:
         gradient = _gradient(ours, s, t, call.rule.mean_slope(sums), call)
         write_scaled(student, gradient, scale[piece.student.chunks])
@@ -84,7 +86,7 @@ class _Scores:
         inside, outside = log_split(own, others)
         logs = found - own[entries.rows] + inside[entries.rows]
         of_prefix, of_pairs = logs.split([len(side.others), len(pair_chunks)])
-        prefixes = logs.new_zeros(len(side.base)).index_add_(0, side.other_chunks, of_prefix)
+        prefixes = sum_by(side.other_chunks, of_prefix, len(side.base))
         rest = log_rest(prefixes, outside[side.base])
         return cls(torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest)
 
@@ -92,7 +94,7 @@ class _Scores:
 def _log_sum_exp_by(index: Tensor, values: Tensor, size: int) -> Tensor:
     """ln sum exp of the values with each index, [size]; -inf without any."""
     maximum = values.new_full((size,), LOWEST).scatter_reduce_(0, index, values, "amax")
-    sums = values.new_zeros(size).index_add_(0, index, (values - maximum[index]).exp())
+    sums = sum_by(index, (values - maximum[index]).exp(), size)
     return maximum + sums.log()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -125,12 +126,20 @@ def _projection(slots: TeacherSlots, relation: VocabularyRelation, student_real,
     supported = np.bincount(places, minlength=teacher_places) > 0
     own = rows // width == rank
     indices = torch.from_numpy(np.stack([places[own], rows[own] % width]))
-    forward = torch.sparse_coo_tensor(indices, torch.from_numpy(values[own]), (teacher_places, width))
+    forward = _sparse_rows(indices, torch.from_numpy(values[own]), (teacher_places, width))
+    backward = _sparse_rows(indices.flip(0), torch.from_numpy(values[own]), (width, teacher_places))
     return Projection(
-        forward.to_sparse_csr(),
-        forward.t().to_sparse_csr(),
+        forward,
+        backward,
         torch.from_numpy(lost.reshape(student_real.shape)[rank].astype(np.float32)),
         torch.from_numpy(supported.reshape(teacher_real.shape)[rank]),
         student_rest=bool((lost > 0).any()),
         teacher_rest=bool((teacher_real.reshape(-1) & ~supported).any()),
     )
+
+
+def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
+    """Compressed sparse rows, checked; torch remarks once per process that this form of it is in beta."""
+    with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(True):
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_coo_tensor(indices, values, size).to_sparse_csr()

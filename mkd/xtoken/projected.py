@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mkd.xtoken.chunk_vocabulary import Projection
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_sum_exp, write_scaled
+from mkd.xtoken.segments import sum_by
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
@@ -63,14 +64,14 @@ def _chunk_means(rows: Tensor, side: SideRows) -> Tensor:
     """[n, w] -> [c, w]."""
     if not len(side.others):
         return rows
-    means = rows.new_zeros(len(side.base), rows.shape[1]).index_add_(0, side.chunks, rows)
+    means = sum_by(side.chunks, rows, len(side.base))
     return means.div_(_tokens(side, rows.dtype)[:, None])
 
 
 def _tokens(side: SideRows, dtype: torch.dtype) -> Tensor:
     """[c], tokens of each chunk."""
     one = torch.ones((), dtype=dtype, device=side.chunks.device)
-    return one.new_zeros(len(side.base)).index_add_(0, side.chunks, one.expand(len(side.chunks)))
+    return sum_by(side.chunks, one.expand(len(side.chunks)), len(side.base))
 
 
 def _log(masses: Tensor) -> Tensor:

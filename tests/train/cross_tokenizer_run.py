@@ -4,17 +4,16 @@ The student is trained twice from the same weights on the same packs in the same
 the cross entropy alone. Both are measured in bits per byte of held-out text, before, during and after training. Text and
 tokenizer need a network and can be made elsewhere, by `--prepare`:
 
-    python -m tests.train.cross_tokenizer_run --size gpu --prepare FOLDER
-    python -m tests.train.cross_tokenizer_run --size gpu --data FOLDER --teacher SMOLLM2 --work WORK --out results.json
+    python -m tests.train.cross_tokenizer_run --size gpu --teacher SMOLLM2 --prepare FOLDER
+    python -m tests.train.cross_tokenizer_run --size gpu --teacher SMOLLM2 --data FOLDER --work WORK --out results.json
 
-A file SMOLLM2/config.json that is not there is made by tools/fetch_smollm2.py.
+The folder SMOLLM2 is made where it is missing (tools/fetch_smollm2.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.train.command import write_records
-from tests.xtoken.real_tokenizers import fetch_tokenizers
+from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers
 from tools.fetch_smollm2 import fetch_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,10 +61,11 @@ class Size:
 SIZES = {
     "ci": Size(
         student=dict(hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
-        flags=dict(seq_length=256, global_batch_size=1, train_iters=30, eval_interval=30, lr=1e-2, lr_warmup_iters=3),
+        flags=dict(seq_length=256, global_batch_size=1, train_iters=12, eval_interval=6, lr=1e-2, lr_warmup_iters=2),
         train_bytes=100_000,
         held_out_texts=16,
         text_bytes=500,
+        parallel=2,
     ),
     "gpu": Size(
         student=dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8)
@@ -87,15 +87,15 @@ def prepare(size: Size, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        tokenizer = fetch_tokenizers(Path(os.environ.get("MKD_DOWNLOADS", scratch)), ("mistral",))["mistral"]
+        tokenizer = fetch_tokenizers(downloads_folder(scratch), ("mistral",))["mistral"]
         shutil.copyfile(tokenizer, folder / "tokenizer.model")
         library = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in library.rglob("*.py") if not SKIPPED.intersection(file.relative_to(library).parts)]
+        files = [file for file in sorted(library.rglob("*.py")) if not SKIPPED.intersection(file.relative_to(library).parts)]
         if size.documentation:
             subprocess.run(["apt-get", "download", DOCUMENTATION], check=True, cwd=scratch)
             subprocess.run(["dpkg-deb", "-x", next(scratch.glob("*.deb")), scratch], check=True)
-            files += scratch.rglob("*.rst.txt")
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(files, key=lambda file: file.name)]
+            files += sorted(scratch.rglob("*.rst.txt"))
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     train = [piece for i, text in enumerate(texts) if i % HELD_OUT_EVERY for piece in pieces(text, 4000)]
     train = evenly(train, size.train_bytes * len(train) // sum(map(len, train)))
     held_out = [piece for text in texts[::HELD_OUT_EVERY] for piece in pieces(text, size.text_bytes)]
@@ -103,6 +103,20 @@ def prepare(size: Size, folder: Path) -> Path:
     write_records(folder / "train.jsonl", *({"text": text} for text in train))
     write_records(folder / "heldout.jsonl", *evenly(held_out, size.held_out_texts))
     return folder
+
+
+def tokenise(folder: Path, teacher: Path) -> None:
+    """Fill the cache of `folder` for the runs, where it is not: the text in the tokens of both models, aligned."""
+    from mkd.data.build import open_datasets
+    from mkd.data.teacher_text import TeacherText
+    from mkd.tokenizers.load import open_tokenizer
+    from mkd.xtoken import build_projection
+
+    student, own, cache = open_tokenizer(folder / "tokenizer.model"), open_tokenizer(teacher), folder / "cache"
+    relation = build_projection(student, own, cache_dir=cache)
+    text = TeacherText(tokenizer=own, vocab_size=own.vocab_size, spellings=relation.spellings)
+    open_datasets(data_path=[str(folder / "train.jsonl")], tokenizer=student, seq_length=1024, vocab_size=student.vocab_size,
+                  cache_dir=str(cache), teachers=[text])  # fmt: skip
 
 
 def pieces(text: str, max_bytes: int) -> Iterator[str]:
@@ -142,7 +156,7 @@ def make_student(size: Size, seed: int, folder: Path) -> None:
 
 def run_command(size: Size, ratio: float, seed: int, data: Path, teacher: Path, work: Path) -> list[str]:
     """The command line of one run."""
-    paths = dict(student_hf=work / f"student-{seed}", data_path=data / "train.jsonl", data_cache_path=work / "cache")
+    paths = dict(student_hf=work / f"student-{seed}", data_path=data / "train.jsonl", data_cache_path=data / "cache")
     paths |= dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=data / "tokenizer.model")
     paths |= dict(eval_completions=data / "heldout.jsonl", log_dir=run_folder(work, ratio, seed))
     if ratio > 0:
@@ -168,22 +182,20 @@ def run_folder(work: Path, ratio: float, seed: int) -> Path:
 
 
 def run_all(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bool) -> None:
-    """All runs, `size.parallel` at a time, each with its output beside its metrics. The first one tokenises for all of them.
+    """All runs, `size.parallel` at a time, each with its output beside its metrics.
 
     Raises subprocess.CalledProcessError for a run that fails.
     """
     for seed in size.seeds:
         make_student(size, seed, work / f"student-{seed}")
-    ratios = sorted(size.kd_ratios, reverse=True)  # those with a teacher take longest, and make what others find
+    ratios = sorted(size.kd_ratios, reverse=True)  # those with a teacher take longest
     jobs = [(run_folder(work, ratio, seed), run_command(size, ratio, seed, data, teacher, work))
             for ratio in ratios for seed in size.seeds]  # fmt: skip
     if score_teacher:
-        jobs.insert(1, (work / "teacher", teacher_command(size, data, teacher, work)))
+        jobs.append((work / "teacher", teacher_command(size, data, teacher, work)))
+    tokenise(data, teacher)  # once for all, which do not wait for each other
     with ThreadPoolExecutor(size.parallel) as pool:
-        first = pool.submit(run_job, *jobs[0])
-        while not first.done() and not (jobs[0][0] / "metrics.jsonl").exists():
-            time.sleep(0.1)
-        for done in [first, *[pool.submit(run_job, *job) for job in jobs[1:]]]:
+        for done in [pool.submit(run_job, *job) for job in jobs]:
             done.result()
 
 
@@ -202,7 +214,7 @@ def run_job(folder: Path, command: list[str]) -> None:
 def read_curve(folder: Path, step_tokens: int) -> list[dict]:
     """Step, tokens and held-out bits per byte of every evaluation of one run."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["split"] == "tasks"]
+    records = [record for record in map(json.loads, lines) if record.get("split") == "tasks"]
     keys = dict(num_bytes="eval/heldout/num_bytes", bits_per_byte=METRIC)
     return [
         {"step": r["iteration"], "tokens": r["iteration"] * step_tokens} | {key: r[name] for key, name in keys.items()}
@@ -253,8 +265,8 @@ def show(results: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="ci")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="only make text and tokenizer there")
-    parser.add_argument("--data", type=Path, help="folder that --prepare has made; not given: made below --work")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="only make --data there")
+    parser.add_argument("--data", type=Path, help="folder with text, tokenizer and cache; not given: made below --work")
     parser.add_argument("--teacher", type=Path, help="folder of SmolLM2-135M-Instruct; not given: below --work")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "cross_tokenizer", help="where everything is written")
     parser.add_argument("--out", type=Path, help="where results are written (default: results.json in --work)")
@@ -269,11 +281,11 @@ def main() -> int:
     given = {name: value for name, value in vars(args).items() if value is not None}
     flags = size.flags | {name: given[name] for name in ("train_iters", "eval_interval", "lr") if name in given}
     size = replace(size, flags=flags, **{name: given[name] for name in ("kd_ratios", "seeds", "parallel") if name in given})
+    teacher = fetch_smollm2(args.teacher or args.work / "teacher")
     if args.prepare:
-        print(prepare(size, args.prepare))
+        tokenise(prepare(size, args.prepare), teacher)
         return 0
-    data = args.data or prepare(size, args.work / "data")
-    results = compare(size, data, fetch_smollm2(args.teacher or args.work / "teacher"), args.work, args.score_teacher)
+    results = compare(size, args.data or prepare(size, args.work / "data"), teacher, args.work, args.score_teacher)
     show(results)
     out = args.out or args.work / "results.json"
     out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

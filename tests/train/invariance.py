@@ -175,7 +175,7 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
     return measure(engine, state, batches, student, out_dir)
 
 
-def measure(engine, state, batches: list, student: Path, out_dir: Path) -> dict:
+def measure(engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
     """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
     from mkd.checkpoint.hf_writer import export_hf
     from mkd.train.evaluate import evaluate
@@ -191,7 +191,7 @@ def measure(engine, state, batches: list, student: Path, out_dir: Path) -> dict:
     sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
     with gradients_as_parameters(engine, engine.context):
         export_hf(chunks, shape, out_dir / "gradients", **export)
-    for _ in range(NUM_UPDATES):
+    for _ in range(num_updates):
         result = train_step(engine, batches, NUM_PACKS)
     with engine.parameters_gathered():
         export_hf(chunks, shape, out_dir / "updated", **export)

@@ -16,7 +16,7 @@ import numpy as np
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
 from tests.tokenizers.trained import SENTENCES, train_hf_tokenizer
-from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SEQ_LENGTH, SP, TOLERANCE, Layout, errors_of, measure
+from tests.train.invariance import DISTRIBUTED, NUM_PACKS, NUM_UPDATES, SEQ_LENGTH, SP, TOLERANCE, Layout, errors_of, measure
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level
 
 LOSSES = ("partition_kl", "p_kl", "gold")
@@ -36,7 +36,7 @@ LAYOUTS = (
     Layout("micro-batch 4, packs permuted", micro=4, permuted=True),
 )
 SELECT = ("--teacher-combination", "select")
-BY_ENTROPY = ("--teacher-weighting", "entropy", "--teacher-weighting-temperature", "0.1")
+BY_ENTROPY = ("--teacher-weighting", "entropy", "--teacher-weighting-temperature", "2")
 
 
 def make_files(folder: Path, sizes: dict | None = None) -> Path:
@@ -62,8 +62,14 @@ def make_files(folder: Path, sizes: dict | None = None) -> Path:
     return folder
 
 
-def run_layout(layout: Layout, files: Path, loss: str, out_dir: Path) -> dict:
+def run_layout(layout: Layout, files: Path, loss: str, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
     """On every rank: see `measure`."""
+    engine, state, batches, _ = build(layout, files, loss)
+    return measure(engine, state, batches, files / "student", out_dir, num_updates)
+
+
+def build(layout: Layout, files: Path, loss: str):
+    """(engine, training state, this rank's micro-batches of the global batch, what each teacher's own tokens need)."""
     from mkd.config.load import load_config
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
@@ -85,14 +91,15 @@ def run_layout(layout: Layout, files: Path, loss: str, out_dir: Path) -> dict:
         cache_dir=str(files / "cache"), document_multiple=SPAN_MULTIPLE, teachers=[own and own.text for own in own_tokens],
         is_builder=context.rank == 0, share=context.broadcast_object,
     )  # fmt: skip
-    engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, packs.teacher_seq_lengths))
+    own_tokens = with_seq_lengths(own_tokens, packs.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, own_tokens)
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)
     groups = order.reshape(-1, layout.micro)[context.dp_rank :: context.dp_size]
     batches = [collate([packs[int(i)] for i in group]) for group in groups]
     kinds = np.concatenate([batch.teachers[0].chunks.kinds for batch in batches])
     assert context.dp_size > 1 or len(set(kinds)) == 4, "the batch must have chunks of every kind"
     shards = [batch.context_parallel_shard(context.cp_rank, context.cp_size) for batch in batches]
-    return measure(engine, state, [batch.to(context.device) for batch in shards], files / "student", out_dir)
+    return engine, state, [batch.to(context.device) for batch in shards], own_tokens
 
 
 def main() -> int:

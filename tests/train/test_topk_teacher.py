@@ -100,6 +100,7 @@ def losses_by_sample(argv):
     from mkd.config.load import load_config
     from mkd.data.loader import TrainStream
     from mkd.models.packed import packed_documents
+    from mkd.models.stage import StageInput
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.train.build_data import build_data
@@ -119,7 +120,7 @@ def losses_by_sample(argv):
         for batch in stream.next_step():
             with torch.no_grad():
                 packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
-                hidden = stage(batch.tokens, batch.position_ids, packed)
+                hidden = stage(StageInput(batch.tokens, batch.position_ids, packed))
                 output = topk_loss(plan.config.kd, stage.student, batch, hidden, context.tp_group, False)
             losses[batch.sample_ids[0]] = (output.loss.item(), output.kd.item())
     return losses

@@ -1,0 +1,137 @@
+"""Two teachers on one schedule: what travels, what is alive at once, what a run writes, and resuming it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from tests.train.command import flags, read_metrics, read_weights, run_main
+from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, SP, Layout
+from tests.train.own_tokens_invariance import build, make_files
+
+WIDTHS = 48, 72, 48  # hidden sizes of the student, of the teacher with its own tokens, of the other one
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("several"))
+
+
+def sent_elements(layout, files):
+    """(elements that this rank sends to other stages in one step, tokens of the first teacher's packs)."""
+    from mkd.train.step import train_step
+
+    engine, _, batches, own_tokens = build(layout, files, "partition_kl")
+    sent, original = [], dist.P2POp
+
+    class Counted(original):
+        def __new__(cls, op, tensor, peer, group):
+            if op is dist.isend:
+                sent.append(tensor.numel())
+            return original(op, tensor, peer, group)
+
+    dist.P2POp = Counted
+    try:
+        train_step(engine, batches, NUM_PACKS)
+    finally:
+        dist.P2POp = original
+    return sum(sent), own_tokens[0].seq_length
+
+
+WIRES = Layout("PP4", 4, pp=4), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)
+
+
+@pytest.mark.parametrize("layout", WIRES, ids=lambda layout: layout.name)
+def test_what_is_on_the_wire(layout, files, ranks):
+    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with sequence parallelism."""
+    shards = layout.tp if layout.flags else 1
+    for rank, (sent, own_length) in enumerate(ranks.run(sent_elements, layout.ranks, layout, files)):
+        stage, tokens = rank // layout.tp, NUM_PACKS * SEQ_LENGTH // shards
+        forward = tokens * (WIDTHS[0] + WIDTHS[2]) + NUM_PACKS * own_length // shards * WIDTHS[1]
+        backward = tokens * WIDTHS[0]
+        assert own_length != SEQ_LENGTH
+        assert sent == forward * (stage < layout.pp - 1) + backward * (stage > 0)
+
+
+def peak_teacher_states(layout, files, repeats):
+    """Most outputs of teachers alive at once on this rank, in a step of `repeats` times the global batch."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from mkd.models.language_model import LanguageModel
+    from mkd.train.step import train_step
+
+    engine, _, batches, _ = build(layout, files, "partition_kl")
+    teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
+    states, peak, forward = [], [], LanguageModel.forward
+
+    def watched(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if self in teachers:
+            states.append(StorageWeakRef(output.untyped_storage()))  # under whatever tensor it goes on
+            peak.append(sum(not state.expired() for state in states))
+        return output
+
+    LanguageModel.forward = watched
+    try:
+        train_step(engine, batches * repeats, NUM_PACKS * repeats)
+    finally:
+        LanguageModel.forward = forward
+    return max(peak)
+
+
+@pytest.mark.parametrize("layout", [Layout("PP1"), Layout("PP2", 2, pp=2)], ids=lambda layout: layout.name)
+def test_teacher_states_alive_do_not_grow_with_the_global_batch(layout, files, ranks):
+    small, large = (ranks.run(peak_teacher_states, layout.ranks, layout, files, repeats) for repeats in (1, 4))
+    assert small == large == [2] * layout.ranks, "those of one micro-batch, on every stage"
+
+
+def command(files, run, *more):
+    """Two updates with both teachers."""
+    own = dict(student_hf=None, teacher_hf=None)
+    argv = flags(files, run, "--eval-interval", 2, "--split", "90,10", *more, **own)
+    return [*argv, "--config", str(files / "partition_kl.yaml")]
+
+
+def test_what_a_run_writes(files, ranks):
+    (result,) = run_main(ranks, command(files, "run", "--kd-ratio", 0.3))
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for name in ("training", "held-out"):
+        (index,) = (i for i, line in enumerate(lines) if line.startswith(f" {name} ") and "packs of 32 tokens, " in line)
+        assert lines[index + 1].startswith("   cross: packs of ") and "share of loss tokens in chunks" in lines[index + 1]
+    train = [record for record in read_metrics(files / "run") if record.get("split", "train") == "train"]
+    assert len(train) == 2
+    for record in read_metrics(files / "run"):
+        kd = sum(record[f"teacher_weight/{name}"] * record[f"kd_loss/{name}"] for name in ("cross", "same"))
+        assert record["kd_loss"] == pytest.approx(kd, rel=1e-6)
+        assert record["loss"] == pytest.approx(0.7 * record["ce_loss"] + 0.3 * record["kd_loss"], rel=1e-6)
+        assert record["teacher_weight/cross"] == pytest.approx(2 / 3) and record["num_aligned/cross"] > 0
+        assert record["kd_loss/cross"] != record["kd_loss/same"]
+
+
+def test_resuming_is_bitwise(files, ranks):
+    whole, half, rest = (files / name for name in ("whole", "half", "rest"))
+    for run, more in (
+        (whole, ("--train-iters", 4, "--export-hf", files / "whole hf")),
+        (half, ("--train-iters", 4, "--exit-interval", 2, "--save", files / "saved")),
+        (rest, ("--train-iters", 4, "--load", files / "saved", "--export-hf", files / "rest hf")),
+    ):
+        (result,) = run_main(ranks, command(files, run.name, *more))
+        assert result.exit_code == 0, result.stderr
+    ours, reference = read_weights(files / "rest hf"), read_weights(files / "whole hf")
+    assert ours.keys() == reference.keys() and all(ours[name].equal(reference[name]) for name in ours)
+    losses = {record["iteration"]: record["loss"] for record in read_metrics(whole) if record.get("split", "train") == "train"}
+    resumed = {record["iteration"]: record["loss"] for record in read_metrics(rest) if record.get("split", "train") == "train"}
+    assert list(resumed) == [3, 4] and all(losses[iteration] == loss for iteration, loss in resumed.items())
+
+
+def test_weights_by_what_teachers_say_reach_the_metrics(files, ranks):
+    more = ("--teacher-weighting", "ce", "--teacher-weighting-temperature", 2)
+    (result,) = run_main(ranks, command(files, "weighting", *more))
+    assert result.exit_code == 0, result.stderr
+    for record in read_metrics(files / "weighting"):
+        json.dumps(record, allow_nan=False)
+        assert 0 < record["teacher_weight/cross"] < 1
+        assert record["teacher_weight/cross"] != pytest.approx(2 / 3, abs=1e-3)
