@@ -2,7 +2,7 @@
 
 import sys
 
-from mkd.train.main import main
+from mkd.train.main import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

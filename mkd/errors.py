@@ -66,8 +66,20 @@ class Preempted(MkdError):
     on_all_ranks = True
 
 
+class CrashLoop(MkdError):
+    """A run that was started again after a crash, and crashed in the same step each time."""
+
+    exit_code = EXIT_CRASH_LOOP
+
+
+class OutOfMemory(MkdError):
+    """A GPU whose memory was not enough."""
+
+
 class ErrorList(UsageError):
     """Several independent problems, reported at once. A list among `errors` counts as the problems in it.
+
+    Problems of one kind have its exit code; of several, that of a configuration that cannot work.
 
     Lists come from flags, plans and headers, which are the same on all ranks.
     """
@@ -77,7 +89,8 @@ class ErrorList(UsageError):
     def __init__(self, errors: list[MkdError]):
         assert errors
         self.errors = [one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])]
-        self.exit_code = errors[0].exit_code
+        codes = {error.exit_code for error in self.errors}
+        self.exit_code = codes.pop() if len(codes) == 1 else EXIT_USAGE
         Exception.__init__(self, errors)
 
     def __str__(self) -> str:

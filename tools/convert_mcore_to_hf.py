@@ -27,6 +27,7 @@ from mkd.checkpoint.distributed import (  # noqa: E402
 )
 from mkd.checkpoint.hf_reader import resolve_hf  # noqa: E402
 from mkd.checkpoint.hf_writer import export_hf  # noqa: E402
+from mkd.checkpoint.verifying import verify  # noqa: E402
 from mkd.errors import CheckpointError  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
 from tools.convert_hf_to_mcore import DTYPES, add_layout_arguments, build_model, join, run_tool  # noqa: E402
@@ -63,9 +64,10 @@ def convert(args: argparse.Namespace) -> None:
     folder, reference = locate(args.load, args.ckpt_step, args.reference_hf)
     shape = ModelShape.from_hf_dir(reference)
     context = join(args)
+    verify(folder, context, print)  # before anything of it is unpickled
     dtype = DTYPES[args.dtype] if args.dtype else saved_dtype(folder)
     chunk = build_model(shape, dtype, context)
-    load_checkpoint(folder, TrainingState([chunk]), context)
+    load_checkpoint(folder, TrainingState([chunk]), context, is_verified=True)
     export_hf([(chunk, chunk.first_layer)], shape, args.hf_out, context=context, reference_dir=reference)
     if context.rank == 0:
         print(f"exported {folder} as {str(dtype).removeprefix('torch.')} to {args.hf_out}")

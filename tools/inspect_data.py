@@ -1,8 +1,11 @@
-"""Look at training data as two models see it: which tokens of student and teacher stand for the same text.
+"""Look at training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
 
+    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
-Chunks alternate between two colours (none where the output is not a terminal, or NO_COLOR is set).
+Packs: tokens with loss are green, others grey (without colours: in parentheses), then the share of loss tokens, the packing
+efficiency and the lengths of documents. --align: the chunks that stand for the same text, in two colours.
+Colours are for terminals without NO_COLOR, or for --color.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,8 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.data.build import open_datasets  # noqa: E402
 from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
-from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
+from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402
+from mkd.data.packing import OVERLONG, PACKINGS  # noqa: E402
+from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
@@ -30,15 +37,23 @@ TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tik
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--align", action="store_true", required=True, help="show the aligned chunks of each record")
     add("--input", required=True, metavar="FILE",
-        help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion")  # fmt: skip
+        help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
+             "file or the prefix of a tokenised .bin/.idx pair")  # fmt: skip
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
-    add("--teacher", required=True, metavar="TOKENIZER", help="the same of the teacher")
+    add("--limit", type=int, default=3, metavar="N", help="packs or records to show (default 3)")
+    add("--color", action="store_true", help="colours even where the output is not a terminal")
+    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default 2048)")
+    add("--pack", default="bfd", choices=PACKINGS, help="as for training (default bfd)")
+    add("--overlong", default="split", choices=OVERLONG, help="as for training (default split)")
+    add("--max-bad-records", type=int, default=0, metavar="N", help="as for training (default 0)")
+    add("--data-cache-path", metavar="DIR", help="folder of a run's tokenised text; not given: a temporary one")
+    add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
+    add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
+    add("--teacher", metavar="TOKENIZER", help="the teacher's, for --align")
     add("--mode", default="byte_offset", help="byte_offset (default) or dp")
     add("--reasoning", action=argparse.BooleanOptionalAction, default=True,
         help="align reasoning of conversations too (default: yes)")  # fmt: skip
-    add("--limit", type=int, default=3, metavar="N", help="records to show (default 3)")
     return parser
 
 
@@ -59,13 +74,54 @@ def align_record(record: Record, args: argparse.Namespace, student: Tokenizer, t
     return align(student, teacher, record.values[0], mode=args.mode)
 
 
+def show_alignment(args: argparse.Namespace, colour: bool) -> None:
+    if not args.teacher:
+        raise UsageError("--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER")
+    student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
+    for number, aligned in aligned_records(args, student, teacher):
+        print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
+
+
+def show_packs(args: argparse.Namespace, colour: bool) -> None:
+    """Tokenise and pack the file as training does, and show the first packs and what all of them hold."""
+    if args.seq_length < 1:
+        raise UsageError(f"--seq-length {args.seq_length} is not a number of tokens", do="use 1 or more")
+    figure = _new_figure() if args.histogram else None
+    tokenizer = open_tokenizer(args.student)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset, _ = open_datasets(
+            data_path=[args.input],
+            tokenizer=tokenizer,
+            seq_length=args.seq_length,
+            vocab_size=tokenizer.vocab_size,
+            pack=args.pack,
+            overlong=args.overlong,
+            max_bad_records=args.max_bad_records,
+            cache_dir=args.data_cache_path or folder,
+        )
+        for index in range(min(args.limit, len(dataset))):
+            print(view_pack(dataset[index], tokenizer, colour=colour) + "\n")
+        print(*summarise(dataset), sep="\n")
+        if figure is not None:
+            draw_lengths(document_lengths(dataset), args.seq_length, figure)
+            figure.savefig(args.histogram)
+
+
+def _new_figure():
+    """An empty matplotlib figure. Raises UsageError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        do = "pip install 'mkd[quickstart]', or leave --histogram away"
+        raise UsageError("matplotlib is not installed", "--histogram draws with it", do) from error
+    return Figure(figsize=(8, 4), layout="constrained")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     try:
-        student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
-        for number, aligned in aligned_records(args, student, teacher):
-            print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
+        show_alignment(args, colour) if args.align else show_packs(args, colour)
     except MkdError as error:
         print(error, file=sys.stderr)
         return error.exit_code

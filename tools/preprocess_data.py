@@ -35,15 +35,21 @@ def build_parser() -> argparse.ArgumentParser:
         help="processes that tokenise (default 1); the result does not depend on it")  # fmt: skip
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)")  # fmt: skip
+    add("--max-bad-records", type=int, default=0, metavar="N",
+        help="records that may be left out because they cannot be read (default 0); see PREFIX.quarantine.jsonl")  # fmt: skip
     return parser
 
 
 def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
         raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
+    if args.max_bad_records < 0:
+        raise UsageError(f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more")
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no process of its own
-    return build_store(args.input, args.output_prefix, tokenizer, args.append_eod, workers)
+    return build_store(
+        args.input, args.output_prefix, tokenizer, args.append_eod, workers, max_bad_records=args.max_bad_records
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
         f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
+        + (f"; {summary.bad_records} bad records left out" if summary.bad_records else "")
     )
     return EXIT_DONE
 

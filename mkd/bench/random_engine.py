@@ -23,7 +23,8 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.train.build_engine import build_engine
-from mkd.train.plan import ModelSource, Plan
+from mkd.train.model_source import ModelSource
+from mkd.train.plan import Plan
 from mkd.train.step import Engine
 
 

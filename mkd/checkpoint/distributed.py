@@ -28,9 +28,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.choosing import verify
 from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, read_state
 from mkd.checkpoint.saving import Contents, Save
+from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
 

@@ -148,7 +148,7 @@ class HFCheckpoint:
                 problems.append(
                     CheckpointError(f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again")
                 )
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, RuntimeError) as error:  # a loop of links
                 why = "the file is damaged, cut short or not readable"
                 problems.append(CheckpointError(f"{path} cannot be opened: {error}", why, "download it again"))
         _raise_all(problems)

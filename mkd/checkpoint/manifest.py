@@ -15,6 +15,7 @@ from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
 READ_BYTES = 1 << 22
+ASIDE_BYTES = 1 << 16  # a smaller block is hashed sooner than handed over
 THREADS = 4  # per rank; hashing releases the interpreter lock
 
 
@@ -26,19 +27,56 @@ class FileEntry:
     sha256: str
 
 
+class HashedFile:
+    """A new file that is hashed while it is written, by another thread, and on the disk when it is closed."""
+
+    def __init__(self, path: Path):
+        self.size, self.digest = 0, hashlib.sha256()
+        self.pool = ThreadPoolExecutor(1)
+        self.file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Returns the bytes written, which are all."""
+        if len(data) < ASIDE_BYTES:
+            self.digest.update(data)
+            self.file.write(data)
+        else:
+            hashed = self.pool.submit(self.digest.update, data)
+            try:
+                self.file.write(data)
+            finally:
+                hashed.result()  # the caller may free the data afterwards
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size, self.digest.hexdigest())
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self.pool, self.file:
+            if kind is None:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+
+
 class ManifestError(Exception):
     """Why a folder is not what its manifest says; the text names the file."""
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of the files `names`, which are then on the disk: hashing goes on while the disk works."""
-    names = list(names)
-    with ThreadPoolExecutor(THREADS) as pool:
-        synced = [pool.submit(sync, folder / name) for name in names]
-        entries = [pool.submit(_entry, folder / name) for name in names]
-        for future in synced:
-            future.result()
-        return {name: future.result() for name, future in zip(names, entries, strict=True)}
+    """Entries of the small files `names`, which are then on the disk."""
+    entries = {}
+    for name in names:
+        sync(folder / name)
+        entries[name] = _entry(folder / name)
+    return entries
 
 
 def sync(path: Path) -> None:

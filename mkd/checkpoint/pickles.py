@@ -99,7 +99,7 @@ def _check_torch_file(path: Path, part: tuple[int, int] | None) -> None:
         torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         text = str(error)
-        marks = ("Unsupported global: GLOBAL ", "Unsupported class ", "callable ")
+        marks = ("Unsupported global: GLOBAL ", "unsupported GLOBAL ", "Unsupported class ", "callable ")
         name = next((text.split(mark, 1)[1].split()[0] for mark in marks if mark in text), None)
         raise (_refusal(path, name) if name else _damage(path, error)) from None
     except Exception as error:

@@ -6,6 +6,7 @@ save, the pointer names a whole checkpoint; an error that one rank meets is rais
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import shutil
@@ -64,7 +65,7 @@ class Save:
     entries: dict[str, FileEntry] = field(default_factory=dict)  # of the files of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
-    seal_s: float = 0.0  # hashing and fsync, of this rank
+    write_s: float = 0.0  # from the start until all of this rank was written
 
     @property
     def folder(self) -> Path:
@@ -76,14 +77,17 @@ class Save:
 
     def start(self, sharded: ShardedStateDict, copied: bool) -> Save:
         """Take what is to be saved, as copies or as it is."""
+        self.begun = time.monotonic()
         on_rank_0(self._make_room, self._explain)
-        tensors, self.common = save_preprocess(sharded)
+        tensors, common = save_preprocess(sharded)
+        self.common = copy.deepcopy(common) if copied else common
         self.shards = plan_shards(tensors, self.context.dp_cp_group, copied)
         return self
 
     def write(self) -> Save:
         """Write, hash and sync this rank's files. What goes wrong is kept for `finish`."""
         _, self.problem = attempt(self._write, self._explain)
+        self.write_s = time.monotonic() - self.begun
         return self
 
     def finish(self) -> Path:
@@ -106,11 +110,9 @@ class Save:
 
     def _write(self) -> None:
         self._fault_at("before_shard")
-        places = write_shards(self.shards, self.partial, self.context.rank, lambda: self._fault_at("mid_shard"))
-        start = time.monotonic()
-        self.entries = seal(self.partial, places)
-        self.seal_s = time.monotonic() - start
-        self.written = [one for file in places.values() for one in file]
+        self.entries, self.written = write_shards(
+            self.shards, self.partial, self.context.rank, lambda: self._fault_at("mid_shard")
+        )
         self._fault_at("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from mkd.checkpoint.manifest import FileEntry, HashedFile
+
 METADATA_FILE = ".metadata"
 FILES_PER_RANK = 2  # written by a thread each
 SHARD_FILE = "__{rank}_{number}.distcp"
@@ -75,15 +77,17 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
     return Shards(items, metadata)
 
 
-def write_shards(shards: Shards, folder: Path, rank: int, on_item: Callable[[], None]) -> dict[str, list[Written]]:
-    """Write this rank's files; file name -> what is in it. Local. `on_item` is called before every item."""
+def write_shards(
+    shards: Shards, folder: Path, rank: int, on_item: Callable[[], None]
+) -> tuple[dict[str, FileEntry], list[Written]]:
+    """Write this rank's files; (their entries in the manifest, what is where). Local. `on_item` is called before every item."""
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
+    names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
     with ThreadPoolExecutor(FILES_PER_RANK) as pool:
-        names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
-        futures = [
-            pool.submit(_write_file, folder, name, bucket, on_item) for name, bucket in zip(names, buckets, strict=True)
-        ]
-        return {name: future.result() for name, future in zip(names, futures, strict=True)}
+        files = [pool.submit(_write_file, folder / name, bucket, on_item) for name, bucket in zip(names, buckets, strict=True)]
+    results = [file.result() for file in files]
+    entries = {name: entry for name, (entry, _) in zip(names, results, strict=True)}
+    return entries, [one for _, written in results for one in written]
 
 
 def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path) -> None:
@@ -103,12 +107,12 @@ def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[li
     return buckets
 
 
-def _write_file(folder: Path, name: str, bucket: list, on_item: Callable[[], None]) -> list[Written]:
+def _write_file(path: Path, bucket: list, on_item: Callable[[], None]) -> tuple[FileEntry, list[Written]]:
     written = []
-    with open(folder / name, "wb") as file:
+    with HashedFile(path) as file:
         for item, data in bucket:
             on_item()
-            start = file.tell()
+            start = file.size
             if isinstance(data, Tensor):
                 data = data.cpu()
                 if data.untyped_storage().nbytes() != data.nbytes:  # a view: torch would save all of what it looks at
@@ -116,5 +120,5 @@ def _write_file(folder: Path, name: str, bucket: list, on_item: Callable[[], Non
                 torch.save(data, file)
             else:
                 file.write(data.getbuffer())
-            written.append(Written(item.index, _StorageInfo(name, start, file.tell() - start)))
-    return written
+            written.append(Written(item.index, _StorageInfo(path.name, start, file.size - start)))
+    return file.entry, written

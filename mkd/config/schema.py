@@ -75,8 +75,11 @@ class ParallelConfig:
     )
     distributed_timeout_minutes: float = option(
         10.0,
-        "minutes a process waits for the others before it fails; raise it for "
-        "slow file systems, lower it to notice hangs",
+        "minutes without progress after which a process ends the run, and says where each one stands; raise it for slow file "
+        "systems and large data",
+    )
+    distributed_timeout_seconds_after_init: float | None = option(
+        None, "the same in seconds, from the end of the first step on and not for saves; not given: as before"
     )
 
 
@@ -186,6 +189,13 @@ class TrainingConfig:
         choices=RESIDENCIES,
     )
     deterministic_mode: bool = option(False, "only kernels that give the same bits in every run; slower on GPUs")
+    non_finite: str = option(
+        "abort",
+        "what a loss or gradient does that is NaN or infinite on any process: abort the run (exit code 70), or skip the update "
+        "of that step and go on. Neither changes a parameter, both name models and samples",
+        choices=("abort", "skip"),
+    )
+    max_non_finite_skips: int = option(10, "updates skipped in a row that end the run when one more would follow")
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,11 @@ class DataConfig:
         "split",
         "documents longer than --seq-length are split into pieces, truncated, or dropped",
         choices=("split", "truncate", "drop"),
+    )
+    max_bad_records: int = option(
+        0,
+        "records of a data file that may be left out because they cannot be read (broken JSON, no text, not UTF-8 ...); they "
+        "are listed in quarantine.jsonl in the log folder. One more is an error that names the first ten",
     )
     append_eod: bool = option(True, "end every document with the end-of-text token")
     shuffle: bool = option(True, "draw packs in random order, another one in every epoch")
@@ -353,4 +368,6 @@ class Config:
         "memory of one GPU in GiB (an 80 GB one has 79.1, an H200 139.8): the plan then says whether the run fits, and what to "
         "change if not",
     )
-    dry_run: bool = option(False, "check flags, models, layout and data paths, show the plan, end before anything is loaded")
+    dry_run: bool = option(
+        False, "check flags, models, tokenizers, layout, data and disk, show the plan, end before anything is loaded"
+    )

@@ -22,7 +22,9 @@ _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _RANGES = {
     "device_memory_gib": ("above 0", lambda x: x > 0),
-    "distributed_timeout_minutes": ("above 0", lambda x: x > 0),
+    **dict.fromkeys(
+        ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"), ("above 0", lambda x: x > 0)
+    ),
     **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
     **dict.fromkeys(
         ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
@@ -43,6 +45,7 @@ _RANGES = {
     "seed": ("0 or more", lambda x: x >= 0),
     "profile_step_start": ("0 or more", lambda x: x >= 0),
     "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
+    "max_bad_records": ("0 or more", lambda x: x >= 0),
     **dict.fromkeys(
         (
             "tensor_model_parallel_size",
@@ -62,6 +65,7 @@ _RANGES = {
             "save_retain_interval",
             "keep_checkpoints",
             "log_interval",
+            "max_non_finite_skips",
             "characters_per_sample",
             "xtoken_seq_length",
             "xtoken_top_k",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mkd.data.documents import Record, Row, parse_row
+from mkd.data.documents import Record, Row, encode_record, parse_row, require_eos
 from mkd.data.encoding import each_row
 from mkd.data.store import TokenStore
 from mkd.data.teacher_store import chunk_marks
@@ -23,7 +23,7 @@ SHARED_ROLES = ("bos", "eos", "end_of_turn", "unk", "pad")  # a token with sever
 
 @dataclass(frozen=True)
 class AlignedChunk:
-    """Consecutive documents one after the other on both sides, and what is wrong with the other rows."""
+    """Consecutive documents one after the other on both sides. The teacher's side of one that it refuses is empty."""
 
     student_ids: np.ndarray  # [n] int32
     teacher_ids: np.ndarray  # [m] int32
@@ -31,7 +31,8 @@ class AlignedChunk:
     teacher_marks: np.ndarray  # [m] uint8
     student_lengths: np.ndarray  # [documents] int64
     teacher_lengths: np.ndarray  # [documents] int64
-    errors: list[MkdError]
+    refused: np.ndarray  # [r] int64, the documents that the teacher refuses
+    errors: list[MkdError]  # why it does, or of a file that cannot be read on
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,29 @@ class Pair:
 
 @dataclass(frozen=True)
 class RowAligner:
-    """Rows of files to aligned documents: the student's ids are those of `encode_record`."""
+    """Rows of files to aligned documents: those, and the student's ids, that `encode_record` makes of them."""
 
     pair: Pair
 
     def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedChunk:
-        return _chunk(*each_row(rows, lambda row: align_record(parse_row(row), self.pair)))
+        if isinstance(rows, MkdError):
+            return _chunk([], [rows])
+        documents, refused, errors = [], [], []
+        for row in rows[1]:
+            aligned, wrong = each_row((rows[0], [row]), self._align)
+            if wrong:  # by the student too, whose corpus has left it out, or by the teacher alone
+                aligned, _ = each_row((rows[0], [row]), self._without_teacher)
+                refused += [len(documents)] * len(aligned)
+                errors += wrong * len(aligned)
+            documents += aligned
+        return _chunk(documents, errors, refused)
+
+    def _align(self, row: Row) -> AlignedText:
+        return align_record(parse_row(row), self.pair)
+
+    def _without_teacher(self, row: Row) -> AlignedText:
+        ids = encode_record(parse_row(row), self.pair.student, self.pair.append_eod).ids
+        return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,7 @@ def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
 
 def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
     n, m = len(aligned.student_ids), len(aligned.teacher_ids)
-    student_ids = np.append(aligned.student_ids, pair.student.eos_id)
+    student_ids = np.append(aligned.student_ids, require_eos(pair.student))
     if pair.teacher.eos_id is None:
         return AlignedText(student_ids, aligned.teacher_ids, aligned.chunks)
     chunks = np.concatenate([aligned.chunks, [[n, n + 1, m, m + 1]]])
@@ -181,7 +199,7 @@ def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tupl
     return teacher.ids, aligner(pair.alignment, text)(student, teacher)
 
 
-def _chunk(documents: Iterable[AlignedText], errors: list[MkdError]) -> AlignedChunk:
+def _chunk(documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()) -> AlignedChunk:
     documents = list(documents)
     sides = {}
     for side, column in (("student", 0), ("teacher", 2)):
@@ -193,4 +211,4 @@ def _chunk(documents: Iterable[AlignedText], errors: list[MkdError]) -> AlignedC
         sides[f"{side}_ids"] = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
         sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
         sides[f"{side}_lengths"] = np.array([len(own) for own in ids], dtype=np.int64)
-    return AlignedChunk(**sides, errors=errors)
+    return AlignedChunk(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)

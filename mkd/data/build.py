@@ -10,15 +10,16 @@ from typing import Any
 
 from mkd.data.attach_teachers import attach_teachers
 from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
-from mkd.data.store import TokenStore
+from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
-from mkd.data.teacher_store_builder import cached_teacher_store
+from mkd.data.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora of unknown origin are only checked pack by pack, as they are read
+SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are only checked pack by pack, as they are read
 
 
 def open_datasets(
@@ -36,6 +37,8 @@ def open_datasets(
     document_multiple: int = 1,  # documents are padded to a multiple of it
     workers: int = 0,  # processes that tokenise; 0: this one
     characters_per_sample: int | None = None,  # text records are joined until they have so many; None: each is a document
+    max_bad_records: int = 0,  # of a raw file, that may be left out
+    quarantine: str | None = None,  # file that lists what was left out of this run's corpora; None: none is written
     teachers: Sequence[TeacherText | None] = (),  # one for every teacher, None for one that reads the student's tokens
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
@@ -45,7 +48,8 @@ def open_datasets(
     Raw files are tokenised into `cache_dir`, once for every content, tokenizer and setting, by the process with
     `is_builder`. `share(value)` is called once by every process, waits for the builder and returns the builder's value
     (picklable): an error of the builder is raised by all. With `valid_data_path` all of `data_path` is for training.
-    For `teachers` with a tokenizer of their own the corpora are tokenised and aligned likewise, and packs have their part.
+    For `teachers` with a tokenizer of their own the corpora are tokenised and aligned likewise, and packs have their part;
+    a record that one of them refuses is a bad record, which the student does not train on either.
     """
     train, valid = parse_blend(data_path), None
     train_end, valid_end = parse_split(split or "1")
@@ -53,9 +57,10 @@ def open_datasets(
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
     flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
     flags |= dict.fromkeys(train.paths, "--data-path")
-    preparation = _Preparation(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample, teachers)
+    preparation = _Preparation(
+        tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample, teachers, max_bad_records, quarantine
+    )
     prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
-    prefixes = {path: student for path, (student, _) in prepared.items()}
     open_packed = partial(
         PackedDataset,
         seq_length=seq_length,
@@ -65,7 +70,7 @@ def open_datasets(
         overlong=overlong,
         document_multiple=document_multiple,
     )
-    train_data = _open_blend(train, prefixes, 0.0, train_end, open_packed)
+    train_data = _open_blend(train, prepared, 0.0, train_end, open_packed)
     if train_data is None:
         raise DataError(
             f"--split {split} leaves no document for training",
@@ -73,7 +78,7 @@ def open_datasets(
             "give training a larger part",
         )
     begin, end = (0.0, 1.0) if valid else (train_end, valid_end)
-    valid_data = _open_blend(valid or train, prefixes, begin, end, open_packed)
+    valid_data = _open_blend(valid or train, prepared, begin, end, open_packed)
     if teachers:
         attach_teachers((train_data, valid_data), teachers, dict(prepared.values()), document_multiple)
     return train_data, valid_data
@@ -90,13 +95,19 @@ class _Preparation:
     workers: int
     characters_per_sample: int | None
     teachers: Sequence[TeacherText | None]
+    max_bad_records: int
+    quarantine: str | None
 
     def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
         """Path -> (prefix of its tokenised corpus, prefixes of the same in the tokens of each teacher that has its own).
 
         `flags` says which flag named each path.
         """
-        return {path: self._prefixes(path, flag) for path, flag in flags.items()}
+        found = {path: self._prefixes(path, flag) for path, flag in flags.items()}
+        if self.quarantine is not None:
+            prefixes = [prefix for student, of_teachers in found.values() for prefix in (student, *of_teachers) if prefix]
+            collect([StoreFiles(prefix).quarantine for prefix in prefixes], Path(self.quarantine))
+        return found
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
         student = self._student_prefix(path, flag)
@@ -106,6 +117,7 @@ class _Preparation:
             characters_per_sample=self.characters_per_sample,
             cache_dir=self.cache_dir,
             workers=self.workers,
+            max_bad_records=self.max_bad_records,
         )
         return student, [text and cached_teacher_store(path, student, text, **settings) for text in self.teachers]
 
@@ -113,53 +125,54 @@ class _Preparation:
         """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
-        known = store.meta.get("vocabulary_fingerprint", self.tokenizer.vocabulary_fingerprint)
-        if known != self.tokenizer.vocabulary_fingerprint:
-            raise DataError(
-                f"{flag} {path} was tokenised with another tokenizer",
-                f"{prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
-                "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
-            )
+        require_vocabulary(store, self.tokenizer, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
+            if not is_raw(path):
+                store.check_content()
             store.check_token_range(self.vocab_size)
         return prefix
 
     def _cached(self, path: str, flag: str) -> str:
-        _require_file(path, flag)
+        require_file(path, flag)
         key = cache_key(path, self.tokenizer, self.append_eod, self.characters_per_sample)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
         if not _is_complete(prefix, key):
-            build_store([path], prefix, self.tokenizer, self.append_eod, self.workers, key, self.characters_per_sample)
+            build_store(
+                [path],
+                prefix,
+                self.tokenizer,
+                self.append_eod,
+                self.workers,
+                key,
+                self.characters_per_sample,
+                self.max_bad_records,
+            )
+        require_few(StoreFiles(prefix).quarantine, TokenStore.open(prefix).meta["bad_records"], self.max_bad_records)
         return prefix
 
 
 def _is_complete(prefix: str, key: str) -> bool:
     try:
-        return TokenStore.open(prefix).meta.get("cache_key") == key
+        store = TokenStore.open(prefix)
+        store.check_content()
+        return store.meta.get("cache_key") == key
     except DataError:
         return False
 
 
-def missing_data(data_path: Sequence[str], valid_data_path: Sequence[str]) -> list[MkdError]:
-    """One error for each path at which there is nothing, from the paths alone."""
-    problems: list[MkdError] = []
-    for paths, flag in ((data_path, "--data-path"), (valid_data_path, "--valid-data-path")):
-        if not paths:
-            continue
-        try:
-            blend = parse_blend(paths, flag)
-        except MkdError as error:
-            problems.append(error)
-            continue
-        for path in blend.paths:
-            try:
-                _require_file(path, flag) if is_raw(path) else find_prefix(path, flag)
-            except MkdError as error:
-                problems.append(error)
-    return problems
+def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:
+    """Raises DataError, which calls the corpus `name`, where its ids are known to be those of another tokenizer."""
+    known = store.meta.get("vocabulary_fingerprint", tokenizer.vocabulary_fingerprint)
+    if known != tokenizer.vocabulary_fingerprint:
+        raise DataError(
+            f"{name} was tokenised with another tokenizer",
+            f"{store.prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
+            "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
+        )
 
 
-def _require_file(path: str, flag: str) -> None:
+def require_file(path: str, flag: str) -> None:
+    """Raises DataError where there is no file of that name."""
     if not Path(path).is_file():
         raise DataError(f"{flag} {path}: nothing found", "looked for a file of this name", "check the path")
 
@@ -182,15 +195,20 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
 
 
 def _open_blend(
-    blend: Blend, prefixes: Mapping[str, str], begin: float, end: float, open_packed: Callable[..., PackedDataset]
+    blend: Blend,
+    prepared: Mapping[str, tuple[str, list[str | None]]],
+    begin: float,
+    end: float,
+    open_packed: Callable[..., PackedDataset],
 ) -> BlendedDataset | None:
     """The documents [begin, end) (fractions, rounded as Megatron does) of each corpus; None if that is not a document."""
     members, weights = [], []
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
-        store = TokenStore.open(prefixes[path])
+        prefix, of_teachers = prepared[path]
+        store, refused = TokenStore.open(prefix), {i for own in of_teachers if own for i in refused_documents(own)}
         documents = (round(begin * len(store)), round(end * len(store)))
         if documents[0] < documents[1]:
-            members.append(open_packed(store, documents=documents))
+            members.append(open_packed(store, documents=documents, left_out=sorted(refused)))
             weights.append(weight)
     if not members:
         return None

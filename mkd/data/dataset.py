@@ -32,11 +32,15 @@ class PackedDataset:
         overlong: str = "split",
         documents: tuple[int, int] | None = None,  # [first, last) of the corpus; None: all
         document_multiple: int = 1,  # documents are padded to a multiple of it
+        left_out: Sequence[int] = (),  # documents that are not trained on
     ):
         """Raises DataError when no token of the documents has loss."""
         assert seq_length % document_multiple == 0
         first, last = documents or (0, len(store))
-        pieces = cut_documents(store.lengths[first:last], first, seq_length, overlong)
+        lengths = store.lengths[first:last].copy()
+        here = [document - first for document in left_out if first <= document < last]
+        lengths[here] = 0
+        pieces = cut_documents(lengths, first, seq_length, overlong)
         loss_tokens = store.count_loss(store.offsets[pieces.document] + pieces.offset + 1, pieces.num_labels)
         # Pieces without loss would cost a forward and a backward pass for nothing.
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
@@ -48,7 +52,7 @@ class PackedDataset:
         self.teachers: tuple[TeacherSide | None, ...] = ()  # one for every teacher, None: it reads the student's tokens
         self._vocab_size, self._pad_id = vocab_size, pad_id
         self.seq_length = seq_length
-        self.num_documents = last - first
+        self.first_document, self.num_documents, self._num_left_out = first, last - first, len(here)
         self.num_tokens = int(pieces.length.sum())
         self.num_loss_tokens = int(loss_tokens.sum())
 
@@ -85,9 +89,14 @@ class PackedDataset:
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
             f"{self.store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
-            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}",
+            f" {self.num_loss_tokens} loss tokens, fill {fill:.3f}{self._describe_bad_records()}",
             *self._describe_teachers(),
         ]
+
+    def _describe_bad_records(self) -> str:
+        """Of the whole corpus, and of the documents of this data set those that a teacher refuses."""
+        bad = self.store.meta.get("bad_records", 0) + self._num_left_out
+        return f", {bad} bad records left out" if bad else ""
 
     def _describe_teachers(self) -> list[str]:
         """From evenly spaced packs, or from all where there are few."""

@@ -21,7 +21,7 @@ RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
 ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
 
-Row = bytes | Mapping  # one raw record: a line of JSON, or a row of a table; a line of text is {"text": bytes}
+Row = bytes | Mapping | DataError  # a line of JSON; a row of a table, or why it has no values; a line of text: {"text": bytes}
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 
 def parse_row(row: Row) -> Record:
     """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record."""
+    if isinstance(row, DataError):
+        raise row
     fields = _json_object(row) if isinstance(row, bytes) else row
     kinds = [kind for kind, keys in KINDS.items() if all(fields.get(key) is not None for key in keys)]
     if len(kinds) != 1:
@@ -94,7 +96,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
             num_prompt = len(ids)
             ids = ids + tokenizer.encode_continuation(record.values[1])
         if append_eod:
-            ids = [*ids, _eos_id(tokenizer)]
+            ids = [*ids, require_eos(tokenizer)]
         loss = [0] * num_prompt + [1] * (len(ids) - num_prompt)
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8))
 
@@ -108,7 +110,7 @@ def _lines(path: Path, stripped: bytes | None = None, keep_blank: bool = False) 
                 yield number, content
 
 
-def _table_rows(path: Path) -> Iterator[dict]:
+def _table_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -117,14 +119,15 @@ def _table_rows(path: Path) -> Iterator[dict]:
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(ROWS_PER_BATCH, columns=_known_columns(file.schema_arrow.names)):
-                    yield from batch.to_pylist()
+                columns = _known_columns(file.schema_arrow.names, path)
+                for batch in file.iter_batches(ROWS_PER_BATCH, columns=columns):
+                    yield from _batch_rows(batch)
         else:
             with pa.memory_map(str(path)) as source:
                 for batch in _arrow_batches(pa, source):
-                    batch = batch.select(_known_columns(batch.schema.names))
+                    batch = batch.select(_known_columns(batch.schema.names, path))
                     for start in range(0, batch.num_rows, ROWS_PER_BATCH):
-                        yield from batch.slice(start, ROWS_PER_BATCH).to_pylist()
+                        yield from _batch_rows(batch.slice(start, ROWS_PER_BATCH))
     except pa.ArrowException as error:
         raise DataError(
             f"{path} is not a valid {path.suffix[1:]} file", str(error), "check that it was written completely"
@@ -142,15 +145,31 @@ def _arrow_batches(pa, source) -> Iterator:
         yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
-def _known_columns(names: list[str]) -> list[str]:
+def _batch_rows(batch) -> Iterator[Row]:
+    """The rows of a record batch; writers may have put what is not UTF-8 into a column of strings."""
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            rows = [_not_utf8(error)]
+        else:
+            rows = [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+    yield from rows
+
+
+def _known_columns(names: list[str], path: Path) -> list[str]:
     wanted = {key for keys in KINDS.values() for key in keys}
-    return [name for name in names if name in wanted]
+    known = [name for name in names if name in wanted]
+    twice = next((name for name in known if known.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path} has two columns {twice}", "it is not clear which of them is meant", "rename or drop one")
+    return known
 
 
 def _json_object(line: bytes) -> Mapping:
     text = _utf8(line)
     try:
-        value = json.loads(text)
+        value = JSON.decode(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"not valid JSON: {error}",
@@ -170,11 +189,32 @@ def _utf8(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8: {error.reason} at byte {error.start + 1}",
-            "the text would be changed silently",
-            "convert the file with: iconv -t UTF-8",
-        ) from error
+        raise _not_utf8(error) from error
+
+
+def _not_utf8(error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"not UTF-8: {error.reason} at byte {error.start + 1}",
+        "the text would be changed silently",
+        "convert the file with: iconv -t UTF-8",
+    )
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return fields
+
+
+def _no_constant(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+"""Python's own reader takes the last of equal keys, and NaN and Infinity, which other readers refuse."""
 
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
@@ -231,6 +271,12 @@ def _check_string(value, name: str) -> None:
             "it is no text, and tokenizers refuse it",
             "repair or remove the record",
         ) from error
+    if "\0" in value:
+        raise DataError(
+            f"{name} has a NUL at character {value.index(chr(0)) + 1}",
+            "texts have none: it is what a broken copy or a full disk leaves",
+            "repair or remove the record",
+        )
 
 
 def _json_name(value) -> str:
@@ -238,7 +284,8 @@ def _json_name(value) -> str:
     return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
-def _eos_id(tokenizer: Tokenizer) -> int:
+def require_eos(tokenizer: Tokenizer) -> int:
+    """The id that ends documents. Raises DataError where there is none."""
     if tokenizer.eos_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token",

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mkd.data.documents import Document, Row, encode_record, parse_row, read_rows
-from mkd.data.joining import join_texts
+from mkd.data.joining import cut_texts, join_texts
+from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ class EncodedChunk:
     ids: np.ndarray  # [t] int32
     loss: np.ndarray  # [t] uint8
     lengths: np.ndarray  # [documents] int64, tokens of each
-    errors: list[MkdError]
+    errors: list[MkdError]  # BadRecord, or of a file that cannot be read on
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class FileRows:
             rows = read_rows(path, keep_blank=self.characters_per_sample is not None)
             if self.characters_per_sample is not None:
                 rows = join_texts(rows, self.characters_per_sample)
+            rows = cut_texts(rows)
             try:
                 while chunk := list(islice(rows, ROWS_PER_CHUNK)):
                     yield path, chunk
@@ -106,15 +108,19 @@ class _Encoder:
 def each_row(
     rows: tuple[str, list[tuple[int, Row]]] | MkdError, encode: Callable[[Row], object]
 ) -> tuple[list, list[MkdError]]:
-    """(`encode` of every row of a part of FileRows, errors), where an error names the file and the row."""
+    """(`encode` of every row of a part of FileRows, a BadRecord for each row that has none, or the error of the file).
+
+    Equal rows one after the other, as the parts of a long text without any words are, are encoded once.
+    """
     if isinstance(rows, MkdError):
         return [], [rows]
-    path, encoded, errors = rows[0], [], []
+    path, encoded, errors, before = rows[0], [], [], None
     for number, row in rows[1]:
         try:
-            encoded.append(encode(row))
+            encoded.append(encoded[-1] if row == before else encode(row))
+            before = row
         except DataError as error:
-            errors.append(DataError(f"{path}:{number}: {error.what}", error.why, error.do))
+            errors.append(BadRecord.at(path, number, row, error))
     return encoded, errors
 
 

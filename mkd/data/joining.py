@@ -1,4 +1,4 @@
-"""Short texts joined to samples of a least length, before they are tokenised: lazy character packing."""
+"""Texts before they are tokenised: short ones joined to samples of a least length (lazy character packing), huge ones cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from mkd.data.documents import Row, parse_row
 from mkd.errors import DataError
+
+MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
 
 
 def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> Iterator[tuple[int, Row]]:
@@ -27,6 +29,41 @@ def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> I
         if text is None:
             yield number, row
     yield from _sample(first, texts)
+
+
+def cut_texts(rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """The rows; a text of more than MAX_CHARACTERS becomes several documents, whose texts join to it.
+
+    It is cut behind the last line end of the second half of what fits, else before the last blank, else anywhere.
+    """
+    for number, row in rows:
+        text = _text(row) if _size(row) > MAX_CHARACTERS else None
+        if text is None:
+            yield number, row
+            continue
+        start = 0
+        while start < len(text):
+            end = _cut(text, start)
+            yield number, {"text": text[start:end]}
+            start = end
+
+
+def _size(row: Row) -> int:
+    """At least the characters of its text."""
+    if isinstance(row, bytes):
+        return len(row)
+    text = None if isinstance(row, DataError) else row.get("text")
+    return len(text) if isinstance(text, str | bytes) else 0
+
+
+def _cut(text: str, start: int) -> int:
+    end = start + MAX_CHARACTERS
+    if end >= len(text):
+        return len(text)
+    half = start + MAX_CHARACTERS // 2
+    line_end = text.rfind("\n", half, end)
+    blank = text.rfind(" ", half, end)
+    return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
 
 
 def _text(row: Row) -> str | None:

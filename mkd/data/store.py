@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from dataclasses import dataclass
@@ -41,8 +42,12 @@ class StoreFiles:
         return Path(self.prefix + ".meta.json")
 
     @property
+    def quarantine(self) -> Path:  # a line of JSON for each record that was left out; absent: there was none
+        return Path(self.prefix + ".quarantine.jsonl")
+
+    @property
     def in_order(self) -> tuple[Path, ...]:  # as they are put in place: what is looked for first comes last
-        return self.loss_mask, self.bin, self.idx, self.meta
+        return self.quarantine, self.loss_mask, self.bin, self.idx, self.meta
 
 
 class TokenStore:
@@ -74,6 +79,7 @@ class TokenStore:
             indexed = IndexedDataset(prefix)
         except AssertionError as error:
             raise _damaged(files.idx, "its documents do not add up to its sequences") from error
+        _check_pointers(files.idx, indexed)
         num_tokens = int(np.sum(indexed.sequence_lengths, dtype=np.int64))
         _check_size(files.bin, num_tokens * DType.size(indexed.index.dtype))
         meta, loss_mask = _read_meta(files.meta), None
@@ -139,6 +145,14 @@ class TokenStore:
                 document = int(np.searchsorted(self.offsets, start + wrong, side="right")) - 1
                 raise self.out_of_range(document, int(ids[wrong]), vocab_size)
 
+    def check_content(self) -> None:
+        """Raises DataError for a file whose content is not what the description says. Reads all files, if there is one."""
+        files, known = StoreFiles(self.prefix), self.meta.get("sha256", {})
+        found = content_hashes(files) if known else {}
+        for end, digest in known.items():
+            if found.get(end) != digest:
+                raise _damaged(Path(self.prefix + end), "its SHA-256 is not the one that was noted when it was written")
+
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
         return DataError(
             f"{self.prefix}.bin: document {document} has token id {token_id}, the model knows 0 to {vocab_size - 1}",
@@ -150,6 +164,20 @@ class TokenStore:
         """A copy, int64 [length]: Megatron unmaps the file under the views that are left when a data set is deleted."""
         dtype = self._indexed.index.dtype
         return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
+
+
+def content_hashes(files: StoreFiles) -> dict[str, str]:
+    """End of the name -> SHA-256 of the content, of the tokens, the index and the mask of a corpus."""
+    paths = {path.name.removeprefix(Path(files.prefix).name): path for path in (files.bin, files.idx, files.loss_mask)}
+    return {end: sha256_of_file(path) for end, path in paths.items() if path.exists()}
+
+
+def sha256_of_file(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
@@ -180,9 +208,24 @@ def _check_index(path: Path) -> None:
     magic, version, dtype_code, sequences, documents = INDEX_HEADER.unpack(header)
     if magic != b"MMIDIDX\0\0" or version != 1 or dtype_code not in {dtype.value for dtype in DType}:
         raise _damaged(path, "it does not start as a Megatron index does")
+    if not np.issubdtype(DType.dtype_from_code(dtype_code), np.integer):
+        raise _damaged(path, f"its tokens are of type {DType(dtype_code).name}, and token ids are whole numbers")
     expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
     if path.stat().st_size not in (expected, expected + sequences):  # multimodal indices have a byte more per sequence
         raise _damaged(path, f"it has {path.stat().st_size} bytes where its header says {expected}")
+
+
+def _check_pointers(path: Path, indexed: IndexedDataset) -> None:
+    """Sequences lie one after the other in the .bin, and documents are runs of them: what `TokenStore` relies on."""
+    lengths, documents = indexed.sequence_lengths, indexed.document_indices
+    if np.any(lengths < 0):
+        raise _damaged(path, f"sequence {int(np.argmax(lengths < 0))} has {int(lengths.min())} tokens")
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(indexed.index.dtype)
+    astray = indexed.index.sequence_pointers != starts
+    if np.any(astray):
+        raise _damaged(path, f"sequence {int(np.argmax(astray))} does not start where the one before it ends")
+    if documents[0] != 0 or np.any(np.diff(documents) < 0):
+        raise _damaged(path, "the numbers of its documents do not ascend from 0")
 
 
 def _check_size(path: Path, expected: int) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.encoding import EncodedChunk, encode_files
-from mkd.data.store import FORMAT_VERSION, StoreFiles
-from mkd.errors import DataError, ErrorList
+from mkd.data.quarantine import Quarantine
+from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
+from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-MAX_REPORTED_ERRORS = 10
+RECORDS_VERSION = 2  # of what a file's records become
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StoreSummary:
     tokens: int
     loss_tokens: int  # tokens that some other token of their document predicts with loss
     max_token_id: int
+    bad_records: int = 0  # that were left out
 
 
 def build_store(
@@ -39,13 +41,14 @@ def build_store(
     workers: int = 0,
     key: str | None = None,
     characters_per_sample: int | None = None,
+    max_bad_records: int = 0,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace one that is there.
 
     Text records are joined to samples of at least `characters_per_sample` characters (None: each is a document). The bytes
     do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are complete; the
-    description, with `key` (see `cache_key`), comes last. Raises DataError for a malformed record, or ErrorList with the
-    first ten of them.
+    description, with `key` (see `cache_key`), comes last. Up to `max_bad_records` bad records are left out and listed in
+    PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList with the first ten.
     """
     inputs = [str(path) for path in inputs]
     for path in inputs:
@@ -54,7 +57,7 @@ def build_store(
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         chunks = encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample)
-        summary = _write_tokens(chunks, partial, tokenizer.vocab_size)
+        summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             raise DataError(f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files")
         meta = {
@@ -67,6 +70,7 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **asdict(summary),
+            "sha256": content_hashes(partial),
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -74,28 +78,25 @@ def build_store(
 
 def cache_key(path: str, tokenizer: Tokenizer, append_eod: bool, characters_per_sample: int | None = None) -> str:
     """SHA-256 over the content of a raw file and all that decides its tokens."""
-    return content_hash([FORMAT_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path])
+    return content_hash([RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path])
 
 
 def content_hash(settings: list, paths: Sequence[str | Path]) -> str:
-    """SHA-256 over `settings` (JSON) and the content of files."""
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for path in paths:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
+    """SHA-256 over `settings` (JSON) and the content of files; sizes and times of files say nothing."""
+    return hashlib.sha256(json.dumps([settings, [sha256_of_file(path) for path in paths]]).encode()).hexdigest()
 
 
-def _write_tokens(chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size: int) -> StoreSummary:
+def _write_tokens(
+    chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size: int, max_bad_records: int
+) -> StoreSummary:
     """Write .bin, .idx and, unless it is all ones, the loss mask."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
-    max_token_id, errors = -1, []
+    max_token_id, quarantine = -1, Quarantine(files.quarantine, max_bad_records)
     with builder.data_file, files.loss_mask.open("wb") as mask_file:
         for chunk in chunks:
-            errors += chunk.errors
-            if len(errors) >= MAX_REPORTED_ERRORS:
+            quarantine.add(chunk.errors)
+            if quarantine.is_full:
                 break
             stops = np.cumsum(chunk.lengths)
             for start, stop in zip(stops - chunk.lengths, stops, strict=True):
@@ -107,21 +108,11 @@ def _write_tokens(chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size:
             loss_tokens += int(chunk.loss.sum(dtype=np.int64)) - int(chunk.loss[starts].sum(dtype=np.int64))
             unpredicted += int((chunk.loss == 0).sum())
             max_token_id = max(max_token_id, int(chunk.ids.max(initial=-1)))
-    raise_errors(errors)
+    quarantine.close()
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
-    return StoreSummary(documents, tokens, loss_tokens, max_token_id)
-
-
-def raise_errors(errors: list[DataError]) -> None:
-    if len(errors) == 1:
-        raise errors[0]
-    if len(errors) >= MAX_REPORTED_ERRORS:
-        stopped = DataError(f"reading stopped after {MAX_REPORTED_ERRORS} malformed records; there may be more")
-        raise ErrorList([*errors[:MAX_REPORTED_ERRORS], stopped])
-    if errors:
-        raise ErrorList(errors)
+    return StoreSummary(documents, tokens, loss_tokens, max_token_id, quarantine.count)
 
 
 @contextmanager

@@ -11,15 +11,16 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.aligned_documents import AlignedChunk, DocumentRanges, Pair, RowAligner, StoreAligner
 from mkd.data.encoding import FileRows, in_workers
+from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
 from mkd.data.store import FORMAT_VERSION, StoreFiles, TokenStore
-from mkd.data.store_builder import MAX_REPORTED_ERRORS, content_hash, raise_errors, replaced_when_complete
+from mkd.data.store_builder import content_hash, replaced_when_complete
 from mkd.data.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.teacher_text import TeacherText
-from mkd.errors import DataError
+from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 1  # of what alignment makes of a text
+ALIGNMENT_VERSION = 2  # of what alignment makes of a text
 
 
 def cached_teacher_store(
@@ -32,10 +33,12 @@ def cached_teacher_store(
     characters_per_sample: int | None,
     cache_dir: str,
     workers: int,
+    max_bad_records: int = 0,
 ) -> str:
     """Prefix of the corpus in the teacher's tokens, aligned now unless the cache has it for this content and setting.
 
-    Raises DataError for records that the teacher's tokenizer or template refuses, and for ids that its model does not know.
+    Of records that the teacher's tokenizer or template refuses up to `max_bad_records` are left out, as in a student's corpus
+    (see `refused_documents`). Raises DataError for more of them, and for ids that the teacher's model does not know.
     """
     student = TokenStore.open(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
@@ -48,9 +51,16 @@ def cached_teacher_store(
         key = content_hash(settings, [StoreFiles(student_prefix).bin, StoreFiles(student_prefix).idx])
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key):
-        _write(in_workers(source, align, workers), prefix, student, text, key)
-    TokenStore.open(prefix).check_token_range(text.vocab_size)
+        _write(in_workers(source, align, workers), prefix, student, text, key, max_bad_records)
+    store = TokenStore.open(prefix)
+    require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
+    store.check_token_range(text.vocab_size)
     return prefix
+
+
+def refused_documents(prefix: str) -> list[int]:
+    """The documents that a teacher's corpus leaves out."""
+    return TokenStore.open(prefix).meta["refused"]
 
 
 def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
@@ -60,10 +70,12 @@ def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
         return False
 
 
-def _write(chunks: Iterable[AlignedChunk], prefix: str, student: TokenStore, text: TeacherText, key: str) -> None:
+def _write(
+    chunks: Iterable[AlignedChunk], prefix: str, student: TokenStore, text: TeacherText, key: str, max_bad_records: int
+) -> None:
     """Write the corpus, or raise DataError and leave nothing."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
-        max_token_id = _write_chunks(chunks, partial, student, text)
+        max_token_id, refused = _write_chunks(chunks, partial, student, text, max_bad_records)
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
@@ -72,22 +84,27 @@ def _write(chunks: Iterable[AlignedChunk], prefix: str, student: TokenStore, tex
             "student": student.prefix,
             "loss_mask": False,
             "max_token_id": max_token_id,
+            "bad_records": len(refused),
+            "refused": refused,
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_chunks(chunks: Iterable[AlignedChunk], files: TeacherStoreFiles, student: TokenStore, text: TeacherText) -> int:
-    """Write tokens and marks; the largest token id."""
+def _write_chunks(
+    chunks: Iterable[AlignedChunk], files: TeacherStoreFiles, student: TokenStore, text: TeacherText, max_bad_records: int
+) -> tuple[int, list[int]]:
+    """Write tokens and marks; (the largest token id, the documents that are left out)."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
-    document, max_token_id, errors = 0, -1, []
+    document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
     with builder.data_file, files.student_marks.open("wb") as student_marks, files.teacher_marks.open("wb") as teacher_marks:
         for chunk in chunks:
-            errors += [DataError(f"{text.name}: {error.what}", error.why, error.do) for error in chunk.errors]
-            if len(errors) >= MAX_REPORTED_ERRORS:
+            quarantine.add([_named(error, text.name) for error in chunk.errors])
+            if quarantine.is_full:
                 break
-            if errors:
+            if quarantine.is_over:
                 continue  # nothing will be written: only further errors are of interest
             _check_documents(chunk, student, document)
+            refused += (document + chunk.refused).tolist()
             document += len(chunk.student_lengths)
             stops = np.cumsum(chunk.teacher_lengths)
             for start, stop in zip(stops - chunk.teacher_lengths, stops, strict=True):
@@ -95,11 +112,15 @@ def _write_chunks(chunks: Iterable[AlignedChunk], files: TeacherStoreFiles, stud
             student_marks.write(chunk.student_marks.tobytes())
             teacher_marks.write(chunk.teacher_marks.tobytes())
             max_token_id = max(max_token_id, int(chunk.teacher_ids.max(initial=-1)))
-    raise_errors(errors)
+    quarantine.close()
     if document != len(student):
         raise _other_documents(student, document, f"its source has {document} documents, the corpus {len(student)}")
     builder.finalize(str(files.idx))
-    return max_token_id
+    return max_token_id, refused
+
+
+def _named(error: MkdError, teacher: str) -> MkdError:
+    return error.of_teacher(teacher) if isinstance(error, BadRecord) else error
 
 
 def _check_documents(chunk: AlignedChunk, student: TokenStore, first: int) -> None:

@@ -35,7 +35,8 @@ def progress_line(
         *_optional(record, "top-1 agreement", "top1_agreement", ".4f"),
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
-        f"number of nan iterations: {0:3d}",  # the first one ends the run
+        f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # why iterations are skipped
+        *_optional(record, "loss spikes", "loss_spikes", "d"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
         *_optional(record, "peak memory per GPU (GiB)", "peak_memory_gib", ".1f"),
         f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",
@@ -51,6 +52,7 @@ def evaluation_line(record: Mapping[str, float]) -> str:
         if LOSS_FIELDS.get(label) == "ce_loss":
             fields.append(f"{label} PPL: {_perplexity(value):.6E}")
     fields += _optional(record, "top-1 agreement value", "top1_agreement", ".4f")
+    fields += _optional(record, "gap closed value", "gap_closed", ".4f")
     return " " + " | ".join(fields) + " |"
 
 

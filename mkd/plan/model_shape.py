@@ -23,6 +23,9 @@ FAMILIES = {
 }
 """Hugging Face `model_type` -> mkd family. SmolLM2 is `llama`, Phi-4 (dense) is `phi3`."""
 
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")  # null: not given
+
 
 @dataclass(frozen=True)
 class RopeShape:
@@ -110,10 +113,13 @@ class ModelShape:
                 "use a model of one of these families",
             )
         family = FAMILIES[model_type]
+        _check_sizes(config, source)
         try:
             return cls._read(family, config)
         except KeyError as error:
             raise CheckpointError(f"{source}: key {error} is missing", f"a {model_type} model needs it") from None
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{source} has a value of a wrong kind: {error}", "", "download or write it again") from None
 
     @classmethod
     def _read(cls, family: str, config: Mapping[str, Any]) -> ModelShape:
@@ -143,6 +149,16 @@ class ModelShape:
             initializer_range=config.get("initializer_range", 0.02),
             hf_config=dict(config),
         )
+
+
+def _check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for a size that is given, and is no whole number above 0."""
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        value = config.get(name, 1)
+        if (value is not None or name in SIZES) and (type(value) is not int or value < 1):
+            raise CheckpointError(
+                f"{source}: {name} is {value!r}", "it must be a whole number above 0", "download or write it again"
+            )
 
 
 def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:

@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mkd.data.build import open_datasets
-from mkd.errors import DataError, UsageError
+from mkd.errors import DataError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
-from mkd.tokenizers.hugging_face import has_tokenizer
-from mkd.tokenizers.load import load_tokenizer
-from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.own_tokens import OwnTokens, cache_folder
-from mkd.train.plan import ModelSource, Plan
+from mkd.train.folders import cache_folder, log_folder
+from mkd.train.own_tokens import OwnTokens
+from mkd.train.plan import Plan
+
+QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
 
 
 def build_data(
     plan: Plan,
     context: ParallelContext,
-    tokenizer: Tokenizer | None = None,  # of the student; None: as configured
     own_tokens: Sequence[OwnTokens | None] = (),  # of each teacher
 ):
-    """(training set, held-out set or None); teachers without tokens of their own must read the same ids as the student."""
-    data = plan.config.data
-    tokenizer = tokenizer or load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.student.assets))
-    for teacher in plan.same_vocabulary[1:]:
-        require_same_tokenizer(tokenizer, teacher)
+    """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective."""
+    data, tokenizer = plan.config.data, plan.tokenizers.student
     train_set, valid_set = open_datasets(
         data_path=data.data_path,
         valid_data_path=data.valid_data_path,
@@ -39,6 +35,8 @@ def build_data(
         append_eod=data.append_eod,
         cache_dir=str(cache_folder(plan.config)),
         characters_per_sample=data.characters_per_sample,
+        max_bad_records=data.max_bad_records,
+        quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
         teachers=[own and own.text for own in own_tokens],
         is_builder=context.rank == 0,
         share=context.broadcast_object,
@@ -54,16 +52,3 @@ def build_data(
         held_out = valid_set if plan.config.training.eval_interval else None
         train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
     return train_set, valid_set
-
-
-def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
-    """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
-    if not has_tokenizer(teacher.assets):
-        return  # nothing to compare: a teacher of bare weights is taken at its user's word
-    difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
-    if difference is not None:
-        raise UsageError(
-            f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
-            "distillation compares the two models id by id",
-            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
-        )

@@ -15,9 +15,10 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import RiderCommunicator
+from mkd.train.model_source import ModelSource
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.own_tokens import OwnTokens
-from mkd.train.plan import ModelSource, Plan
+from mkd.train.plan import Plan
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
 from mkd.train.teacher_loss import TeacherLoss

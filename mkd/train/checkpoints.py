@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from mkd.checkpoint.agreement import on_rank_0
-from mkd.checkpoint.choosing import choose_checkpoint
-from mkd.checkpoint.fingerprints import require_same
-from mkd.checkpoint.folders import Retention, read_state
-from mkd.checkpoint.lock import WriterLock
-from mkd.checkpoint.saver import Saver, lock_folder
+from mkd.checkpoint.distributed import TrainingState, start_save
+from mkd.checkpoint.folders import Retention, TrainingPosition, read_state
+from mkd.checkpoint.save_folder import WriterLock, lock_folder
+from mkd.checkpoint.saving import Save
+from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.fingerprints import fingerprints
+from mkd.train.fingerprints import fingerprints, require_same
 from mkd.train.plan import Plan
 from mkd.train.report import Reporter
 
@@ -69,6 +74,67 @@ def build_saver(
         lock=lock,
         note=reporter.note,
     )
+
+
+@dataclass
+class Saver:
+    """All methods are collective. Errors are CheckpointErrors, raised on all ranks."""
+
+    directory: Path
+    context: ParallelContext
+    hf_dir: Path | None
+    fingerprints: Mapping[str, object]
+    retention: Retention
+    is_async: bool
+    lock: WriterLock | None  # on rank 0
+    note: Callable[[str], None]  # called with what has been saved
+    pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
+
+    def save(self, state: TrainingState, position: TrainingPosition, wait: bool) -> None:
+        """Save `state` as it is now. Without `wait`, a run that saves asynchronously goes on while a thread writes."""
+        self.finish()
+        in_background = self.is_async and not wait
+        started = start_save(
+            self.directory,
+            state,
+            position,
+            self.context,
+            self.hf_dir,
+            fingerprints=self.fingerprints,
+            retention=self.retention,
+            copied=in_background,
+        )
+        if in_background:
+            thread = threading.Thread(target=started.write, name="checkpoint writer")
+            thread.start()
+            self.pending = started, thread
+        else:
+            self._done(started.write())
+
+    def poll(self) -> float:
+        """`finish`, if all ranks have written. An all-reduce MIN, only while there is a save in the background."""
+        if self.pending is None:
+            return 0.0
+        is_written = torch.tensor([not self.pending[1].is_alive()], dtype=torch.int32, device=self.context.device)
+        dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
+        return self.finish() if is_written.item() else 0.0
+
+    def finish(self) -> float:
+        """Wait for the save in the background, if there is one; the seconds that writing took on this rank, or 0."""
+        if self.pending is None:
+            return 0.0
+        (started, thread), self.pending = self.pending, None
+        thread.join()
+        self._done(started)
+        return started.write_s
+
+    def close(self) -> None:
+        """The run saves no more: another one may write to the folder. Local."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _done(self, written: Save) -> None:
+        self.note(f"saved checkpoint {written.finish()}")
 
 
 def _unreadable(error: Exception) -> CheckpointError:

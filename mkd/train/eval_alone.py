@@ -18,7 +18,7 @@ from mkd.platform import Platform
 from mkd.tokenizers.load import load_tokenizer
 from mkd.train.build_engine import load_weights
 from mkd.train.eval_tasks import TaskEvaluator
-from mkd.train.plan import ModelSource, locate_model
+from mkd.train.model_source import ModelSource, locate_model
 
 
 def evaluate_student(

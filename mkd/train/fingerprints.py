@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from mkd.checkpoint.fingerprints import ends_fingerprint
 from mkd.config.options import settings
 from mkd.config.schema import Config
 from mkd.data.sources import parse_blend
 from mkd.data.store import StoreFiles, TokenStore
+from mkd.errors import CheckpointError
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.plan import ModelSource, Plan
+from mkd.train.model_source import ModelSource
+from mkd.train.plan import Plan
 
+END_BYTES = 1 << 20  # read at the beginning and at the end of a large file
+HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
+MAX_HEADER_BYTES = 100 << 20
 NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
 
@@ -30,6 +36,45 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
     found["tokenizer"] = tokenizer.fingerprint
     found["data.files"] = _sha256([_corpus(store) for store in stores])
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))  # as it comes back
+
+
+def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:
+    """Raise CheckpointError, with every difference by name, unless all of them are accepted.
+
+    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A checkpoint without fingerprints, of
+    an older version, is taken as it is.
+    """
+    if not saved:
+        return
+    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
+    refused = [name for name in changed if not any(name == one or name.startswith(one + ".") for one in accepted)]
+    if refused:
+        raise CheckpointError(
+            f"{folder} was saved by a run with other " + ", ".join(_difference(name, saved, current) for name in refused),
+            "going on would silently mix two different trainings",
+            f"restore it, start anew with --student-load {folder}, or go on with --accept-change {' '.join(refused)}",
+        )
+
+
+def ends_fingerprint(files: Iterable[Path]) -> str:
+    """`ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
+
+    Cheap, and so named: a change in the middle of a file that leaves its size is not seen.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with open(path, "rb") as file:
+            first = END_BYTES
+            if path.suffix == ".safetensors" and size >= HEADER_LENGTH.size:
+                (length,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
+                first = max(first, HEADER_LENGTH.size + min(length, MAX_HEADER_BYTES))
+            file.seek(0)
+            digest.update(file.read(first))
+            file.seek(max(first, size - END_BYTES))
+            digest.update(file.read(END_BYTES))
+    return f"ends-sha256:{digest.hexdigest()}"
 
 
 def _weights(source: ModelSource) -> str:
@@ -66,3 +111,13 @@ def _loss(config: Config) -> Iterator[tuple[str, object]]:
 
 def _sha256(content: object) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _difference(name: str, saved: Mapping[str, object], current: Mapping[str, object]) -> str:
+    return f"{name} ({_short(saved.get(name))} then, {_short(current.get(name))} now)"
+
+
+def _short(value: object) -> str:
+    text = "none" if value is None else str(value)
+    kind, colon, digest = text.rpartition(":")
+    return kind + colon + digest[:12] if len(digest) == 64 else text

@@ -36,6 +36,7 @@ class Objective:
     teachers: tuple[TeacherLoss, ...]
     inverse_counts: Tensor  # [1 + teachers] fp32
     with_ce_metric: bool = False  # also report CE where kd_ratio is 1 and the loss does without it
+    reports: list[tuple[tuple[int, ...], Tensor]] | None = None  # if a list: sample ids and report of each micro-batch
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,6 +57,8 @@ class Objective:
         takes_one_pass = len(self.names) < 2 and not any(one.has_own_tokens for one in self.teachers)
         one_or_many = self._one_pass if takes_one_pass else self._pass_per_teacher
         loss, sums = one_or_many(stage, batch, hidden, riders)
+        if self.reports is not None:
+            self.reports.append((batch.sample_ids, sums))
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _one_pass(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from mkd.config.schema import Config
 from mkd.errors import NonFiniteError
@@ -76,6 +79,13 @@ def _finalize(model, num_tokens, **kwargs) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
+class Update(NamedTuple):
+    """What an update did."""
+
+    grad_norm: float  # before clipping
+    is_applied: bool  # else the step was not finite on some rank
+
+
 @dataclass(frozen=True)
 class StudentOptimizer:
     """AdamW over the student, and its learning-rate schedule (which counts samples)."""
@@ -98,30 +108,40 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, num_samples: int) -> float:
-        """Check, clip, step. Returns the gradient norm before clipping.
+    def update(self, loss_sum: float, num_samples: int, all_finite: Callable[[bool], bool] | None = None) -> Update:
+        """Check, clip, step. Without the consent of `all_finite` parameters, state and schedule stay as they are, bit for bit.
 
-        Raises NonFiniteError on every rank, before any parameter has changed, when the loss or the norm is not finite.
+        `all_finite` is told whether the loss and all gradients of this rank are finite, and answers for all ranks. Without it
+        the first step that is not finite raises NonFiniteError.
         """
         with self.state_on_device():
-            grad_norm = self._clip_and_step(loss_sum)
+            self.optimizer.prepare_grads()
+            grad_norm = self.optimizer.get_grad_norm()
+            is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm) and self._rest_is_finite()
+            if not (all_finite or _or_raise)(is_finite):
+                return Update(grad_norm, is_applied=False)
+            clip = self.optimizer.config.clip_grad
+            if clip > 0:
+                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
+            self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=num_samples)
-        return grad_norm
+        return Update(grad_norm, is_applied=True)
 
-    def _clip_and_step(self, loss_sum: float) -> float:
-        found_inf = self.optimizer.prepare_grads()
-        grad_norm = self.optimizer.get_grad_norm()
-        if found_inf or not math.isfinite(grad_norm) or not math.isfinite(loss_sum):
-            raise NonFiniteError(
-                f"loss sum {loss_sum}, gradient norm {grad_norm}",
-                "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step",
-                "look at the data of this step, lower --lr, or check that the teacher and student weights are finite",
-            )
-        clip = self.optimizer.config.clip_grad
-        if clip > 0:
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
-        self.optimizer.step_with_ready_grads()
-        return grad_norm
+    def _rest_is_finite(self) -> bool:
+        """Of the gradients that the norm leaves out, because another rank counts them: replicas and tied embeddings."""
+        norms: list[Tensor] = []
+        for inner in self.optimizer.chained_optimizers:
+            counted = {id(gradient) for gradient in inner.get_main_grads_for_grad_norm()}
+            gradients = [parameter.grad for parameter in inner.get_parameters() if parameter.grad is not None]
+            rest = [gradient for gradient in gradients if id(gradient) not in counted]
+            norms += torch._foreach_norm(rest) if rest else []
+        return not norms or bool(torch.stack(norms).isfinite().all())
+
+
+def _or_raise(is_finite: bool) -> bool:
+    if not is_finite:
+        raise NonFiniteError("the loss or a gradient is not finite", "the update would destroy the student's weights")
+    return True
 
 
 def build_optimizer(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.teacher_text import TeacherText
 from mkd.parallel.context import ParallelContext
-from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.plan import ModelSource, Plan
+from mkd.train.folders import cache_folder
+from mkd.train.model_source import ModelSource
+from mkd.train.plan import Plan
 from mkd.xtoken import build_projection
 from mkd.xtoken.relation import VocabularyRelation
 
@@ -40,13 +40,15 @@ def find_own_tokens(plan: Plan, tokenizer: Tokenizer, context: ParallelContext) 
             found.append(None)
         else:
             name = plan.teacher_names[index]
-            prepare = partial(_own_tokens, plan.config, tokenizer, source, settings, name)
+            teacher = plan.tokenizers.teachers[index]
+            prepare = partial(_own_tokens, plan.config, tokenizer, teacher, source, settings, name)
             found.append(context.rank_0_first(prepare))
     return tuple(found)
 
 
-def _own_tokens(config: Config, tokenizer: Tokenizer, source: ModelSource, settings: XTokenConfig, name: str) -> OwnTokens:
-    teacher = open_tokenizer(str(source.assets))
+def _own_tokens(
+    config: Config, tokenizer: Tokenizer, teacher: Tokenizer, source: ModelSource, settings: XTokenConfig, name: str
+) -> OwnTokens:
     relation = build_projection(tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection)
     text = TeacherText(
         tokenizer=teacher,
@@ -64,13 +66,3 @@ def _own_tokens(config: Config, tokenizer: Tokenizer, source: ModelSource, setti
 def with_seq_lengths(own_tokens: Sequence[OwnTokens | None], lengths: Sequence[int | None]) -> tuple[OwnTokens | None, ...]:
     """The same with the pack lengths that the data sets have found."""
     return tuple(own and replace(own, seq_length=length) for own, length in zip(own_tokens, lengths, strict=True))
-
-
-def log_folder(config: Config) -> Path:
-    """Where metrics and the saved configuration go."""
-    return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
-
-
-def cache_folder(config: Config) -> Path:
-    """Where tokenised text and vocabulary relations are cached."""
-    return Path(config.data.data_cache_path or log_folder(config) / "data_cache")

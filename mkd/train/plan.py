@@ -5,34 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.distributed import HF_FOLDER, find_checkpoint
-from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
-from mkd.checkpoint.preflight import checkpoint_bytes, save_problem
 from mkd.config.forecast import describe
-from mkd.config.schema import Config, StudentConfig, TeacherConfig
+from mkd.config.schema import Config
 from mkd.config.validate import layouts_of, validate, virtual_stages
-from mkd.data.build import missing_data
-from mkd.errors import CheckpointError, ErrorList, MkdError, UsageError
+from mkd.errors import ErrorList, MkdError, UsageError
 from mkd.log.writers import missing_packages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
-from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import teacher_names, teacher_roles
+from mkd.train.disk import disk_problems, writes_of
 from mkd.train.eval_tasks import task_problems
+from mkd.train.model_source import ModelSource, locate_model
+from mkd.train.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
 from mkd.train.profiling import profile_problems
 from mkd.train.topk_teacher import StoredTeacher
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where one model comes from: its shape and small files, and its weights."""
-
-    shape: ModelShape
-    assets: Path  # folder with config.json and tokenizer files
-    hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
-    load: Path | None  # ... or of a Megatron checkpoint folder
 
 
 @dataclass(frozen=True)
@@ -47,6 +35,7 @@ class Plan:
     student_layout: PipelineLayout
     teacher_layouts: tuple[PipelineLayout, ...]
     stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
+    tokenizers: Tokenizers | None = None  # None for engines without text
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
@@ -84,11 +73,13 @@ def plan_run(config: Config, world_size: int) -> Plan:
         stored_teacher = StoredTeacher.find(problems, config, sources[0], vocab_size)
         sources, shapes = [], []
     problems += validate(config, world_size, student.shape if student else None, shapes)
-    problems += missing_data(config.data.data_path, config.data.valid_data_path)
+    tokenizers = open_tokenizers(problems, config, student, sources)
+    paths = data_paths(problems, config)
+    problems += data_problems(paths, tokenizers and tokenizers.student, config.data.max_bad_records)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
-    problems += _saving(config, student)
+    problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
     problems += _export_over_source(config, [source for source in (student, *sources) if source])
     if problems:
         raise ErrorList(problems)
@@ -103,15 +94,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
         student_layout=student_layout,
         teacher_layouts=teacher_layouts,
         stored_teacher=stored_teacher,
+        tokenizers=tokenizers,
     )
-
-
-def _saving(config: Config, student: ModelSource | None) -> list[MkdError]:
-    """What would keep the run from saving, known before it starts."""
-    if not config.checkpoint.save or student is None:
-        return []
-    problem = save_problem(Path(config.checkpoint.save), checkpoint_bytes(student.shape, config.training.bf16))
-    return [problem] if problem else []
 
 
 def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdError]:
@@ -120,26 +104,3 @@ def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdE
     if export is None or Path(export).resolve() not in [source.assets.resolve() for source in sources]:
         return []
     return [UsageError(f"--export-hf {export} is a folder that this run reads", "it would be overwritten", "choose another")]
-
-
-def locate_model(
-    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
-) -> ModelSource | None:
-    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
-    if not (source.hf or source.load):
-        return None
-    try:
-        if source.load is None:
-            folder = resolve_hf(source.hf)
-            shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
-            check_hf_checkpoint(shape, checkpoint)
-            return ModelSource(shape, folder, checkpoint, None)
-        folder = find_checkpoint(Path(source.load))
-        if folder is None:
-            what = f"--{role}-load {source.load} holds no checkpoint"
-            raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
-        assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
-        return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
-    except MkdError as error:
-        problems.append(error)
-        return None

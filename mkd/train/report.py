@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from mkd.log.writers import MetricLogger
 from mkd.parallel.context import ParallelContext
 from mkd.plan.flops import distillation_flops
 from mkd.plan.model_shape import ModelShape
+from mkd.train.spikes import SpikeDetector
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 
@@ -40,19 +41,24 @@ class Reporter:
     global_batch_size: int
     seq_length: int
     has_own_tokens: bool = False  # some teacher has
+    initial_kd: float | None = None  # held-out kd_loss before the first step, where it was evaluated
     interval: IntervalAverager = field(default_factory=IntervalAverager)
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
     _steps: int = 0  # in the interval
 
     def train(self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
 
-        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
+        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device. Of a step without
+        an update only the time and the position count.
         """
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
+        token_sums = self._computed(result.sums, with_ce=self.kd_ratio < 1)
+        is_spike = result.is_applied and self._note_spike(position.iteration, token_sums)
         self.interval.add(
-            self._computed(result.sums, with_ce=self.kd_ratio < 1),
-            self._per_teacher(result.sums),
+            token_sums if result.is_applied else {"num_loss_tokens": 0},
+            self._per_teacher(result.sums) if result.is_applied else {},
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             consumed_tokens=position.consumed_samples * self.seq_length,
@@ -61,11 +67,20 @@ class Reporter:
             step_time_ms=result.step_time_ms,
             tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
             tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / self._ranks_per_replica,
-            skipped_iterations=0,
+            skipped_iterations=int(not result.is_applied),
+            **({"loss_spikes": 1} if is_spike else {}),
         )
         self._steps += 1
         if position.iteration % self.log_interval == 0:
             self.flush()
+
+    def _note_spike(self, iteration: int, token_sums: dict[str, float]) -> bool:
+        """Whether the loss of this step stands out; says so."""
+        loss = token_sums["loss"] / max(1, token_sums["num_loss_tokens"])
+        ratio = self.spikes.add(loss)
+        if ratio is not None:
+            self.note(f"loss spike at iteration {iteration}: {loss:.6g} is {ratio:.1f} times the median of the steps before it")
+        return ratio is not None
 
     def flush(self) -> None:
         """Write the record and print the line of the steps since the last one, if there are any."""
@@ -86,6 +101,7 @@ class Reporter:
             consumed_tokens=position.consumed_samples * self.seq_length,
         )
         record = averager.flush()
+        record |= self._gap_closed(record)
         self._write({**record, "split": "valid"}, evaluation_line(record))
 
     def note(self, text: str) -> None:
@@ -108,6 +124,14 @@ class Reporter:
         absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
         absent |= set() if with_ce else {"ce"}
         return {_LOSS_KEYS.get(name, name): value for name, value in sums.token_sums().items() if name not in absent}
+
+    def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
+        """Nothing for a run without teacher, or one whose first evaluation is not known."""
+        if record["iteration"] == 0:
+            self.initial_kd = record.get("kd_loss")
+        if not self.initial_kd or "kd_loss" not in record:
+            return {}
+        return {"gap_closed": 1 - record["kd_loss"] / self.initial_kd}
 
     def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
         """Where one teacher does not say it all: several, or one that is compared on other rows than the loss tokens."""

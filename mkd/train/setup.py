@@ -5,22 +5,26 @@ from __future__ import annotations
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
 from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
+from mkd.log.records import curve, read_records
 from mkd.log.wandb_writer import WandbWriter
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
-from mkd.tokenizers.load import load_tokenizer
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
 from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
+from mkd.train.crash_loop import count_crashes
 from mkd.train.eval_tasks import build_tasks
+from mkd.train.folders import log_folder
 from mkd.train.loop import Run
-from mkd.train.own_tokens import find_own_tokens, log_folder, with_seq_lengths
+from mkd.train.nonfinite import NonFinitePolicy
+from mkd.train.own_tokens import find_own_tokens, with_seq_lengths
 from mkd.train.plan import Plan
 from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
 from mkd.train.signals import Signals
 from mkd.train.stopping import Stopper
+from mkd.train.watchdog import MARGIN_S, Watchdog
 
 
 def join(plan: Plan, platform: Platform) -> ParallelContext:
@@ -32,19 +36,24 @@ def join(plan: Plan, platform: Platform) -> ParallelContext:
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         context_parallel=parallel.context_parallel_size,
         virtual_stages=plan.virtual_stages,
-        timeout_minutes=parallel.distributed_timeout_minutes,
+        timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,  # the watchdog, which says more, comes first
     )
 
 
-def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) -> Run:
+def build_run(
+    plan: Plan, platform: Platform, signals: Signals | None = None, watchdog: Watchdog | None = None
+) -> Run:
     """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
     config = plan.config
     context = join(plan, platform)
+    watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
+    watchdog.meet_peers()
     profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
     lock = lock_save(config.checkpoint, context)
-    tokenizer = load_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model or str(plan.student.assets))
+    crashes = count_crashes(config, context)
+    tokenizer = plan.tokenizers.student
     own_tokens = find_own_tokens(plan, tokenizer, context)
-    train_set, valid_set = build_data(plan, context, tokenizer, own_tokens)
+    train_set, valid_set = build_data(plan, context, own_tokens)
     tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
     known = take_fingerprints(plan, tokenizer, train_set, context)
     start_folder = find_start(config.checkpoint, known, context)
@@ -82,6 +91,9 @@ def build_run(plan: Plan, platform: Platform, signals: Signals | None = None) ->
         saver=build_saver(plan, context, known, lock, reporter),
         profiler=profiler,
         stopper=Stopper(context, signals or Signals(), config.training.exit_duration_in_mins),
+        non_finite=NonFinitePolicy.of(config, engine, reporter.note),
+        crashes=crashes,
+        watchdog=watchdog,
         global_batch_size=plan.batch.global_batch_size,
         hf_dir=plan.student.assets,
     )
@@ -117,4 +129,5 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         has_own_tokens=any(one.xtoken for one in config.teachers),
+        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0) if writers else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,28 +51,35 @@ class StepResult:
     grad_norm: float
     learning_rate: float  # that this update used
     step_time_ms: float
+    is_applied: bool = True  # the update; else the loss or a gradient of some rank was not finite
+    reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()  # then: sample ids and sums of this rank's micro-batches
 
 
-def train_step(engine: Engine, microbatches: Sequence[PackedBatch], num_samples: int) -> StepResult:
+def train_step(
+    engine: Engine,
+    microbatches: Sequence[PackedBatch],
+    num_samples: int,
+    all_finite: Callable[[bool], bool] | None = None,  # see StudentOptimizer.update
+) -> StepResult:
     """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
 
     The loss is `sum over rows / M` with M counted over the global batch before the first forward, so that neither the loss
-    nor any gradient depends on the layout; rows are loss tokens, or chunks for a teacher with its own tokens. Raises
-    NonFiniteError, before the update, on every rank.
+    nor any gradient depends on the layout; rows are loss tokens, or chunks for a teacher with its own tokens.
     """
     start = time.perf_counter()
     engine.optimizer.zero_grad()
     objective = training_objective(engine, microbatches)
     sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
     learning_rate = engine.optimizer.learning_rate
-    grad_norm = engine.optimizer.update(sums.token_sums()["loss"], num_samples)
-    return StepResult(sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start))
+    grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], num_samples, all_finite)
+    reports = () if is_applied else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
+    return StepResult(sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports)
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
     """The objective of one step, with the counts of its global batch. Collective."""
     counts = count_rows(microbatches, len(engine.teachers), engine.context)
-    return Objective(engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float())
+    return Objective(engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float(), reports=[])
 
 
 def count_rows(microbatches: Sequence[PackedBatch], num_teachers: int, context: ParallelContext) -> Tensor:

@@ -40,20 +40,30 @@ class Stopper:
     start: float = field(default_factory=time.time)  # s since the epoch
     step_s: float = 0.0  # the longest so far ...
     save_s: float = 0.0  # ... of each
+    stop: Stop | None = None  # what the ranks last agreed on
 
     def agreed(self) -> Stop | None:
-        """Whether some rank wants to stop. One all-reduce MAX of three numbers."""
-        wishes = [self.signals.received, self._is_over(self._own_end()), self._is_over(self._slurm_end())]
+        """Whether some rank wants to stop, asked between steps."""
+        self.all_finite(True)
+        return self.stop
+
+    def all_finite(self, is_finite: bool) -> bool:
+        """Whether loss and gradient are finite on all ranks; `stop` then says whether some rank wants to stop.
+
+        Asked in every step before its update: one all-reduce MAX of four numbers, small enough not to be seen, for both.
+        """
+        wishes = [self.signals.received, self._is_over(self._own_end()), self._is_over(self._slurm_end()), not is_finite]
         flags = torch.tensor(wishes, dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        number, own_time, slurm_time = flags.tolist()
+        number, own_time, slurm_time, some_non_finite = flags.tolist()
+        self.stop = None
         if number:
-            return Stop(f"received {signal.Signals(number).name}", is_preempted=True)
-        if slurm_time:
-            return Stop("the Slurm job is about to end", is_preempted=True)
-        if own_time:
-            return Stop("the time of --exit-duration-in-mins is over", is_preempted=False)
-        return None
+            self.stop = Stop(f"received {signal.Signals(number).name}", is_preempted=True)
+        elif slurm_time:
+            self.stop = Stop("the Slurm job is about to end", is_preempted=True)
+        elif own_time:
+            self.stop = Stop("the time of --exit-duration-in-mins is over", is_preempted=False)
+        return not some_non_finite
 
     def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Take note of how long a step or a save took."""

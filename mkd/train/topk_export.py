@@ -29,10 +29,10 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
-from mkd.tokenizers.load import load_tokenizer
-from mkd.train.build_data import build_data, require_same_tokenizer
+from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_schedule, load_weights
 from mkd.train.plan import Plan, plan_run
+from mkd.train.preflight import require_same_tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.setup import join
 from mkd.train.topk_objective import loss_row_logits
@@ -125,8 +125,7 @@ def _describe(
 
 
 def _write_description(plan: Plan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]) -> TopKMeta:
-    data = plan.config.data
-    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.student.assets))
+    tokenizer = plan.tokenizers.student
     require_same_tokenizer(tokenizer, plan.student)
     meta = TopKMeta(
         k=settings.k,

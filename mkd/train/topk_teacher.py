@@ -15,7 +15,7 @@ from mkd.plan.batch import document_multiple
 from mkd.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mkd.train.plan import ModelSource
+    from mkd.train.model_source import ModelSource
 
 READ_BYTES = 1 << 22
 

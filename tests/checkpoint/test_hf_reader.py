@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 
 import pytest
 import torch
@@ -44,6 +45,12 @@ def edit_tensor(folder, name, change):
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
+
+
+def _header(**tensor):
+    """The beginning of a safetensors file with one tensor."""
+    text = json.dumps({"a": tensor}).encode()
+    return struct.pack("<Q", len(text)) + text
 
 
 def problems_of(folder):
@@ -105,6 +112,14 @@ def test_links_may_not_leave_the_model(folder, tmp_path):
     assert shard.name in caught.value.what and "copy the file" in caught.value.do
 
 
+def test_links_in_a_circle(folder):
+    shard = next(folder.glob("model-*.safetensors"))
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(CheckpointError, match=shard.name):
+        HFCheckpoint(folder)
+
+
 def test_links_of_a_hub_cache_are_followed(original, tmp_path):
     repository = tmp_path / "models--org--tiny"
     snapshot = repository / "snapshots" / "0123abc"
@@ -153,6 +168,27 @@ def test_missing_shards_are_named(folder):
 def test_truncated_shard_is_named(folder):
     shard = next(folder.glob("model-00002-of-*"))
     shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="model-00002-of-.* cannot be opened"):
+        HFCheckpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff" * 8,  # a header of 2**64 bytes
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 9) + b'{"a": 1}}',
+        _header(dtype="F32", shape=[1 << 40, 1 << 40], data_offsets=[0, 8]),
+        _header(dtype="F32", shape=[2], data_offsets=[0, 1 << 62]),
+        _header(dtype="F32", shape=[2], data_offsets=[8, 0]),
+        _header(dtype="F32", shape=[-2], data_offsets=[0, 8]),
+        _header(dtype="F99", shape=[2], data_offsets=[0, 8]),
+    ],
+)
+def test_absurd_header_is_refused(header, folder):
+    shard = next(folder.glob("model-00002-of-*"))
+    shard.write_bytes(header + bytes(8))
     with pytest.raises(CheckpointError, match="model-00002-of-.* cannot be opened"):
         HFCheckpoint(folder)
 

@@ -6,13 +6,12 @@ import resource
 import shutil
 import signal
 import threading
-import time
 
 import pytest
 import torch
 
 from mkd.checkpoint.folders import POINTER, Retention, saved_iterations
-from tests.checkpoint.tiny_saves import choose, new_save, run_forked, save, sharded, small_disk, value_in
+from tests.checkpoint.tiny_saves import choose, copy, new_save, run_forked, save, sharded, small_disk, value_in
 
 POINTS = ("before_shard", "mid_shard", "after_shards", "before_manifest", "before_pointer", "mid_pointer", "after_pointer")
 
@@ -41,38 +40,49 @@ def load_with_megatron(context, folder):
     return loaded["w"][0, 0].item() - context.rank, loaded["step"]
 
 
-@pytest.mark.parametrize("world_size, rank", [(1, 0), (2, 1)])
-@pytest.mark.parametrize("point", POINTS)
-def test_killed_at_any_point(point, world_size, rank, tmp_path):
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Folder with iteration 1, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("first")
+    run_forked(2, save, folder, 1)
+    return folder
+
+
+def choose_save_choose(context, directory, iteration):
+    """What the run after a killed one finds, and what the run after that finds."""
+    found = choose(context, directory)
+    save(context, directory, iteration)
+    return found, choose(context, directory)
+
+
+@pytest.mark.parametrize("rank, point", [*((0, point) for point in POINTS), *((1, point) for point in POINTS[:3])])
+def test_killed_at_any_point(rank, point, first, tmp_path):
     """Row 3. A kill leaves the old or the new checkpoint, and the next run saves over what is left."""
-    if rank and point not in POINTS[:3]:
-        return  # rank 0 alone does the rest
-    run_forked(world_size, save, tmp_path, 1)
-    outcomes = run_forked(world_size, save, tmp_path, 2, fault=f"kill@{point}:{rank}:2")
+    folder = copy(first, tmp_path / "save")
+    outcomes = run_forked(1 + rank, save, folder, 2, fault=f"kill@{point}:{rank}:2")
     assert outcomes[rank][0] == -signal.SIGKILL
     expected = 2 if point == "after_pointer" else 1
-    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
-    assert (name, value) == (f"iter_000000{expected}", expected)
-    run_forked(world_size, save, tmp_path, 2)
-    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
-    assert (name, value) == ("iter_0000002", 2) and not list(tmp_path.glob("*.partial"))
+    ((_, (found, again)),) = run_forked(1, choose_save_choose, folder, 2)
+    assert found == (f"iter_000000{expected}", expected, [])
+    assert again == ("iter_0000002", 2, []) and not list(folder.glob("*.partial"))
 
 
 @pytest.mark.parametrize("point", ["before_manifest", "before_pointer"])
-def test_killed_while_an_iteration_is_saved_again(point, tmp_path):
+def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
     """A run that went back saves the same iteration: it is there at any time, as it was or as it is."""
-    run_forked(1, save, tmp_path, 1)
-    ((code, _),) = run_forked(1, save, tmp_path, 1, fault=f"kill@{point}")
-    assert code == -signal.SIGKILL
-    ((_, (name, value, said)),) = run_forked(1, choose, tmp_path)
-    assert (name, value, said) == ("iter_0000001", 1, [])
+    folder = copy(first, tmp_path / "save")
+    assert run_forked(1, save, folder, 1, fault=f"kill@{point}")[0][0] == -signal.SIGKILL
+    assert run_forked(1, choose, folder) == [(0, ("iter_0000001", 1, []))]
 
 
-@pytest.mark.parametrize("kind", ["eio", "enospc", "error"])
-@pytest.mark.parametrize("point, rank", [("mid_shard", 1), ("after_shards", 0), ("before_manifest", 0), ("mid_pointer", 0)])
-def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, tmp_path):
+@pytest.mark.parametrize(
+    "kind, point, rank",
+    [("eio", "mid_shard", 1), ("enospc", "mid_shard", 1), ("error", "after_shards", 0), ("enospc", "before_manifest", 0),
+     ("eio", "mid_pointer", 0)],
+)  # fmt: skip
+def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_path):
     """Row 9."""
-    run_forked(2, save, tmp_path, 1)
+    tmp_path = copy(first, tmp_path / "save")
     outcomes = run_forked(2, save, tmp_path, 2, fault=f"{kind}@{point}:{rank}:2")
     texts = {text for _, (text, _) in outcomes}
     assert len(texts) == 1 and all(seconds < 10 for _, (_, seconds) in outcomes)
@@ -111,34 +121,31 @@ def test_quota(tmp_path):
 
 
 def save_in_background(context, directory):
-    """The tensor changes right after the call, and again while it is written."""
-    state = sharded(context, 7)
+    """All of the state changes right after the call, and again while it is written."""
+    state = sharded(context, 7) | {"groups": [{"lr": 7.0}]}
     started = new_save(context, directory, 7).start(state, copied=True)
-    tensor = state["w"].data
-    tensor.fill_(-1)
+    state["w"].data.fill_(-1)
+    state["groups"][0]["lr"] = -1.0
     thread = threading.Thread(target=started.write)
     thread.start()
-    tensor.fill_(-2)
+    state["w"].data.fill_(-2)
     thread.join()
-    return str(started.finish())
+    folder = started.finish()
+    return value_in(folder), torch.load(folder / "common.pt")["groups"], choose(context, directory)[0]
 
 
 def test_background_save_has_the_values_of_its_step(tmp_path):
     """Row 10."""
-    run_forked(2, save_in_background, tmp_path)
-    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
-    assert (name, value) == ("iter_0000007", 7)
+    assert run_forked(2, save_in_background, tmp_path) == [(0, (7, [{"lr": 7.0}], "iter_0000007"))] * 2
 
 
 @pytest.mark.parametrize("fault, code", [("kill@mid_shard", -signal.SIGKILL), ("error@mid_shard", 0)])
-def test_background_writer_that_dies(fault, code, tmp_path):
+def test_background_writer_that_dies(fault, code, first, tmp_path):
     """Row 11. The thread lives in the training process: it fails alone, or is killed with it."""
-    run_forked(1, save, tmp_path, 1)
-    assert run_forked(1, save_in_background, tmp_path, fault=fault)[0][0] == code
-    assert (tmp_path / POINTER).read_text() == "1\n"
-    run_forked(1, save_in_background, tmp_path)
-    ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
-    assert (name, value) == ("iter_0000007", 7)
+    folder = copy(first, tmp_path / "save")
+    assert run_forked(1, save_in_background, folder, fault=fault)[0][0] == code
+    assert (folder / POINTER).read_text() == "1\n" and run_forked(1, choose, folder)[0][1][:2] == ("iter_0000001", 1)
+    assert run_forked(1, save_in_background, folder)[0][1][0] == 7
 
 
 def save_with_retention(context, directory, newest, interval, *iterations):
@@ -166,20 +173,3 @@ def test_retention_counts_whole_checkpoints_only(tmp_path):
     shutil.rmtree(tmp_path / "iter_0000004")
     ((_, (name, value, _)),) = run_forked(1, choose, tmp_path)
     assert (name, value) == ("iter_0000002", 2)
-
-
-def seconds_of_a_large_save(context, directory, rows):
-    """(s for hashing and the wait for the disk, s in all)."""
-    state = sharded(context, 1, rows)
-    start = time.monotonic()
-    started = new_save(context, directory, 1).start(state, copied=False).write()
-    started.finish()
-    return started.seal_s, time.monotonic() - start
-
-
-@pytest.mark.slow
-def test_cost_of_proof(tmp_path):
-    """256 MB on one rank: what hashing adds to a save that is on the disk when it ends."""
-    ((_, (seal_s, total_s)),) = run_forked(1, seconds_of_a_large_save, tmp_path, 1_000_000)
-    print(f"256 MB: {total_s:.2f} s in all, {seal_s:.2f} s of it hashing and fsync")
-    assert seal_s < total_s

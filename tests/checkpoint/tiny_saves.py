@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from mkd.checkpoint.choosing import choose_checkpoint
 from mkd.checkpoint.folders import Retention, TrainingPosition
 from mkd.checkpoint.pickles import read_metadata
 from mkd.checkpoint.saving import Contents, Save
+from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.errors import MkdError
 from mkd.faults import VARIABLE
 from mkd.parallel.context import ParallelContext
@@ -73,11 +73,16 @@ def _rank(rank, world_size, store, pipe, fault, function, args):
     os._exit(0)
 
 
-def sharded(context, value, rows=ROWS):
-    """This rank's part of the tensor, and an object that every rank has one of."""
+def sharded_tensor(context, name, value, rows=ROWS):
+    """This rank's part of a tensor."""
     tensor = torch.full((rows, 64), float(value) + context.rank)
+    return ShardedTensor.from_rank_offsets(name, tensor, (0, context.rank, context.world_size))
+
+
+def sharded(context, value):
+    """A state of one tensor, and of an object that every rank has one of."""
     return {
-        "w": ShardedTensor.from_rank_offsets("w", tensor, (0, context.rank, context.world_size)),
+        "w": sharded_tensor(context, "w", value),
         "rng": ShardedObject("rng", {"cpu": torch.get_rng_state()}, (context.world_size,), (context.rank,)),
         "step": value,
     }

@@ -113,12 +113,19 @@ def test_tokens_of_half_a_character_are_left_out():
     assert align_ids(np.zeros(0, np.int64), pair).chunks.shape == (0, 4)
 
 
-def test_rows_that_a_template_refuses_are_errors_of_their_own():
+def test_the_teachers_side_of_a_row_that_it_refuses_is_empty():
     rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, {"text": "dog"})]
     chunk = RowAligner(pair_of(CHAT[0], TEACHER))(("a.jsonl", rows))
-    assert len(chunk.student_lengths) == 2 and chunk.student_lengths.sum() == len(chunk.student_ids) == len(chunk.student_marks)
+    assert len(chunk.student_lengths) == 3 and chunk.student_lengths.sum() == len(chunk.student_ids) == len(chunk.student_marks)
     assert chunk.teacher_lengths.sum() == len(chunk.teacher_ids) == len(chunk.teacher_marks)
+    assert chunk.refused.tolist() == [1] and chunk.teacher_lengths[1] == 0 < chunk.student_lengths[1]
     assert [str(error).splitlines()[0] for error in chunk.errors] == ["a.jsonl:4: the tokenizer has no chat template"]
+
+
+def test_rows_that_the_student_refuses_are_in_neither_corpus():
+    rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, b"{")]
+    chunk = RowAligner(pair_of(TEACHER, CHAT[0]))(("a.jsonl", rows))
+    assert len(chunk.student_lengths) == len(chunk.teacher_lengths) == 1 and not chunk.refused.size and not chunk.errors
 
 
 def test_documents_of_a_corpus(make_store):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from mkd.data.build import open_datasets
 from mkd.data.store_builder import build_store
@@ -45,6 +48,42 @@ def test_a_raw_file_is_tokenised_once(open_data, texts, tmp_path, tokenizer):
     before = cached(tmp_path)
     open_data(texts)
     assert cached(tmp_path) == before and len(before) == 3
+
+
+def test_a_change_that_keeps_size_and_time_of_a_file_is_seen(open_data, texts, tmp_path):
+    """The key of the cache is the SHA-256 of the content."""
+    open_data(texts)
+    stat, content = os.stat(texts), Path(texts).read_bytes()
+    Path(texts).write_bytes(content.replace(b"fox 7", b"dog 7"))
+    os.utime(texts, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (os.stat(texts).st_size, os.stat(texts).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    changed, _ = open_data(texts)
+    assert len(cached(tmp_path)) == 6 and changed.members[0].store.document(7)[0].tolist() != ids_of(open_data, texts, content)
+
+
+def ids_of(open_data, path, content):
+    """Of document 7 of the file with other content."""
+    Path(path).write_bytes(content)
+    return open_data(path)[0].members[0].store.document(7)[0].tolist()
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "loss_mask.bin"])
+def test_a_flipped_bit_of_a_cache_is_mended_and_one_of_a_corpus_refused(open_data, write_jsonl, tmp_path, tokenizer, end):
+    path = write_jsonl("a.jsonl", *[{"prompt": "The fox", "completion": f"{i}"} for i in range(9)])
+    open_data(path)
+    build_store([path], str(tmp_path / "tokens"), tokenizer, True)
+    (file,) = (tmp_path / "cache").glob(f"a-*[0-9a-f].{end}")
+    content = file.read_bytes()
+    file.write_bytes(flipped(content))
+    open_data(path)
+    assert file.read_bytes() == content
+    (tmp_path / f"tokens.{end}").write_bytes(flipped(content))
+    with pytest.raises(DataError, match=f"(?s)tokens.{end} is damaged or incomplete.*do:  tokenise the corpus again"):
+        open_data(str(tmp_path / "tokens"))
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
 
 
 def test_the_cache_sees_content_settings_and_tokenizer(open_data, texts, tmp_path):
@@ -105,6 +144,23 @@ def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
     build_store([texts], prefix, HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)), True)
     with pytest.raises(DataError, match="(?s)was tokenised with another tokenizer.*why: .*do: .*preprocess_data.py"):
         open_data(prefix)
+
+
+def test_a_tokenizer_of_the_same_size_is_another_one(open_data, texts, tmp_path, tokenizer):
+    """Told by the hash of the vocabulary: all ids are in range, and would stand for other strings."""
+    hf = train_hf_tokenizer()
+    state = json.loads(hf.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["x"], vocabulary["z"] = vocabulary["z"], vocabulary["x"]
+    swapped = Backend.from_str(json.dumps(state))
+    other = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=swapped, eos_token="<|endoftext|>"))
+    assert other.vocab_size == tokenizer.vocab_size and other.encode("fox") != tokenizer.encode("fox")
+    build_store([texts], str(tmp_path / "tokens"), other, True)
+    with pytest.raises(DataError, match="was tokenised with another tokenizer"):
+        open_data(str(tmp_path / "tokens"))
+    open_data(texts)
+    open_data(texts, tokenizer=other)
+    assert len(cached(tmp_path)) == 6, "and has a cache of its own"
 
 
 def test_token_ids_beyond_the_model_are_refused_at_once(open_data, make_store, texts):

@@ -107,6 +107,51 @@ def test_damaged_files(make_store, damage, message):
     assert message in str(caught.value) and caught.value.why and caught.value.do
 
 
+LENGTHS, POINTERS, DOCUMENTS_AT = 34, 50, 82  # where an index of four sequences has them, behind its header
+
+
+def overwrite(path, place, value):
+    """`value`, an array, into the bytes of a file from `place`."""
+    content = bytearray(Path(path).read_bytes())
+    content[place : place + value.nbytes] = value.tobytes()
+    Path(path).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (LENGTHS, np.int32([-3, 7]), "sequence 0 has -3 tokens"),
+        (LENGTHS, np.int32([1, 3]), "sequence 1 does not start where the one before it ends"),
+        (LENGTHS, np.int32([2**31 - 1]), "sequence 1 does not start"),
+        (POINTERS, np.int64([12, 0]), "sequence 0 does not start where"),
+        (POINTERS + 24, np.int64([1 << 40]), "sequence 3 does not start where"),
+        (POINTERS, np.int64([-4]), "sequence 0 does not start where"),
+        (DOCUMENTS_AT, np.int64([1]), "documents do not ascend from 0"),
+        (DOCUMENTS_AT + 8, np.int64([3, 1]), "documents do not ascend from 0"),
+        (DOCUMENTS_AT + 32, np.int64([9]), "its documents do not add up to its sequences"),
+        (17, np.uint8([7]), "its tokens are of type float32, and token ids are whole numbers"),
+        (17, np.uint8([8]), "sequence 1 does not start where"),  # of 16 bits
+        (17, np.uint8([99]), "it does not start as a Megatron index does"),
+        (18, np.int64([5]), "bytes where its header says"),
+        (18, np.int64([1 << 62]), "bytes where its header says"),
+    ],
+)
+def test_an_index_that_is_wrong(make_store, place, value, why):
+    prefix = make_store(DOCUMENTS).prefix
+    overwrite(prefix + ".idx", place, value)
+    with pytest.raises(DataError, match="corpus.* is damaged") as caught:
+        TokenStore.open(prefix)
+    assert why in caught.value.why and caught.value.do
+
+
+@pytest.mark.parametrize("change", [-4, -1, 1, 4])
+def test_a_bin_file_of_another_size(make_store, change):
+    prefix = make_store(DOCUMENTS).prefix
+    os.truncate(prefix + ".bin", 32 + change)
+    with pytest.raises(DataError, match=f"(?s)corpus.bin is damaged.*it has {32 + change} bytes where the index says 32"):
+        TokenStore.open(prefix)
+
+
 def test_missing_loss_mask(make_store):
     prefix = make_store(DOCUMENTS).prefix
     Path(prefix + ".meta.json").write_text(json.dumps({"format_version": 1, "loss_mask": True}))

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.data.quarantine import MAX_REPORTED_ERRORS
 from mkd.data.store import TokenStore
-from mkd.data.store_builder import MAX_REPORTED_ERRORS, StoreSummary, build_store, cache_key
+from mkd.data.store_builder import StoreSummary, build_store, cache_key
 from mkd.errors import EXIT_DATA, DataError, ErrorList
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -71,15 +72,16 @@ def test_several_malformed_records_are_reported_at_once(tokenizer, write_jsonl, 
     with pytest.raises(ErrorList) as caught:
         build_store([path], str(tmp_path / "c"), tokenizer, True)
     text = str(caught.value)
-    assert text.startswith("3 problems:") and caught.value.exit_code == EXIT_DATA
-    assert all(f"{path}:{line}: " in text for line in (1, 3, 4)) and text.count("why:") == text.count("do:") == 3
+    assert text.startswith("4 problems:") and caught.value.exit_code == EXIT_DATA
+    assert all(f"{path}:{line}: " in text for line in (1, 3, 4)) and text.count("why:") == text.count("do:") == 4
+    assert "3 bad records: more than --max-bad-records 0" in text
 
 
 def test_at_most_ten_malformed_records_are_reported(tokenizer, write_jsonl, tmp_path):
     with pytest.raises(ErrorList) as caught:
         build_store([write_jsonl("a.jsonl", *[b"{"] * 5000)], str(tmp_path / "c"), tokenizer, True)
     assert len(caught.value.errors) == MAX_REPORTED_ERRORS + 1
-    assert "reading stopped after 10 malformed records" in str(caught.value)
+    assert "bad records, where reading stopped: more than --max-bad-records 0" in str(caught.value)
 
 
 def test_nothing_to_train_on(tokenizer, write_jsonl, tmp_path):

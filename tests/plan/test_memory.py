@@ -15,7 +15,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, make_pair, microbatches
+from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, add_text, make_pair, microbatches
 
 TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
 LAYOUTS = (
@@ -94,7 +94,7 @@ def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen2", "llama-biases", "llama-mlp-bias", "mistral", "phi3"])
 def test_parameters_of_every_family(family, tmp_path, ranks):
-    student, teacher = make_model(tmp_path / "s", family), make_model(tmp_path / "t", family, num_hidden_layers=2)
+    student, teacher = add_text(make_model(tmp_path / "s", family)), make_model(tmp_path / "t", family, num_hidden_layers=2)
     for held, predicted in ranks.run(held_bytes, 2, Layout(family, 2, tp=2), student, teacher):
         assert held[0] == pytest.approx(predicted[0])
         assert held[3] == pytest.approx(predicted[3])

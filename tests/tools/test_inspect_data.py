@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.data.pack_view import RESET as PLAIN
+from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
@@ -86,3 +88,58 @@ def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
     assert "bad.jsonl:2: " in capsys.readouterr().err
     assert main([*arguments, "--mode", "bytes"]) == EXIT_USAGE
     assert "use one of byte_offset, dp" in capsys.readouterr().err
+
+
+@pytest.fixture
+def packs(models, tmp_path):
+    """Arguments for packs of a prompt with completion and of a text, of 3 + 2 and 2 tokens."""
+    records = [{"prompt": "The fox\n", "completion": "The"}, {"text": "The"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return ["--input", str(tmp_path / "a.jsonl"), "--student", models[0], "--seq-length", "10"]
+
+
+def test_packs_with_borders_masks_and_sizes(packs, capsys):
+    assert main(packs) == EXIT_DONE
+    pack, summary = capsys.readouterr().out.strip().split("\n\n")
+    assert pack.splitlines() == [
+        "pack 0: 2 documents, 8 of 10 tokens, 3 with loss, 2 padding",
+        "  [0, 6) |(The)|( fo)|(x)|(\\n)|The|<|endoftext|>|",
+        "  [6, 8) |(The)|<|endoftext|>|",
+    ]
+    assert summary.splitlines()[1:] == [
+        "share of loss tokens 0.375 (3 of 8 tokens)",
+        "packing efficiency 0.800 (8 tokens in 10 places)",
+        "document lengths: least 2, median 4, 90 % up to 5, 99 % up to 5, most 6 tokens",
+    ]
+    assert main([*packs, "--pack", "none", "--limit", "1"]) == EXIT_DONE
+    output = capsys.readouterr().out
+    assert "packing efficiency 0.400" in output and output.count("pack 0:") == 1 and "pack 1:" not in output
+
+
+def test_tokens_without_loss_have_another_colour(packs, capsys):
+    assert main([*packs, "--color"]) == EXIT_DONE
+    assert f"|{WITHOUT_LOSS}\\n{PLAIN}|{WITH_LOSS}The{PLAIN}|" in capsys.readouterr().out
+    assert main(packs) == EXIT_DONE
+    assert "\033" not in capsys.readouterr().out
+
+
+def test_a_pieces_first_token_has_no_loss_of_its_own(packs, capsys):
+    assert main([*packs, "--seq-length", "2", "--limit", "9"]) == EXIT_DONE
+    assert "|(x)|(\\n)|" in capsys.readouterr().out  # the piece is there for its label, the first token of the next piece
+
+
+def test_histogram(packs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main([*packs, "--histogram", str(tmp_path / "out.png")]) == EXIT_DONE
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "out.png").stat().st_size > 3000
+
+
+def test_what_packs_refuse(packs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*packs, "--histogram", str(tmp_path / "out.png")]) == EXIT_USAGE
+    assert "matplotlib is not installed" in capsys.readouterr().err and not (tmp_path / "out.png").exists()
+    assert main([*packs, "--seq-length", "0"]) == EXIT_USAGE
+    assert main([*packs, "--align"]) == EXIT_USAGE
+    assert "--align needs --teacher" in capsys.readouterr().err
+    packs[1] = str(tmp_path / "missing.jsonl")
+    assert main(packs) == EXIT_DATA

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import RankPool
-from tests.tiny_models import make_model
+from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
 SPAN_MULTIPLE = 8  # of documents with padding: what the largest context parallelism of the table, CP4, asks for
@@ -39,7 +39,7 @@ class Layout:
     permuted: bool = False
 
     def argv(self, student: Path, teacher: Path) -> list[str]:
-        argv = ["--student-hf", str(student), "--teacher-hf", str(teacher), "--data-path", str(student / "config.json")]
+        argv = ["--student-hf", str(student), "--teacher-hf", str(teacher), "--data-path", str(student / "text.txt")]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
@@ -110,7 +110,13 @@ def make_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
     )  # fmt: skip
     student = make_model(folder / "student", "qwen3", seed=1, **student_sizes | (sizes or {}))
     teacher = make_model(folder / "teacher", "llama", seed=2, **teacher_sizes | (sizes or {}))
-    return student, teacher
+    return add_text(student), teacher
+
+
+def add_text(student: Path) -> Path:
+    """A tokenizer and a text, as a plan asks for them; the packs here are made of neither. Returns the student's folder."""
+    (student / "text.txt").write_text("the quick brown fox\n", encoding="utf-8")
+    return add_tokenizer(student)
 
 
 def fixed_packs(permuted: bool) -> list:

@@ -40,7 +40,7 @@ def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
 
 def test_unknown_and_unsupported_flags_before_torch_is_imported():
     """All of them in one answer, from the script itself."""
-    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "tvd", "--wandb-project"]
+    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "tvd", "--num-experts"]
     code = "import sys, mkd.train.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
         done = subprocess.run([sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -52,7 +52,7 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
             "--num-layers: known, not supported: use --student-hf and --teacher-hf: both models' config.json say it",
             "--use-flash-attn: known, not supported: safe to drop\n  why: mkd picks",
             "--kd-divergence: 'tvd' is not a known value\n  do:  use forward_kl or reverse_kl or mixed_kl or jsd",
-            "--wandb-project: not supported yet\n  why: this release does not have it\n  do:  use --tensorboard-dir",
+            "--num-experts: not supported yet\n  why: this release does not have it\n  do:  use dense models",
         ):
             assert text in done.stderr
 
@@ -86,7 +86,7 @@ def test_several_problems_at_once(files, ranks):
     wrong = ("--global-batch-size", 3, "--micro-batch-size", 2, "--min-lr", 1)
     argv = flags(files, "several", *wrong, student_hf="nowhere")
     assert_refused(
-        ranks, argv, CHECKPOINT, "3 problems:", "[1] ", "nowhere' is neither a model folder nor a Hugging Face model",
+        ranks, argv, USAGE, "3 problems:", "[1] ", "nowhere' is neither a model folder nor a Hugging Face model",
         "[2] min-lr 1.0 is above lr 0.001", "[3] global-batch-size 3 is not divisible",
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
     argv = flags(files, "one", "--global-batch-size", 3, "--micro-batch-size", 2, teacher_hf="wrong sizes")
     assert_refused(
-        ranks, argv, CHECKPOINT, "3 problems:", "[1] ", "tensor lm_head.weight has shape [307, 72], expected [400, 72]",
+        ranks, argv, USAGE, "3 problems:", "[1] ", "tensor lm_head.weight has shape [307, 72], expected [400, 72]",
         "[2] ", "model.embed_tokens.weight", "[3] global-batch-size 3",
     )  # fmt: skip
 

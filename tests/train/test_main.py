@@ -86,7 +86,8 @@ def test_metrics_hold_every_key_of_the_contract(kd_ratio, files, ranks):
     steps, evaluations = ([line for line in lines if ("split" in line) == is_valid] for is_valid in (False, True))
     assert [line["iteration"] for line in steps] == [1, 2] and [line["iteration"] for line in evaluations] == [0, 2]
     assert all(line.keys() == POSITION_KEYS | LOSS_KEYS | STEP_KEYS for line in steps)
-    assert all(line.keys() == POSITION_KEYS | LOSS_KEYS | {"split"} for line in evaluations)
+    gap = {"gap_closed"} if kd_ratio else set()
+    assert all(line.keys() == POSITION_KEYS | LOSS_KEYS | gap | {"split"} for line in evaluations)
     assert {line["split"] for line in evaluations} == {"valid"}
     for line in lines:
         ce, kd = (0.0 if line[key] is None else line[key] for key in ("ce_loss", "kd_loss"))

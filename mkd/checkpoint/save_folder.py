@@ -1,20 +1,43 @@
-"""One writer for each save folder: a second job that would mix its checkpoints with those of the first is refused."""
+"""The folder of --save before anything is saved in it: the room that a checkpoint takes, and who may write there."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from mkd.checkpoint.agreement import on_rank_0
+from mkd.checkpoint.hf_names import hf_tensor_shapes
 from mkd.errors import CheckpointError
+from mkd.parallel.context import ParallelContext
+from mkd.plan.model_shape import ModelShape
 
+ADAM_BYTES = 8  # two fp32 moments of a parameter
+MASTER_BYTES = 4  # the fp32 copy of a bf16 one
 LOCK_FILE = "writer.lock"
 HELD = frozenset({errno.EACCES, errno.EAGAIN})
 SLURM_JOB = "SLURM_JOB_ID"
+
+
+def checkpoint_bytes(shape: ModelShape, bf16: bool) -> int:
+    """Size of a checkpoint with optimizer: weights, fp32 copies, moments. A few percent of small things come on top."""
+    learned = sum(math.prod(full) for full in hf_tensor_shapes(shape).values())
+    return learned * (2 + MASTER_BYTES + ADAM_BYTES if bf16 else 4 + ADAM_BYTES)
+
+
+def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
+    """The lock of a save folder, on rank 0; makes the folder. Collective."""
+
+    def take() -> WriterLock:
+        directory.mkdir(parents=True, exist_ok=True)
+        return WriterLock.take(directory)
+
+    return on_rank_0(take, lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another --save"))
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""Packs as text for people: documents with their borders, tokens without loss set apart, and what a data set holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mkd.data.batch import Pack
+from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.tokenizers.tokenizer import Tokenizer
+
+WITH_LOSS, WITHOUT_LOSS, RESET = "\033[32m", "\033[90m", "\033[0m"
+LENGTH_BINS = 50
+
+
+def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
+    """A line about the pack, then one for each document (or piece of one) with its tokens between bars.
+
+    A token that the one before it predicts with loss is green if `colour`, any other grey; without colours the others are in
+    parentheses. The first token of a piece is among them: nothing in the pack predicts it.
+    """
+    used, loss_tokens = int(pack.lengths.sum()), int(np.count_nonzero(pack.loss_mask))
+    lines = [
+        f"pack {pack.sample_id}: {len(pack.lengths)} documents, {used} of {len(pack.tokens)} tokens,"
+        f" {loss_tokens} with loss, {len(pack.tokens) - used} padding"
+    ]
+    starts = np.cumsum(pack.spans) - pack.spans
+    for start, length in zip(starts.tolist(), pack.lengths.tolist(), strict=True):
+        ids = pack.tokens[start : start + length].tolist()
+        counts = pack.loss_mask[start : start + length - 1] > 0
+        shown = [_token(tokenizer, i, bool(has_loss), colour) for i, has_loss in zip(ids, [False, *counts], strict=True)]
+        lines.append(f"  [{start}, {start + length}) |{'|'.join(shown)}|")
+    return "\n".join(lines)
+
+
+def summarise(dataset: BlendedDataset) -> Iterator[str]:
+    """Sizes of every corpus; proportions of tokens with loss and of positions that are not padding; document lengths."""
+    yield from dataset.describe()
+    lengths = document_lengths(dataset)
+    tokens = sum(member.num_tokens for member in dataset.members)
+    loss_tokens = sum(member.num_loss_tokens for member in dataset.members)
+    places = sum(len(member) * member.seq_length for member in dataset.members)
+    percentiles = np.percentile(lengths, [0, 50, 90, 99, 100]).astype(int).tolist()
+    yield f"share of loss tokens {loss_tokens / tokens:.3f} ({loss_tokens} of {tokens} tokens)"
+    yield f"packing efficiency {tokens / places:.3f} ({tokens} tokens in {places} places)"
+    yield "document lengths: least {}, median {}, 90 % up to {}, 99 % up to {}, most {} tokens".format(*percentiles)
+
+
+def document_lengths(dataset: BlendedDataset) -> np.ndarray:
+    """Tokens of every document before it is cut, int64 [documents], those without any loss included."""
+    return np.concatenate([_lengths(member) for member in dataset.members])
+
+
+def _lengths(member: PackedDataset) -> np.ndarray:
+    return member.store.lengths[member.first_document : member.first_document + member.num_documents]
+
+
+def draw_lengths(lengths: np.ndarray, seq_length: int, figure) -> None:
+    """A histogram of document lengths, with a line at the length of a pack, on a matplotlib `figure`."""
+    axes = figure.subplots()
+    edges = np.unique(np.geomspace(1, max(int(lengths.max()), seq_length) + 1, LENGTH_BINS).astype(np.int64))
+    axes.hist(np.maximum(lengths, 1), bins=edges)
+    axes.axvline(seq_length, color="red", label=f"--seq-length {seq_length}")
+    axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
+    axes.legend()
+
+
+def _token(tokenizer: Tokenizer, token: int, has_loss: bool, colour: bool) -> str:
+    text = repr(tokenizer.decode([token]))[1:-1]
+    if colour:
+        return f"{WITH_LOSS if has_loss else WITHOUT_LOSS}{text}{RESET}"
+    return text if has_loss else f"({text})"

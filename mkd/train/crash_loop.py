@@ -1,0 +1,97 @@
+"""A run that its scheduler starts again and again, and that crashes in the same step every time, is ended for good.
+
+`SAVE/RUNNING` is there while a run is under way, with the step it has reached; a run that ends by itself, or is told to,
+removes it. One that finds it at its start comes after a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.agreement import on_rank_0
+from mkd.config.schema import Config
+from mkd.errors import CheckpointError, CrashLoop
+from mkd.parallel.context import ParallelContext
+
+RUNNING = "RUNNING"
+MAX_CRASHES = 3  # of one step in a row
+WIDTH = 20  # of the first line, which every step overwrites
+
+
+@dataclass
+class CrashCounter:
+    """The marker of one run, on rank 0; elsewhere, and without --save, it does nothing."""
+
+    path: Path | None = None
+    _file: int | None = None  # descriptor
+
+    @classmethod
+    def start(cls, save: Path, config: Config) -> CrashCounter:
+        """Mark the run as under way. Raises CrashLoop when the last `MAX_CRASHES` ones crashed in the same step.
+
+        A run with other settings starts to count anew: somebody has changed something.
+        """
+        path, settings = save / RUNNING, hashlib.sha256(repr(config).encode()).hexdigest()
+        crash = _last_crash(path)
+        if crash and crash["settings"] != settings:
+            crash = None
+        if crash and crash["times"] >= MAX_CRASHES:
+            step = crash["step"]
+            where = f"step {step}" if step else "the start, before the first step,"
+            raise CrashLoop(
+                f"the last {crash['times']} runs in {save} all crashed in {where}",
+                "another try would most likely end in the same way, and go on using the machines",
+                f"look at the error of the last run, change what causes it, and start again; with the same settings, first "
+                f"delete {path}",
+            )
+        counter = cls(path)
+        counter._open({"crashed_in": crash and crash["step"], "times": crash["times"] if crash else 0, "settings": settings})
+        return counter
+
+    def reached(self, step: int) -> None:
+        """The run is about to do `step`. Without a flush to disk: a killed process loses nothing by that."""
+        if self._file is not None:
+            os.pwrite(self._file, _first_line(step), 0)
+
+    def end(self) -> None:
+        """The run ends without a crash."""
+        if self._file is not None:
+            os.close(self._file)
+            self.path.unlink(missing_ok=True)
+            self._file = None
+
+    def _open(self, before: dict) -> None:
+        draft = self.path.with_name(RUNNING + ".new")
+        draft.write_bytes(_first_line(0) + json.dumps(before).encode() + b"\n")
+        os.replace(draft, self.path)
+        self._file = os.open(self.path, os.O_WRONLY)
+
+
+def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
+    """The counter of a run that starts now. Collective; raises CrashLoop on all ranks."""
+    if not config.checkpoint.save:
+        return CrashCounter()
+    save = Path(config.checkpoint.save)
+    counter = on_rank_0(
+        lambda: CrashCounter.start(save, config), lambda error: CheckpointError(f"cannot write to {save}: {error}")
+    )
+    return counter or CrashCounter()
+
+
+def _last_crash(path: Path) -> dict | None:
+    """{step, times in a row, settings} of the run that left `path`; None if there was none, or it cannot be read."""
+    try:
+        step, before = path.read_text(encoding="utf-8").splitlines()
+        step, before = int(step), json.loads(before)
+        times = 1 + (before["times"] if before["crashed_in"] == step else 0)
+        return {"step": step, "times": times, "settings": before["settings"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _first_line(step: int) -> bytes:
+    return f"{step:<{WIDTH}}\n".encode()

@@ -1,0 +1,99 @@
+"""What a run writes, and whether it can: known from sizes and folders before anything is written."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.save_folder import checkpoint_bytes
+from mkd.config.schema import Config
+from mkd.data.sources import is_raw
+from mkd.errors import UsageError
+from mkd.plan.model_shape import ModelShape
+from mkd.train.folders import cache_folder, log_folder
+
+GIB = 2**30
+CACHE_SHARE = 1 / 3  # of the size of raw text, at least: six bytes a token and two bytes an id
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run writes to one place."""
+
+    what: str
+    flag: str  # which moves it elsewhere
+    folder: Path  # need not exist yet
+    num_bytes: int = 0  # at least; 0 for what is small
+
+    @property
+    def existing(self) -> Path:
+        """The folder, or what there is of its path."""
+        return next(path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path))
+
+
+def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
+    """Everything that the run of `config` writes; without the sizes of models where the student's is not known."""
+    checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
+    if checkpoint.save:
+        size = checkpoint_bytes(student, bf16) if student else 0
+        yield Written("a checkpoint", "--save", Path(checkpoint.save), size)
+    if checkpoint.export_hf:
+        yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf))
+    log_flag = "--save" if checkpoint.save and not log.log_dir else "--log-dir"
+    yield Written("metrics", log_flag, log_folder(config))
+    if log.tensorboard_dir:
+        yield Written("TensorBoard events", "--tensorboard-dir", Path(log.tensorboard_dir))
+    cache = cache_folder(config)
+    raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
+    new_bytes = sum(path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx")))
+    if new_bytes:
+        flag = "--data-cache-path" if config.data.data_cache_path else log_flag
+        yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
+
+
+def disk_problems(writes: Sequence[Written]) -> list[UsageError]:
+    """One error for each path that is in the way, and for each disk without room for all that goes there."""
+    by_path: dict[Path, list[Written]] = {}
+    for write in writes:
+        by_path.setdefault(write.existing, []).append(write)
+    blocked = {path: _blocked(path, of_path) for path, of_path in by_path.items()}
+    by_disk: dict[int, list[Written]] = {}
+    for path, of_path in by_path.items():
+        if blocked[path] is None:
+            by_disk.setdefault(path.stat().st_dev, []).extend(of_path)
+    return [error for error in (*blocked.values(), *map(_full, by_disk.values())) if error is not None]
+
+
+def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
+    """Why nothing can be written below `path`, which exists."""
+    if not path.is_dir():
+        what = f"cannot make {writes[0].folder}: {path} is a file"
+    elif not os.access(path, os.W_OK | os.X_OK):
+        what = f"cannot write to {writes[0].folder}: {path} is read-only for this user"
+    else:
+        return None
+    why = f"the run writes {_joined(write.what for write in writes)} there"
+    return UsageError(what, why, f"choose another {_joined(write.flag for write in writes)}")
+
+
+def _full(writes: Sequence[Written]) -> UsageError | None:
+    """Why what goes to one disk does not fit there."""
+    large = [write for write in writes if write.num_bytes]
+    needed = sum(write.num_bytes for write in large)
+    free = shutil.disk_usage(writes[0].existing).free
+    if free >= needed:
+        return None
+    parts = ", ".join(f"{write.what} {write.num_bytes / GIB:.2f} GiB" for write in large)
+    return UsageError(
+        f"the disk of {large[0].folder} has {free / GIB:.2f} GiB left, the run writes {needed / GIB:.2f} GiB to it",
+        f"it would fail after all the work before: {parts}",
+        f"make room, or choose another {_joined(write.flag for write in large)}",
+    )
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))

@@ -1,0 +1,45 @@
+"""The files of a model of the run, found and read as far as no weights are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.distributed import HF_FOLDER, find_checkpoint
+from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.config.schema import StudentConfig, TeacherConfig
+from mkd.errors import CheckpointError, MkdError
+from mkd.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where one model comes from: its shape and small files, and its weights."""
+
+    shape: ModelShape
+    assets: Path  # folder with config.json and tokenizer files
+    hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
+    load: Path | None  # ... or of a Megatron checkpoint folder
+
+
+def locate_model(
+    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
+) -> ModelSource | None:
+    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
+    if not (source.hf or source.load):
+        return None
+    try:
+        if source.load is None:
+            folder = resolve_hf(source.hf)
+            shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
+            check_hf_checkpoint(shape, checkpoint)
+            return ModelSource(shape, folder, checkpoint, None)
+        folder = find_checkpoint(Path(source.load))
+        if folder is None:
+            what = f"--{role}-load {source.load} holds no checkpoint"
+            raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
+        assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
+        return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
+    except MkdError as error:
+        problems.append(error)
+        return None

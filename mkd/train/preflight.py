@@ -1,0 +1,149 @@
+"""What of tokenizers and data would end a run, found before processes meet and weights are read.
+
+All ranks look at the same few files, so that all refuse the run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from mkd.config.schema import Config
+from mkd.data.build import require_file, require_vocabulary
+from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows
+from mkd.data.sources import find_prefix, is_raw, parse_blend
+from mkd.data.store import TokenStore
+from mkd.errors import DataError, MkdError, UsageError
+from mkd.plan.teachers import teacher_roles
+from mkd.tokenizers.hugging_face import has_tokenizer
+from mkd.tokenizers.load import load_tokenizer, open_tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.model_source import ModelSource
+
+LOOKED_AT = 16  # records of each raw file, and more where more may be bad
+CORPUS_SUFFIXES = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """Opened once, for the checks and for the run."""
+
+    student: Tokenizer
+    teachers: tuple[Tokenizer | None, ...]  # one for every teacher that runs; None for those that read the student's tokens
+
+
+def open_tokenizers(
+    problems: list[MkdError], config: Config, student: ModelSource | None, teachers: Sequence[ModelSource | None]
+) -> Tokenizers | None:
+    """The tokenizers of a run, compared with its models and each other; None where the student's cannot be opened.
+
+    What is wrong is added to `problems`. A model that is None is one already.
+    """
+    name = config.data.tokenizer_model or (student and str(student.assets))
+    if name is None:
+        return None
+    tokenizer = _attempt(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
+    if tokenizer is None:
+        return None
+    if student is not None:
+        problems += wider_than_head(tokenizer, config, "student", student)
+    own: list[Tokenizer | None] = []
+    for role, settings, source in zip(teacher_roles(config), config.teachers, teachers, strict=False):
+        if source is None or settings.xtoken is None:
+            own.append(None)
+            problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
+        else:
+            own.append(_attempt(problems, lambda source=source: open_tokenizer(str(source.assets))))
+    return Tokenizers(tokenizer, tuple(own))
+
+
+def same_vocabulary_problems(tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource) -> list[MkdError]:
+    """Of a teacher that reads the ids of `tokenizer`."""
+    problems: list[MkdError] = []
+    _attempt(problems, lambda: require_same_tokenizer(tokenizer, teacher))
+    return problems or list(wider_than_head(tokenizer, config, role, teacher))
+
+
+def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
+    """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
+    if not has_tokenizer(teacher.assets):
+        return  # nothing to compare: a teacher of bare weights is taken at its user's word
+    difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
+    if difference is not None:
+        raise UsageError(
+            f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
+            "distillation compares the two models id by id",
+            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+        )
+
+
+def wider_than_head(tokenizer: Tokenizer, config: Config, role: str, model: ModelSource) -> Iterator[UsageError]:
+    """Special tokens beyond the model are fine until the data has them, unless every pack may have them."""
+    rows = model.shape.vocab_size
+    if tokenizer.vocab_size <= rows:
+        return
+    used = [i for string, i in tokenizer.vocabulary.items() if string not in tokenizer.special_tokens]
+    used += [tokenizer.pad_id, *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else [])]
+    if max(used) >= rows:
+        yield UsageError(
+            f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
+            "text would become ids that the model has no embedding for",
+            f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
+        )
+
+
+def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
+    """Path -> flag of every corpus; a flag that is no list of paths and weights is added to `problems`."""
+    found: dict[str, str] = {}
+    for flag, values in (("--data-path", config.data.data_path), ("--valid-data-path", config.data.valid_data_path)):
+        blend = _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+        found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
+    return found
+
+
+def data_problems(paths: Mapping[str, str], tokenizer: Tokenizer | None, max_bad_records: int) -> list[MkdError]:
+    """One for each corpus (path -> flag) where nothing is, of an unknown kind, without records, damaged or of other ids."""
+    problems: list[MkdError] = []
+    for path, flag in paths.items():
+        _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizer, max_bad_records))
+    return problems
+
+
+def _look_at(flag: str, path: str, tokenizer: Tokenizer | None, max_bad_records: int) -> None:
+    """Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say."""
+    if is_raw(path):
+        require_file(path, flag)
+        _look_at_records(flag, path, max(LOOKED_AT, max_bad_records + 1))
+    elif Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
+        raise DataError(
+            f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
+            "the suffix says how a file is read",
+            f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
+        )
+    else:
+        store = TokenStore.open(find_prefix(path, flag))
+        if tokenizer is not None:
+            require_vocabulary(store, tokenizer, f"{flag} {path}")
+
+
+def _look_at_records(flag: str, path: str, looked_at: int) -> None:
+    """One good record among the first is enough: how many bad ones are too many is for those who read them all."""
+    refused = None
+    for number, row in islice(read_rows(path), looked_at):
+        try:
+            parse_row(row)
+            return
+        except DataError as error:
+            refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
+    raise refused or DataError(f"{flag} {path} is empty", "there is nothing to train on", "check how it was made")
+
+
+def _attempt(problems: list[MkdError], compute):
+    """The result of `compute()`, or None with its error added to `problems`."""
+    try:
+        return compute()
+    except MkdError as error:
+        problems.append(error)
+        return None

@@ -1,0 +1,186 @@
+"""The checkpoints of real runs: what they go on from, what they refuse to go on from, and what a background save holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+
+import pytest
+
+from mkd.checkpoint.folders import POINTER, saved_iterations
+from mkd.checkpoint.manifest import MANIFEST_FILE
+from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, checkpoint_bytes
+from mkd.plan.model_shape import ModelShape
+from tests.checkpoint.tiny_saves import run_forked
+from tests.train.command import call_main, flags, make_files, poison, read_metrics, run_main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def saved(files, ranks):
+    """The save folder of a run of two steps that saved both."""
+    argv = flags(files, "saved", "--save", files / "saved", "--save-interval", 1)
+    assert [result.exit_code for result in run_main(ranks, argv)] == [0]
+    return files / "saved"
+
+
+@pytest.fixture
+def folder(saved, files, tmp_path):
+    """A private copy, below the folder that `flags` starts from."""
+    return shutil.copytree(saved, files / tmp_path.name)
+
+
+def go_on(ranks, files, folder, *more, world_size=1, **paths):
+    """A third step of the run that is saved in `folder`."""
+    argv = flags(files, folder.name, "--save", folder, "--load", folder, *more, **paths)
+    return run_main(ranks, [*argv, "--train-iters", "3"], world_size)
+
+
+def test_a_damaged_checkpoint_is_passed_over(files, folder, ranks):
+    """Rows 4 and 5 in a run: it says so, and does the lost step again."""
+    shard = folder / "iter_0000002" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    (result,) = go_on(ranks, files, folder)
+    assert result.exit_code == 0, result.stderr
+    assert f"{shard} has other contents than the manifest says" in result.stdout
+    assert f"continuing from {folder / 'iter_0000001'}" in result.stdout
+    assert [line["iteration"] for line in read_metrics(folder)] == [1, 2, 3]
+    assert (folder / POINTER).read_text() == "3\n"
+
+
+def test_nothing_whole_to_go_on_from(files, folder, ranks):
+    """Row 4. Every rank ends with 66, and the first one says why."""
+    for path in saved_iterations(folder):
+        (path / "common.pt").unlink()
+    first, second = go_on(ranks, files, folder, world_size=2)
+    assert (first.exit_code, second.exit_code) == (66, 66)
+    assert "holds no checkpoint that is whole" in first.stderr and second.stderr == ""
+    (result,) = go_on(ranks, files, folder, "--ckpt-step", 1)
+    assert result.exit_code == 66 and "iter_0000001/common.pt is missing" in result.stderr
+
+
+def test_manifest_and_expected_size(files, saved):
+    """The disk space that is asked for in advance is what weights and optimizer take, some headers aside."""
+    entries = json.loads((saved / "iter_0000002" / MANIFEST_FILE).read_text())["files"]
+    assert {"common.pt", ".metadata", "mkd.json", "hf/config.json", "hf/tokenizer.json"} < entries.keys()
+    tensors = sum(entry["size"] for name, entry in entries.items() if name.endswith(".distcp"))
+    expected = checkpoint_bytes(ModelShape.from_hf_dir(files / "student"), bf16=False)
+    assert expected < tensors < 1.5 * expected
+
+
+CHANGES = {
+    "loss": (("--kd-ratio", 0.25), "loss.kd_ratio (0.5 then, 0.25 now)"),
+    "data.seed": (("--seed", 7), "data.seed (1234 then, 7 now)"),
+    "data.seq_length": (("--seq-length", 64), "data.seq_length (32 then, 64 now)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_is_named_and_can_be_accepted(name, files, folder, ranks):
+    more, text = CHANGES[name]
+    (result,) = go_on(ranks, files, folder, *more)
+    assert result.exit_code == 66 and text in result.stderr, result.stderr
+    assert f"--accept-change {text.split(' ')[0]}" in result.stderr
+    (result,) = go_on(ranks, files, folder, *more, "--accept-change", *name.split(" "), "data.files")
+    assert result.exit_code == 0, result.stderr
+
+
+def other_text(files):
+    text = (files / "text.jsonl").read_text()
+    (files / "other.jsonl").write_text(text.replace("the quick", "eht kciuq"))
+    return {"data_path": "other.jsonl"}
+
+
+def other_teacher(files):
+    return {"teacher_hf": poison(files / "teacher", files / "other teacher", 0.5).name}
+
+
+def other_tokenizer(files):
+    """Of both models, with two ids exchanged."""
+    for model in ("student", "teacher"):
+        folder = shutil.copytree(files / model, files / f"{model} exchanged")
+        content = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["p"], vocabulary["q"] = vocabulary["q"], vocabulary["p"]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    return {"student_hf": "student exchanged", "teacher_hf": "teacher exchanged"}
+
+
+@pytest.mark.parametrize(
+    ("what", "make"), [("data.files", other_text), ("teacher.teacher", other_teacher), ("tokenizer", other_tokenizer)]
+)
+def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, ranks):
+    """Row 28."""
+    (result,) = go_on(ranks, files, folder, **make(files))
+    assert result.exit_code == 66, result.stderr
+    assert "was saved by a run with other" in result.stderr and f" {what} (" in result.stderr
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
+
+
+def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
+    """Row 33. It leaves everything of the first as it is."""
+    before = contents(folder)
+    lock = WriterLock.take(folder)
+    try:
+        first, second = go_on(ranks, files, folder, "--kd-ratio", 0.1, "--accept-change", "loss", world_size=2)
+    finally:
+        lock.release()
+    assert (first.exit_code, second.exit_code) == (66, 66) and second.stderr == ""
+    assert f"process {os.getpid()} on {socket.gethostname()}" in first.stderr
+    assert contents(folder) == before
+    (result,) = go_on(ranks, files, folder)
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_background_save_is_the_same_files(world_size, files, ranks):
+    """Row 10 in a run: training goes on while they are written, and no byte of any checkpoint differs."""
+    manifests = {}
+    for more in ((), ("--async-save",)):
+        folder = files / f"background {world_size} {len(more)}"
+        argv = flags(files, folder.name, "--save", folder, "--save-interval", 1, *more)
+        results = run_main(ranks, [*argv, "--train-iters", "4"], world_size)
+        assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
+        assert all(f"saved checkpoint {path}" in results[0].stdout for path in saved_iterations(folder))
+        manifests[more] = [(path.name, (path / MANIFEST_FILE).read_text()) for path in saved_iterations(folder)]
+    first, second = manifests.values()
+    assert first == second and len(first) == 4
+
+
+def test_retention_in_a_run(files, ranks):
+    folder = files / "retention"
+    argv = flags(files, "retention", "--save", folder, "--save-interval", 1, "--keep-checkpoints", 1)
+    (result,) = run_main(ranks, [*argv, "--save-retain-interval", "2", "--train-iters", "5"])
+    assert result.exit_code == 0, result.stderr
+    assert [path.name[-1] for path in saved_iterations(folder)] == ["5", "4", "2"]
+
+
+def start_as_nobody(context, argv):
+    """What the command says to a user without rights; root may write to any folder."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    return call_main(argv)
+
+
+def test_read_only_save_folder(files):
+    """Row 33. Said before anything is read or trained, also of a folder that would have to be made."""
+    locked = files / "locked"
+    locked.mkdir(mode=0o555)
+    for path in (*files.rglob("*"), files, *list(files.parents)[:2]):
+        path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))  # safetensors are made private
+    for save in (locked, locked / "deeper" / "still"):
+        ((_, (exit_code, _, stderr)),) = run_forked(1, start_as_nobody, flags(files, "locked run", "--save", save))
+        assert exit_code in (64, 66) and "cannot write to" in stderr and str(locked) in stderr, stderr
+        assert "read-only for this user" in stderr
+    assert not list(locked.iterdir())

@@ -1,0 +1,70 @@
+"""A run that crashes in the same step every time it is started is ended for good; other ends do not count."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.schema import Config, TrainingConfig
+from mkd.errors import CrashLoop
+from mkd.train.crash_loop import RUNNING, CrashCounter
+from tests.train.command import flags, make_files, read_metrics
+from tests.train.processes import run_processes
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("crashes"))
+
+
+def crash_in(folder, step, config=None):
+    """A run that gets to `step` and is not heard of again."""
+    CrashCounter.start(folder, config or Config()).reached(step)
+
+
+def test_three_crashes_of_one_step(tmp_path):
+    for _ in range(3):
+        crash_in(tmp_path, 7)
+    for _ in range(2):  # until somebody changes something
+        with pytest.raises(CrashLoop, match="the last 3 runs in .* all crashed in step 7") as caught:
+            CrashCounter.start(tmp_path, Config())
+        assert caught.value.exit_code == 76 and str(tmp_path / RUNNING) in caught.value.do
+    CrashCounter.start(tmp_path, Config(training=TrainingConfig(seed=5)))
+    crash_in(tmp_path, 7)
+
+
+@pytest.mark.parametrize("steps", [(7, 7, 8, 8, 7), (0, 0, 7, 0, 0), (100, 10, 1, 100)])
+def test_other_steps_are_progress(steps, tmp_path):
+    for step in steps:
+        crash_in(tmp_path, step)
+    CrashCounter.start(tmp_path, Config())
+
+
+def test_an_end_that_is_no_crash_starts_anew(tmp_path):
+    for _ in range(2):
+        crash_in(tmp_path, 7)
+    counter = CrashCounter.start(tmp_path, Config())
+    counter.reached(7)
+    counter.end()
+    assert not (tmp_path / RUNNING).exists()
+    for _ in range(2):
+        crash_in(tmp_path, 7)
+    CrashCounter.start(tmp_path, Config())
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "7\n", "7\n{}\n", "x\n{}\n", '7\n{"times": 5}\n'])
+def test_a_marker_that_cannot_be_read_is_none(content, tmp_path):
+    (tmp_path / RUNNING).write_text(content)
+    CrashCounter.start(tmp_path, Config())
+
+
+def test_the_command_stops_with_76(files, tmp_path):
+    """Real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
+    save = tmp_path / "save"
+    argv = flags(files, "loop", "--train-iters", 6, "--save", save, "--load", save, "--save-interval", 2)
+    codes = []
+    for fault in ("kill@in_step::3", "error@in_step::3", "kill@in_step::3", ""):
+        (result,) = run_processes(tmp_path, argv, 1, MKD_FAULT=fault)
+        codes.append(result.code)
+    assert codes == [-9, 1, -9, 76]
+    assert f"error: the last 3 runs in {save} all crashed in step 3\n  why: " in result.output
+    assert [line["iteration"] for line in read_metrics(files / "loop")] == [1, 2]

@@ -1,0 +1,69 @@
+"""One rank raises, or dies: the others end within seconds, and the one traceback that matters is the first rank's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.train.command import flags, make_files
+from tests.train.processes import run_processes
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("failures"))
+
+
+@pytest.mark.parametrize("point", ["in_optimizer", pytest.param("in_data", marks=pytest.mark.slow)])
+def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
+    argv = flags(files, f"raises {point}", "--train-iters", 400)
+    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"error@{point}:1:3")
+    assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
+    assert "Traceback" in second.output and second.output.endswith(f"rank 1 failed first: RuntimeError: error@{point}:1:3\n")
+    assert "Traceback" not in first.output
+    report = files / f"raises {point}" / "errors" / "rank_1.txt"
+    line = f"rank 0: stopped because rank 1 failed: RuntimeError: error@{point}:1:3\n  see {report}\n"
+    assert first.output.endswith(line)
+    header, *traceback = report.read_text().splitlines()
+    header = json.loads(header)
+    assert (header["rank"], header["exit_code"]) == (1, 1) and traceback[0].startswith("Traceback")
+    assert not (report.parent / "rank_0.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["kill", pytest.param("exit", marks=pytest.mark.slow)])
+def test_a_rank_that_ends_without_a_word(kind, files, tmp_path):
+    argv = flags(files, kind, "--train-iters", 400)
+    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"{kind}@in_step:1:3")
+    assert (first.code, second.code) == (1, 1 if kind == "exit" else -9) and first.after_s < 10
+    assert first.output.endswith("rank 0: lost contact with the other ranks, and none has said why: one was killed or hangs\n")
+
+
+def test_errors_of_communication_are_told_from_others():
+    import torch.distributed as dist
+
+    from mkd.errors import CheckpointError
+    from mkd.train.failures import is_communication_error
+
+    def wrapped(cause):
+        try:
+            raise CheckpointError("cannot be loaded") from cause
+        except CheckpointError as error:
+            return error
+
+    gloo = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    for error in (gloo, dist.DistBackendError("NCCL error"), dist.DistNetworkError("x"), wrapped(gloo)):
+        assert is_communication_error(error)
+    for error in (RuntimeError("mat1 and mat2"), OSError("Broken pipe"), wrapped(RuntimeError("bad"))):
+        assert not is_communication_error(error)
+
+
+def test_reports_of_other_runs_are_not_believed(tmp_path):
+    from mkd.train.failures import FailureReports
+
+    first, second = (FailureReports(rank, 2, tmp_path, run="now") for rank in range(2))
+    FailureReports(1, 2, tmp_path, run="earlier").write("old", "")
+    assert first.of_peers() == []
+    second.write("new", "why\n", exit_code=65)
+    (failure,) = first.of_peers()
+    assert (failure.rank, failure.what, failure.exit_code) == (1, "new", 65) and second.of_peers() == []

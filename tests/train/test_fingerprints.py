@@ -1,0 +1,112 @@
+"""What a run is made of, in a few bytes: what changes them, what does not, and how a difference is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mkd.errors import CheckpointError
+from mkd.train.fingerprints import END_BYTES, ends_fingerprint, require_same
+
+SIZE = 4 * END_BYTES
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(SIZE))
+    return path
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_seen"), [(0, True), (END_BYTES - 1, True), (SIZE - END_BYTES, True), (SIZE - 1, True), (SIZE // 2, False)]
+)
+def test_both_ends_count(place, is_seen, file):
+    before = ends_fingerprint([file])
+    flip(file, place)
+    assert (ends_fingerprint([file]) != before) == is_seen
+    assert before.startswith("ends-sha256:")
+
+
+def test_size_name_and_order_count(file, tmp_path):
+    other = tmp_path / "other.bin"
+    other.write_bytes(file.read_bytes())
+    found = {ends_fingerprint(files) for files in ([file], [other], [file, other], [other, file], [file, file], [])}
+    other.write_bytes(bytes(SIZE + 1))
+    assert len(found | {ends_fingerprint([other])}) == 7
+
+
+def test_all_of_a_safetensors_header_counts(tmp_path):
+    """Longer than what is read of other files: names of tensors at its end would be missed."""
+    path = tmp_path / "model.safetensors"
+    names = [f"{'x' * 200}{i:06d}" for i in range(8000)]
+    prints = []
+    for last in ("a", "b"):
+        save_file({name: torch.zeros(1) for name in [*names, "z" * 200 + last]}, path)
+        with open(path, "r+b") as file:  # data of the same bytes: only the header differs, far from both ends
+            assert int.from_bytes(file.read(8), "little") > 2 * END_BYTES
+            file.truncate(path.stat().st_size)
+            file.seek(0, 2)
+            file.write(bytes(2 * END_BYTES))
+        prints.append(ends_fingerprint([path]))
+    assert prints[0] != prints[1]
+
+
+def test_an_absurd_header_length_is_harmless(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 8)
+    assert ends_fingerprint([path]).startswith("ends-sha256:")
+    path.write_bytes(b"")
+    assert ends_fingerprint([path]).startswith("ends-sha256:")
+
+
+SAVED = {"data.seed": 1, "data.files": "sha256:" + "a" * 64, "loss.kd_ratio": 0.5, "teacher.teacher": "ends-sha256:" + "b" * 64}
+
+
+def test_differences_are_named(tmp_path):
+    now = SAVED | {"data.files": "sha256:" + "c" * 64, "loss.kd_ratio": 0.3, "loss.new": "x"}
+    del now["teacher.teacher"]
+    with pytest.raises(CheckpointError) as caught:
+        require_same(tmp_path, SAVED, now, [])
+    text = str(caught.value)
+    for part in (
+        "data.files (sha256:aaaaaaaaaaaa then, sha256:cccccccccccc now)",
+        "loss.kd_ratio (0.5 then, 0.3 now)",
+        "loss.new (none then, x now)",
+        "teacher.teacher (ends-sha256:bbbbbbbbbbbb then, none now)",
+        "--accept-change data.files loss.kd_ratio loss.new teacher.teacher",
+    ):
+        assert part in text
+    assert "data.seed" not in text
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused"),
+    [
+        ([], ["data.seed", "loss.kd_ratio"]),
+        (["data"], ["loss.kd_ratio"]),
+        (["dat", "loss.kd"], ["data.seed", "loss.kd_ratio"]),
+        (["data.seed", "loss"], []),
+    ],
+)
+def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
+    now = SAVED | {"data.seed": 2, "loss.kd_ratio": 0.3}
+    if not refused:
+        return require_same(tmp_path, SAVED, now, accepted)
+    with pytest.raises(CheckpointError) as caught:
+        require_same(tmp_path, SAVED, now, accepted)
+    assert caught.value.do.endswith("--accept-change " + " ".join(refused))
+
+
+def test_same_and_unknown_pass(tmp_path):
+    require_same(tmp_path, SAVED, json.loads(json.dumps(SAVED)), [])
+    require_same(tmp_path, {}, SAVED, [])

@@ -1,0 +1,200 @@
+"""What a run is refused for before anything is loaded: all of it at once, each with what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections import namedtuple
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.errors import CheckpointError, DataError, ErrorList, UsageError
+from mkd.train import disk
+from mkd.train.plan import plan_run
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.command import TEACHER, flags, make_files, run_main, write_records
+from tools.preprocess_data import main as preprocess
+
+OTHER_TEXT = "pack my box with five dozen liquor jugs. "
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("preflight"))
+
+
+def problems_of(argv: list[str], world_size: int = 1) -> list:
+    """Every problem of a command line; none where it can run."""
+    try:
+        plan_run(load_config(argv).config, world_size)
+    except ErrorList as error:
+        return error.errors
+    return []
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_path, ranks):
+    """Of models, flags, batch, layout, tokenizers, data twice and disk; on two ranks, said once."""
+    add_tokenizer(make_model(tmp_path / "stranger", **TEACHER), text=OTHER_TEXT)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").write_text("a,b\n")
+    argv = flags(
+        files, "refused", "--config", tmp_path / "run.yaml", "--save", files / "text.jsonl" / "checkpoints", *more,
+        student_hf=None, teacher_hf=None, data_path=tmp_path / "empty.jsonl",
+    )  # fmt: skip
+    settings = {
+        "student": {"hf": str(files / "student")},
+        "teachers": [{"hf": str(tmp_path / "stranger")}, {"hf": str(tmp_path / "nowhere")}],
+        "parallel": {"pipeline_model_parallel_size": 2},
+        "optimizer": {"min_lr": 1.0},
+        "training": {"micro_batch_size": 3, "eval_interval": 1},
+        "data": {"valid_data_path": [str(tmp_path / "table.csv")]},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    first, second = run_main(ranks, argv, world_size=2)
+    assert (first.exit_code, second.exit_code) == (64, 64), first.stderr
+    assert "error: 8 problems:\n" in first.stderr and "error: " not in second.stderr and not first.stdout
+    shown = re.split(r"^\[\d\] ", first.stderr.partition("problems:\n")[2], flags=re.M)[1:]
+    planted = {
+        f"'{tmp_path / 'nowhere'}' is neither a model folder nor": "check the path",
+        "min-lr 1.0 is above lr 0.001": "lower --min-lr",
+        "global-batch-size 4 is not divisible by micro-batch-size 3 x data-parallel 1": "use 3 or 6",
+        "3 layers do not divide over 2 pipeline stages": "use --teacher-pipeline-layout 2,1",
+        f"teacher {tmp_path / 'stranger'} has another tokenizer than the student": "use a teacher of the same tokenizer",
+        f"--data-path {tmp_path / 'empty.jsonl'} is empty": "check how it was made",
+        f"--valid-data-path {tmp_path / 'table.csv'}: .csv is not a known kind of file": "use one of .jsonl",
+        f"cannot make {files / 'text.jsonl' / 'checkpoints'}: {files / 'text.jsonl'} is a file": "choose another --save",
+    }
+    assert len(shown) == len(planted) == 8
+    for what, do in planted.items():
+        text = next((text for text in shown if text.startswith(what)), f"nothing starts with {what}")
+        assert f"do:  {do}" in text, first.stderr
+    assert not (files / "refused").exists()
+
+
+def test_a_good_run_has_no_problems_and_keeps_its_tokenizers(files):
+    plan = plan_run(load_config(flags(files, "good", "--xtoken-loss", "partition_kl")).config, 1)
+    assert plan.tokenizers.student.encode("the fox") and plan.tokenizers.teachers[0].encode("the fox")
+    assert plan_run(load_config(flags(files, "good")).config, 1).tokenizers.teachers == (None,)
+
+
+def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
+    """Ids of ordinary text beyond the head are refused; a special token that no text makes is not."""
+    narrow = add_tokenizer(make_model(tmp_path / "narrow", **TEACHER, vocab_size=280))
+    last = load_vocabulary_size(narrow) - 1
+    assert last >= 280
+    (teacher,) = problems_of(flags(files, "narrow", teacher_hf=narrow))
+    assert teacher.what == f"the tokenizer's ids go up to {last}, those of the teacher ({narrow}) to 279"
+    (student,) = problems_of(flags(files, "narrow", "--kd-ratio", 0, student_hf=narrow, teacher_hf=None))
+    assert f"those of the student ({narrow})" in student.what and "--tokenizer-model" in student.do
+    padded = shutil.copytree(files / "teacher", tmp_path / "padded")
+    add_special_token(padded, beyond=306)
+    assert problems_of(flags(files, "padded", "--tokenizer-model", padded)) == []
+    add_special_token(padded, beyond=306, is_padding=True)
+    (padding,) = problems_of(flags(files, "padded", "--kd-ratio", 0, "--tokenizer-model", padded, teacher_hf=None))
+    assert "those of the student" in padding.what
+
+
+def load_vocabulary_size(folder) -> int:
+    return json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"].__len__()
+
+
+def add_special_token(folder, beyond: int, is_padding: bool = False) -> None:
+    """One with an id above `beyond`, which no document becomes."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    while max(tokenizer.get_vocab().values()) <= beyond:
+        tokenizer.add_tokens([f"<|{len(tokenizer)}|>"], special_tokens=True)
+    if is_padding:
+        tokenizer.pad_token = max(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_model_without_tokenizer(files, tmp_path):
+    bare = make_model(tmp_path / "bare", **TEACHER)
+    (student,) = problems_of(flags(files, "bare", student_hf=bare))
+    assert student.what == f"{bare} holds no tokenizer" and "--tokenizer-model" in student.do
+    (own,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
+    assert own.what == f"{bare} holds no tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        (["{"] * 20, ":1: not valid JSON"),
+        ([{"txt": "a"}] * 3, ":1: no known keys (found: 'txt')"),
+        ([], " is empty"),
+        ([{"txt": "a"}] * 15 + [{"text": "a"}], None),  # for those who read all to count
+        ([{"txt": "a"}] * 16 + [{"text": "a"}], ":1: no known keys"),
+    ],
+)
+def test_the_first_records_are_looked_at(records, text, files, tmp_path):
+    path = write_records(tmp_path / "data.jsonl", *records)
+    found = problems_of(flags(files, "records", data_path=path))
+    assert [type(error) for error in found] == [DataError] * (text is not None)
+    assert all(error.what.startswith(f"--data-path {path}{text}") for error in found)
+    if records == [{"txt": "a"}] * 16 + [{"text": "a"}]:
+        assert problems_of(flags(files, "records", "--max-bad-records", 16, data_path=path)) == []
+
+
+def test_a_corpus_of_another_tokenizer_and_a_damaged_one(files, tmp_path):
+    stranger = add_tokenizer(tmp_path, text=OTHER_TEXT)
+    argv = ["--input", files / "text.jsonl", "--output-prefix", tmp_path / "corpus", "--tokenizer-model", stranger]
+    assert preprocess([*map(str, argv)]) == 0
+    (other,) = problems_of(flags(files, "corpus", data_path=tmp_path / "corpus"))
+    assert other.what == f"--data-path {tmp_path / 'corpus'} was tokenised with another tokenizer"
+    (tmp_path / "corpus.idx").write_bytes(b"")
+    (damaged,) = problems_of(flags(files, "corpus", data_path=tmp_path / "corpus"))
+    assert "corpus.idx" in damaged.what
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_everything_that_goes_to_one_disk_must_fit_there(files, tmp_path, monkeypatch):
+    """The tiny student's checkpoint is 0.0x GiB and the text less: what is free decides, with what is cached left out."""
+    argv = flags(files, "full", "--save", tmp_path / "a" / "b", data_cache_path=tmp_path / "cache")
+    writes = {write.what: write for write in disk.writes_of(load_config(argv).config, None, [str(files / "text.jsonl")])}
+    text_bytes = writes["tokenised text"].num_bytes
+    assert text_bytes == (files / "text.jsonl").stat().st_size // 3
+    config = load_config(argv).config
+    shape = plan_run(config, 1).student.shape
+    needed = sum(write.num_bytes for write in disk.writes_of(config, shape, [str(files / "text.jsonl")]))
+    assert needed > text_bytes + 12 * 2 * 307 * 48  # more than the moments and weights of the embedding
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: Usage(0, 0, needed))
+    assert problems_of(argv) == []
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: Usage(0, 0, needed - 1))
+    (full,) = problems_of(argv)
+    assert isinstance(full, UsageError) and full.what.startswith(f"the disk of {tmp_path / 'a' / 'b'} has ")
+    assert full.do == "make room, or choose another --save and --data-cache-path"
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "text-0123.idx").touch()
+    assert problems_of(argv) == []
+
+
+def test_one_path_in_the_way_is_one_problem(files):
+    """Checkpoints, metrics and tokenised text all go to --save here."""
+    argv = flags(files, "x", "--save", files / "text.jsonl" / "below", data_cache_path=None)
+    at = argv.index("--log-dir")
+    (blocked,) = problems_of(argv[:at] + argv[at + 2 :])
+    assert blocked.why == "the run writes a checkpoint and metrics and tokenised text there"
+    assert blocked.do == "choose another --save"
+
+
+def test_problems_of_one_kind_keep_its_exit_code():
+    data, checkpoint = DataError("a"), CheckpointError("b")
+    assert ErrorList([data, data]).exit_code == 65 and ErrorList([checkpoint]).exit_code == 66
+    assert ErrorList([data, checkpoint]).exit_code == 64
+    assert ErrorList([ErrorList([data, data]), data]).exit_code == 65
+
+
+def test_the_checks_take_little_time(files):
+    config = load_config(flags(files, "time")).config
+    plan_run(config, 1)
+    start = time.process_time()
+    plan_run(config, 1)
+    assert time.process_time() - start < 1.0

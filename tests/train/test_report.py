@@ -1,0 +1,44 @@
+"""What a run reports of its evaluations, beside the losses that the other tests compare."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.command import flags, make_files, read_metrics, run_main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("report"))
+
+
+def evaluations(folder) -> list[dict]:
+    return [record for record in read_metrics(folder) if record.get("split") == "valid"]
+
+
+def test_the_share_of_the_initial_divergence_that_is_gone(files, ranks):
+    """From the evaluation before the first step on; a run that is continued remembers it."""
+    more = ("--split", "9,1", "--eval-interval", 2, "--kd-ratio", 1, "--save", files / "gap")
+    for steps, load in ((4, ()), (6, ("--load", files / "gap"))):
+        results = run_main(ranks, flags(files, "gap", *more, *load, "--train-iters", steps), world_size=2)
+        assert [result.exit_code for result in results] == [0, 0], results[0].stderr
+    first, *later = evaluations(files / "gap")
+    assert first["gap_closed"] == 0 and [record["iteration"] for record in later] == [2, 4, 6]
+    for record in later:
+        assert record["gap_closed"] == pytest.approx(1 - record["kd_loss"] / first["kd_loss"], rel=1e-12)
+    assert 0 < later[0]["gap_closed"] < later[-1]["gap_closed"] < 1
+    assert f"gap closed value: {later[-1]['gap_closed']:.4f} |" in results[0].stdout
+    assert all("gap_closed" not in record for record in read_metrics(files / "gap") if "split" not in record)
+
+
+def test_there_is_none_without_a_teacher_or_a_first_evaluation(files, ranks):
+    more = ("--split", "9,1", "--eval-interval", 1)
+    (plain,) = run_main(ranks, flags(files, "plain", *more, "--kd-ratio", 0, teacher_hf=None))
+    assert plain.exit_code == 0, plain.stderr
+    assert len(evaluations(files / "plain")) == 3 and all("gap_closed" not in record for record in evaluations(files / "plain"))
+    (unseen,) = run_main(ranks, flags(files, "unseen", "--save", files / "unseen"))
+    (continued,) = run_main(ranks, flags(files, "other", *more, "--load", files / "unseen", "--train-iters", 3,
+                                         "--accept-change", "data"))  # fmt: skip
+    assert (unseen.exit_code, continued.exit_code) == (0, 0), continued.stderr
+    (record,) = evaluations(files / "other")
+    assert record["iteration"] == 3 and record["kd_loss"] > 0 and "gap_closed" not in record

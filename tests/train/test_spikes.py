@@ -1,0 +1,86 @@
+"""Losses that stand out are flagged, noise and the fall of a young run are not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import random
+
+import pytest
+
+from mkd.train.spikes import MIN_STEPS, SpikeDetector
+from tests.train.command import flags, make_files, read_metrics
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("spikes"))
+
+
+def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]:
+    """A loss that falls from 10 to 2, with multiplicative noise whose tails are heavier than a normal distribution's."""
+    generator = random.Random(seed)
+    losses = []
+    for step in range(steps):
+        wide = generator.gauss(0, 1) / math.sqrt(generator.gammavariate(3, 1 / 3))  # Student's t, 6 degrees of freedom
+        losses.append((2 + 8 * math.exp(-step / 60)) * math.exp(noise * max(-4.0, min(4.0, wide))))
+    return losses
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+def test_no_false_alarm_in_500_steps(noise):
+    for seed in range(20):
+        detector = SpikeDetector()
+        assert not [step for step, loss in enumerate(noisy_losses(seed, noise=noise)) if detector.add(loss)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+def test_a_spike_of_10_is_flagged_wherever_it_comes(noise):
+    for place in (MIN_STEPS, 50, 200, 499):
+        losses = noisy_losses(place, noise=noise)
+        losses[place] *= 10
+        detector = SpikeDetector()
+        flagged = {step: ratio for step, loss in enumerate(losses) if (ratio := detector.add(loss))}
+        assert list(flagged) == [place] and 4 < flagged[place] < 25
+
+
+def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
+    detector = SpikeDetector()
+    assert not any(detector.add(loss) for loss in [2.0, math.nan, math.inf] * 30)
+    assert set(detector.losses) == {2.0} and detector.add(20.0) == pytest.approx(10)
+
+
+def train_with_a_broken_weight(argv, step):
+    """A real run whose final norm is made 40 times larger for one step; what it prints."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train.loop import one_step
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run = build_run(plan_run(load_config(argv).config, 1), detect())
+        norm = run.state.models[-1].decoder.final_layernorm.weight
+        while run.position.iteration < run.config.training.train_iters:
+            factor = 40.0 if run.position.iteration + 1 == step else 1.0
+            norm.data.mul_(factor)
+            one_step(run)
+            norm.data.div_(factor)
+        run.reporter.close()
+    return output.getvalue()
+
+
+def test_a_real_run_flags_its_spike_alone(files, ranks):
+    (output,) = ranks.run(train_with_a_broken_weight, 1, flags(files, "spike", "--train-iters", 60), 41)
+    lines = read_metrics(files / "spike")
+    flagged = {line["iteration"]: line["loss_spikes"] for line in lines if "loss_spikes" in line}
+    assert flagged == {41: 1} and lines[40]["loss"] > 5 * lines[39]["loss"]
+    assert "loss spike at iteration 41: " in output and output.count("| loss spikes: 1 |") == 1
+
+
+@pytest.mark.slow
+def test_500_steps_of_a_real_run_have_none(files, ranks):
+    ranks.run(train_with_a_broken_weight, 1, flags(files, "clean", "--train-iters", 500), 0)
+    lines = read_metrics(files / "clean")
+    assert len(lines) == 500 and not any("loss_spikes" in line for line in lines)
