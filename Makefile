@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-slow quickstart invariance lint clean
+.PHONY: help test test-slow faults quickstart invariance lint clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
@@ -13,6 +13,9 @@ test: lint  ## set up, then run every check: ruff, import contracts, tests
 
 test-slow: lint  ## the same with the tests that take long
 	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
+	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fault -p tests.faults
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py

@@ -74,6 +74,7 @@ def test_local_returns_the_exit_code_of_the_training(files):
     assert stderr.count("error: ") >= 1 and "missing.jsonl" in stderr
 
 
+@pytest.mark.fault(13)
 def test_a_signal_to_local_reaches_the_training(files, tmp_path):
     """A stand-in for Python that is a training which saves at SIGUSR1: every process gets the signal, and time to end."""
     python = program(

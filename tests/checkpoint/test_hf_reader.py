@@ -88,6 +88,7 @@ def test_slices_are_those_of_the_whole_tensors_and_are_counted(folder):
         ["x"],
     ],
 )
+@pytest.mark.fault(31)
 def test_weight_map_may_only_name_files_of_the_folder(folder, value):
     edit_index(folder, **{"model.norm.weight": value})
     with pytest.raises(CheckpointError) as caught:
@@ -103,6 +104,7 @@ def test_all_unsafe_entries_are_reported_at_once(folder):
     assert caught.value.exit_code == 66
 
 
+@pytest.mark.fault(31)
 def test_links_may_not_leave_the_model(folder, tmp_path):
     shard = next(folder.glob("model-*.safetensors"))
     shard.rename(tmp_path / "elsewhere.safetensors")
@@ -120,6 +122,7 @@ def test_links_in_a_circle(folder):
         HFCheckpoint(folder)
 
 
+@pytest.mark.fault(31)
 def test_links_of_a_hub_cache_are_followed(original, tmp_path):
     repository = tmp_path / "models--org--tiny"
     snapshot = repository / "snapshots" / "0123abc"
@@ -138,6 +141,7 @@ def test_links_of_a_hub_cache_are_followed(original, tmp_path):
         HFCheckpoint(snapshot)
 
 
+@pytest.mark.fault(30)
 def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="pytorch_model.bin") as caught:
@@ -157,6 +161,7 @@ def test_malformed_index(folder, text):
         HFCheckpoint(folder)
 
 
+@pytest.mark.fault(31)
 def test_missing_shards_are_named(folder):
     for number in (1, 2):
         next(folder.glob(f"model-0000{number}-of-*")).unlink()
@@ -165,6 +170,7 @@ def test_missing_shards_are_named(folder):
     assert "model-00001-of-" in str(caught.value) and "model-00002-of-" in str(caught.value)
 
 
+@pytest.mark.fault(31)
 def test_truncated_shard_is_named(folder):
     shard = next(folder.glob("model-00002-of-*"))
     shard.write_bytes(shard.read_bytes()[:-100])
@@ -186,6 +192,7 @@ def test_truncated_shard_is_named(folder):
         _header(dtype="F99", shape=[2], data_offsets=[0, 8]),
     ],
 )
+@pytest.mark.fault(31)
 def test_absurd_header_is_refused(header, folder):
     shard = next(folder.glob("model-00002-of-*"))
     shard.write_bytes(header + bytes(8))
@@ -199,6 +206,7 @@ def test_index_that_names_a_tensor_its_shard_lacks(folder):
         HFCheckpoint(folder)
 
 
+@pytest.mark.fault(31)
 def test_every_mismatch_is_reported_before_anything_is_read(folder):
     config = json.loads((folder / "config.json").read_text())
     config.update(intermediate_size=112, num_hidden_layers=3)
@@ -211,6 +219,7 @@ def test_every_mismatch_is_reported_before_anything_is_read(folder):
     assert all(p.why and p.do for p in problems)
 
 
+@pytest.mark.fault(31)
 def test_missing_tensor(folder):
     index = json.loads((folder / INDEX_FILE).read_text())
     del index["weight_map"]["model.layers.3.self_attn.k_proj.weight"]

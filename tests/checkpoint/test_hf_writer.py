@@ -188,6 +188,7 @@ def test_an_older_export_is_replaced_without_leftovers(ranks, originals, tmp_pat
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+@pytest.mark.fault(34)
 def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_older_export(ranks, originals, tmp_path):
     source = originals("llama")
     ranks.run(import_export, 1, source, tmp_path, (1, (4,), 1))

@@ -60,6 +60,7 @@ NAMES = tuple(attacks("trace"))
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fault(30)
 def test_metadata_may_not_call(name, protocol, folder, tmp_path):
     """Row 30. As the whole file, and hidden in an attribute of a real one, which protocol 0 cannot write."""
     trace = tmp_path / "trace"
@@ -75,6 +76,7 @@ def test_metadata_may_not_call(name, protocol, folder, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.fault(30)
 def test_torch_files_may_not_call(is_zip, name, folder, tmp_path):
     """Row 30. The common file, and the byte entry of a shard, in both formats of `torch.save`."""
     trace = tmp_path / "trace"
@@ -130,6 +132,7 @@ def test_metadata_of_another_kind(content, folder):
     assert "does not describe a checkpoint" in refusal(folder).why
 
 
+@pytest.mark.fault(30)
 def test_a_crafted_checkpoint_with_a_fitting_manifest(folder, tmp_path):
     """Row 30. A manifest proves that nothing has changed since it was written, not who has written it."""
     trace = tmp_path / "trace"

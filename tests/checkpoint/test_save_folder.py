@@ -28,6 +28,7 @@ def lock_and_die(context, directory):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.fault(33)
 def test_second_writer_is_refused(tmp_path):
     """Row 33. Every rank of the second run is told who the first is."""
     first = WriterLock.take(tmp_path)
@@ -44,6 +45,7 @@ def test_released_lock_is_free(tmp_path):
     assert run_forked(2, lock, tmp_path) == [(0, "locked")] * 2
 
 
+@pytest.mark.fault(33)
 def test_lock_of_a_killed_run_is_taken_over(tmp_path):
     assert run_forked(1, lock_and_die, tmp_path)[0][0] == -signal.SIGKILL
     assert "pid" in json.loads((tmp_path / LOCK_FILE).read_text())

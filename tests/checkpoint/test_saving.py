@@ -56,6 +56,7 @@ def choose_save_choose(context, directory, iteration):
 
 
 @pytest.mark.parametrize("rank, point", [*((0, point) for point in POINTS), *((1, point) for point in POINTS[:3])])
+@pytest.mark.fault(3)
 def test_killed_at_any_point(rank, point, first, tmp_path):
     """Row 3. A kill leaves the old or the new checkpoint, and the next run saves over what is left."""
     folder = copy(first, tmp_path / "save")
@@ -68,6 +69,7 @@ def test_killed_at_any_point(rank, point, first, tmp_path):
 
 
 @pytest.mark.parametrize("point", ["before_manifest", "before_pointer"])
+@pytest.mark.fault(3)
 def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
     """A run that went back saves the same iteration: it is there at any time, as it was or as it is."""
     folder = copy(first, tmp_path / "save")
@@ -80,6 +82,7 @@ def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
     [("eio", "mid_shard", 1), ("enospc", "mid_shard", 1), ("error", "after_shards", 0), ("enospc", "before_manifest", 0),
      ("eio", "mid_pointer", 0)],
 )  # fmt: skip
+@pytest.mark.fault(9)
 def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_path):
     """Row 9."""
     tmp_path = copy(first, tmp_path / "save")
@@ -93,6 +96,7 @@ def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_pat
     assert value_in(tmp_path / "iter_0000001") == 1
 
 
+@pytest.mark.fault(8)
 def test_full_disk(tmp_path):
     """Row 8, on a file system that really has no room for a second checkpoint."""
     with small_disk(tmp_path / "disk", "450k") as disk:
@@ -112,6 +116,7 @@ def save_with_file_limit(context, directory, *iterations):
     return save(context, directory, *iterations)
 
 
+@pytest.mark.fault(8)
 def test_quota(tmp_path):
     """Row 8, by the limit of a process on its files: permitted everywhere."""
     run_forked(1, save, tmp_path, 1)
@@ -134,12 +139,14 @@ def save_in_background(context, directory):
     return value_in(folder), torch.load(folder / "common.pt")["groups"], choose(context, directory)[0]
 
 
+@pytest.mark.fault(10)
 def test_background_save_has_the_values_of_its_step(tmp_path):
     """Row 10."""
     assert run_forked(2, save_in_background, tmp_path) == [(0, (7, [{"lr": 7.0}], "iter_0000007"))] * 2
 
 
 @pytest.mark.parametrize("fault, code", [("kill@mid_shard", -signal.SIGKILL), ("error@mid_shard", 0)])
+@pytest.mark.fault(11)
 def test_background_writer_that_dies(fault, code, first, tmp_path):
     """Row 11. The thread lives in the training process: it fails alone, or is killed with it."""
     folder = copy(first, tmp_path / "save")
@@ -161,6 +168,7 @@ def test_retention(newest, interval, kept, tmp_path):
     assert [path.name for path in saved_iterations(tmp_path)] == [f"iter_{iteration:07d}" for iteration in kept]
 
 
+@pytest.mark.fault(12)
 def test_retention_counts_whole_checkpoints_only(tmp_path):
     """Row 12. Torn directories, before and after, never push out the last one that is whole."""
     run_forked(1, save, tmp_path, 1, 2, 3, 8, 9)

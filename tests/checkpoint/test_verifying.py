@@ -40,6 +40,7 @@ def chosen(folder, step=None, world_size=1):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"2", b"1x\n", b"-1\n", b"\xff\xfe\x00", b"\xd9\xa2\n", b"9\n", None])
+@pytest.mark.fault(4)
 def test_pointer_that_leads_nowhere(content, folder):
     """Row 4. What the pointer of iteration 2 can become. `2` without its line break is still the pointer."""
     if content is None:
@@ -55,6 +56,7 @@ def test_pointer_that_leads_nowhere(content, folder):
         assert said[-1] == f"continuing from {folder / NEWEST}, and not from what the pointer names"
 
 
+@pytest.mark.fault(4)
 def test_no_checkpoint_is_whole(folder):
     """Row 4. Every rank is told, in the same words, and nobody starts anew by accident."""
     for name in (NEWEST, OLDER):
@@ -106,6 +108,7 @@ def files_of(folder):
     return {path.name: path.stat().st_size for path in sorted((folder / NEWEST).iterdir())}
 
 
+@pytest.mark.fault(5)
 def test_any_flipped_bit_is_seen(folder):
     """Row 5. 200 random bits: ten or more in every file, the manifest included."""
     generator, files = random.Random(0), files_of(folder)
@@ -117,6 +120,7 @@ def test_any_flipped_bit_is_seen(folder):
         assert went_on_from == OLDER and f"{folder / NEWEST / name} " in said
 
 
+@pytest.mark.fault(6)
 def test_files_that_are_cut_empty_or_gone_are_named(folder):
     """Row 6."""
     damages = [
@@ -131,6 +135,7 @@ def test_files_that_are_cut_empty_or_gone_are_named(folder):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "common.pt", STATE_FILE])
+@pytest.mark.fault(6)
 def test_files_of_two_steps_are_not_mixed(name, folder):
     """Row 6. Their sizes are the same."""
     assert (folder / OLDER / name).stat().st_size == (folder / NEWEST / name).stat().st_size
@@ -140,6 +145,7 @@ def test_files_of_two_steps_are_not_mixed(name, folder):
 
 
 @pytest.mark.parametrize("name", [MANIFEST_FILE, "__0_0.distcp", "__1_0.distcp", "common.pt"])
+@pytest.mark.fault(7)
 def test_what_one_rank_reads_all_are_told(name, folder):
     """Row 7. A manifest is read by rank 0 alone, and every other file by one of the ranks."""
     path = folder / NEWEST / name

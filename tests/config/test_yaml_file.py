@@ -143,6 +143,7 @@ def test_empty_files_and_sections(read, text):
         ("a: 1\n---\nb: 1", 2, "not valid YAML", ""),
     ],
 )
+@pytest.mark.fault(32)
 def test_errors_name_file_line_and_remedy(read, text, line, what, hint):
     file = read(text)
     error = problem(file)

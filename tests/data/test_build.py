@@ -139,6 +139,7 @@ def test_blend_of_raw_and_tokenised(open_data, texts, write_jsonl, tokenizer, tm
     assert train.weights is None
 
 
+@pytest.mark.fault(28)
 def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
     prefix = str(tmp_path / "tokens")
     build_store([texts], prefix, HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)), True)
@@ -146,6 +147,7 @@ def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
         open_data(prefix)
 
 
+@pytest.mark.fault(28)
 def test_a_tokenizer_of_the_same_size_is_another_one(open_data, texts, tmp_path, tokenizer):
     """Told by the hash of the vocabulary: all ids are in range, and would stand for other strings."""
     hf = train_hf_tokenizer()
@@ -188,6 +190,7 @@ def test_nothing_left_for_training(open_data, texts):
         open_data(texts, split="x")
 
 
+@pytest.mark.fault(35)
 def test_an_all_masked_file_is_refused(open_data, write_jsonl):
     path = write_jsonl("a.jsonl", {"messages": [{"role": "user", "content": "no answer"}]})
     with pytest.raises(DataError, match="no loss tokens"):

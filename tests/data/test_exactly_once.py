@@ -65,6 +65,7 @@ def crash_loop(dataset, num_steps: int, layouts, **options) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[:3], LAYOUTS], ids=["one layout", "DP 2, 4, 1", "five layouts"])
+@pytest.mark.fault(22)
 def test_a_crash_loop_sees_each_sample_once_per_epoch(members, layouts, shuffle):
     """An epoch of 33 packs ends inside a step, so eight epochs are counted, which end with one."""
     dataset = BlendedDataset(members)
@@ -75,6 +76,7 @@ def test_a_crash_loop_sees_each_sample_once_per_epoch(members, layouts, shuffle)
     assert (len({tuple(epoch) for epoch in epochs.tolist()}) == GLOBAL_BATCH) == shuffle, "each in an order of its own"
 
 
+@pytest.mark.fault(22)
 def test_a_crash_loop_with_workers_that_read_ahead(members):
     seen = crash_loop(members[0], 2 * CRASH_EVERY, LAYOUTS[:1], seed=3, workers=1)
     epochs = [seen[first : first + 23] for first in range(0, len(seen) - 22, 23)]
@@ -108,6 +110,7 @@ def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count
     return context.dp_rank, [[batch.sample_ids for batch in stream.next_step()] for _ in range(count)]
 
 
+@pytest.mark.fault(23)
 def test_an_epoch_whose_tensor_and_pipeline_layout_changes(members, ranks):
     """Every rank of a real process group; those of one data-parallel rank must read the same."""
     prefix, seen = members[0].store.prefix, []

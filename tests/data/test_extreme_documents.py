@@ -36,6 +36,7 @@ def open_packs(store, **options):
     return PackedDataset(store, **{"seq_length": 8, "vocab_size": 1000, "pad_id": 99, **options})
 
 
+@pytest.mark.fault(25)
 def test_empty_and_one_token_documents_have_no_loss_and_no_place(make_store):
     dataset = open_packs(make_store([[], [5], [1, 2, 3], [], [6]]))
     assert len(dataset) == 1 and dataset[0].tokens.tolist() == [1, 2, 3, 99, 99, 99, 99, 99]
@@ -46,6 +47,7 @@ def test_empty_and_one_token_documents_have_no_loss_and_no_place(make_store):
     ("overlong", "pieces", "loss_tokens"),
     [("split", [8, 8, 8, 1, 2], 24 + 1), ("truncate", [8, 2], 7 + 1), ("drop", [2], 1)],
 )
+@pytest.mark.fault(25)
 def test_overlong_documents(make_store, overlong, pieces, loss_tokens):
     """25 tokens have 24 labels; the last piece of one token has none and is left out."""
     dataset = open_packs(make_store([range(1, 26), [1, 2]]), overlong=overlong)
@@ -60,6 +62,7 @@ def huge(tmp_path):
     return path
 
 
+@pytest.mark.fault(25)
 def test_20_mb_of_one_letter_take_seconds_and_little_memory(huge, hf_dir, tmp_path):
     """In processor seconds, because other programs may run on this machine."""
     command = [sys.executable, "-c", BUILD, hf_dir, str(huge), str(tmp_path / "corpus")]

@@ -62,6 +62,7 @@ def texts_of(prefix, tokenizer) -> list[str]:
     return [tokenizer.decode(store.document(i)[0].tolist()).removesuffix("<|endoftext|>") for i in range(len(store))]
 
 
+@pytest.mark.fault(24)
 def test_every_bad_line_is_listed_and_the_others_are_intact(damaged, tokenizer, tmp_path):
     prefix = str(tmp_path / "corpus")
     summary = build_store([damaged], prefix, tokenizer, True, max_bad_records=len(BAD))
@@ -74,6 +75,7 @@ def test_every_bad_line_is_listed_and_the_others_are_intact(damaged, tokenizer, 
     assert next(entry for entry in listed if entry["line"] == 17)["start"] == r'{"text": "caf\xe9"}'
 
 
+@pytest.mark.fault(24)
 def test_the_same_records_whatever_the_number_of_workers(damaged, tokenizer, write_jsonl, tmp_path):
     other = write_jsonl("b.jsonl", *[{"text": "fox"}, b"{", {"text": "dog"}] * 60)
     for workers in (0, 2):
@@ -84,6 +86,7 @@ def test_the_same_records_whatever_the_number_of_workers(damaged, tokenizer, wri
 
 
 @pytest.mark.parametrize("limit", [0, 1, len(BAD) - 1])
+@pytest.mark.fault(24)
 def test_one_record_more_than_allowed_is_an_error(damaged, tokenizer, tmp_path, limit):
     with pytest.raises(ErrorList) as caught:
         build_store([damaged], str(tmp_path / "c" / "corpus"), tokenizer, True, max_bad_records=limit)

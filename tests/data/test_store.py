@@ -99,6 +99,7 @@ def test_description_saves_the_scan(make_store):
         (lambda p: Path(p + ".meta.json").write_text("{}"), "this program reads format version 1"),
     ],
 )
+@pytest.mark.fault(27)
 def test_damaged_files(make_store, damage, message):
     prefix = make_store(DOCUMENTS, MASKS).prefix
     damage(prefix)
@@ -136,6 +137,7 @@ def overwrite(path, place, value):
         (18, np.int64([1 << 62]), "bytes where its header says"),
     ],
 )
+@pytest.mark.fault(27)
 def test_an_index_that_is_wrong(make_store, place, value, why):
     prefix = make_store(DOCUMENTS).prefix
     overwrite(prefix + ".idx", place, value)
@@ -145,6 +147,7 @@ def test_an_index_that_is_wrong(make_store, place, value, why):
 
 
 @pytest.mark.parametrize("change", [-4, -1, 1, 4])
+@pytest.mark.fault(27)
 def test_a_bin_file_of_another_size(make_store, change):
     prefix = make_store(DOCUMENTS).prefix
     os.truncate(prefix + ".bin", 32 + change)

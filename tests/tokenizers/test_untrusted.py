@@ -16,6 +16,7 @@ from tests.tokenizers.trained import SENTENCES, llama_tokenizer, write_ranks
 
 
 @pytest.mark.parametrize("own_class", ["Remote", "PreTrainedTokenizerFast"])
+@pytest.mark.fault(32)
 def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class):
     """`auto_map` names a class in a file of the folder; importing it would leave a mark."""
     folder, mark = shutil.copytree(hf_dir, tmp_path / "model"), tmp_path / "was run"
@@ -57,6 +58,7 @@ def tiktoken(hf_dir, tmp_path):
 
 
 @pytest.mark.parametrize("open_one", [hugging_face, llama, sentence_piece, tiktoken])
+@pytest.mark.fault(26)
 def test_control_tokens_in_a_text_are_text(open_one, hf_dir, tmp_path):
     tokenizer = open_one(hf_dir, tmp_path)
     control = sorted(tokenizer.special_tokens - {"<unk>"})

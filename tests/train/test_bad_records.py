@@ -18,6 +18,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.fault(24)
 def test_the_first_ones_are_named(files, ranks):
     results = run_main(ranks, flags(files, "refused", "--max-bad-records", 1, data_path="bad.jsonl"), world_size=2)
     assert [result.exit_code for result in results] == [EXIT_DATA] * 2
@@ -27,6 +28,7 @@ def test_the_first_ones_are_named(files, ranks):
     assert result.exit_code == EXIT_USAGE and "max-bad-records -1 must be 0 or more" in result.stderr
 
 
+@pytest.mark.fault(24)
 def test_the_run_goes_on_without_them(files, ranks):
     (result,) = run_main(ranks, flags(files, "run", "--max-bad-records", 2, data_path="bad.jsonl"))
     assert result.exit_code == 0, result.stderr

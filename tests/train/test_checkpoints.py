@@ -42,6 +42,7 @@ def go_on(ranks, files, folder, *more, world_size=1, **paths):
     return run_main(ranks, [*argv, "--train-iters", "3"], world_size)
 
 
+@pytest.mark.fault(4, 5)
 def test_a_damaged_checkpoint_is_passed_over(files, folder, ranks):
     """Rows 4 and 5 in a run: it says so, and does the lost step again."""
     shard = folder / "iter_0000002" / "__0_0.distcp"
@@ -56,6 +57,7 @@ def test_a_damaged_checkpoint_is_passed_over(files, folder, ranks):
     assert (folder / POINTER).read_text() == "3\n"
 
 
+@pytest.mark.fault(4)
 def test_nothing_whole_to_go_on_from(files, folder, ranks):
     """Row 4. Every rank ends with 66, and the first one says why."""
     for path in saved_iterations(folder):
@@ -117,6 +119,7 @@ def other_tokenizer(files):
 @pytest.mark.parametrize(
     ("what", "make"), [("data.files", other_text), ("teacher.teacher", other_teacher), ("tokenizer", other_tokenizer)]
 )
+@pytest.mark.fault(28)
 def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, ranks):
     """Row 28."""
     (result,) = go_on(ranks, files, folder, **make(files))
@@ -128,6 +131,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
 
 
+@pytest.mark.fault(33)
 def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
     """Row 33. It leaves everything of the first as it is."""
     before = contents(folder)
@@ -144,6 +148,7 @@ def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.fault(10)
 def test_a_background_save_is_the_same_files(world_size, files, ranks):
     """Row 10 in a run: training goes on while they are written, and no byte of any checkpoint differs."""
     manifests = {}
@@ -158,6 +163,7 @@ def test_a_background_save_is_the_same_files(world_size, files, ranks):
     assert first == second and len(first) == 4
 
 
+@pytest.mark.fault(12)
 def test_retention_in_a_run(files, ranks):
     folder = files / "retention"
     argv = flags(files, "retention", "--save", folder, "--save-interval", 1, "--keep-checkpoints", 1)
@@ -173,6 +179,7 @@ def start_as_nobody(context, argv):
     return call_main(argv)
 
 
+@pytest.mark.fault(33)
 def test_read_only_save_folder(files):
     """Row 33. Said before anything is read or trained, also of a folder that would have to be made."""
     locked = files / "locked"

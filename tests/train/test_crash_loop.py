@@ -21,6 +21,7 @@ def crash_in(folder, step, config=None):
     CrashCounter.start(folder, config or Config()).reached(step)
 
 
+@pytest.mark.fault(16)
 def test_three_crashes_of_one_step(tmp_path):
     for _ in range(3):
         crash_in(tmp_path, 7)
@@ -57,6 +58,7 @@ def test_a_marker_that_cannot_be_read_is_none(content, tmp_path):
     CrashCounter.start(tmp_path, Config())
 
 
+@pytest.mark.fault(16)
 def test_the_command_stops_with_76(files, tmp_path):
     """Real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
     save = tmp_path / "save"

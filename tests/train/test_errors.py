@@ -112,6 +112,7 @@ def test_no_teacher_no_data_no_steps(files, ranks):
     )  # fmt: skip
 
 
+@pytest.mark.fault(28)
 def test_another_tokenizer(files, ranks):
     add_tokenizer(make_model(files / "stranger", **TEACHER), text="pack my box with five dozen liquor jugs. ")
     assert_refused(
@@ -138,11 +139,13 @@ def test_missing_data_file(files, ranks):
         ('{"text": 5}', ("text is a number", "why: it must be a string")),
     ],
 )
+@pytest.mark.fault(24)
 def test_malformed_line(line, texts, files, ranks):
     path = write_records(files / "bad.jsonl", {"text": "fine"}, "", line, {"text": "fine too"})
     assert_refused(ranks, flags(files, "malformed", data_path="bad.jsonl"), DATA, f"{path}:3: ", *texts)
 
 
+@pytest.mark.fault(35)
 def test_all_tokens_masked(files, ranks):
     write_records(files / "masked.jsonl", *[{"prompt": "the quick brown fox", "completion": ""}] * 3)
     assert_refused(
@@ -171,6 +174,7 @@ def test_missing_model_folder(files, ranks):
     )  # fmt: skip
 
 
+@pytest.mark.fault(31)
 def test_weight_map_that_leaves_the_folder(files, ranks):
     folder = shutil.copytree(files / "teacher", files / "escape")
     path = folder / "model.safetensors.index.json"
@@ -193,6 +197,7 @@ def test_weight_map_that_leaves_the_folder(files, ranks):
         (None, ("latest_checkpointed_iteration.txt is missing", "why: it names the checkpoint to continue from")),
     ],
 )
+@pytest.mark.fault(4)
 def test_damaged_pointer(pointer, texts, files, ranks):
     folder = files / f"pointer {pointer}"
     (folder / "iter_0000002").mkdir(parents=True)
@@ -221,6 +226,7 @@ def saved(files, ranks):
         ("__0_0.distcp", None, "__0_0.distcp"),
     ],
 )
+@pytest.mark.fault(6)
 def test_damaged_checkpoint(name, content, text, saved, files, ranks, tmp_path):
     path = shutil.copytree(saved, tmp_path / "damaged") / "iter_0000002" / name
     path.unlink()
@@ -261,6 +267,7 @@ def test_config_that_is_no_object(files, ranks):
         ("teacher", math.nan, 2, ("--use-distributed-optimizer", "--kd-ratio", 1)),
     ],
 )
+@pytest.mark.fault(19, 20)
 def test_non_finite_loss_stops_before_the_update(role, value, world_size, more, files, ranks):
     name = f"{role} {value} {world_size} {len(more)}"
     poison(files / role, files / name, value)

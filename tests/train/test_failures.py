@@ -16,6 +16,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("point", ["in_optimizer", pytest.param("in_data", marks=pytest.mark.slow)])
+@pytest.mark.fault(18)
 def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
     argv = flags(files, f"raises {point}", "--train-iters", 400)
     first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"error@{point}:1:3")
@@ -32,6 +33,7 @@ def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.fault(18)
 def test_a_rank_that_ends_without_a_word(kind, files, tmp_path):
     argv = flags(files, kind, "--train-iters", 400)
     first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"{kind}@in_step:1:3")

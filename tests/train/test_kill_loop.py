@@ -26,6 +26,7 @@ def files(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(22)
 def test_kill_9_every_seven_steps_of_an_epoch(files):
     more = ("--global-batch-size", 1, "--pack", "none", "--seq-length", 64, "--train-iters", DOCUMENTS)
     more += ("--save", files / "run", "--load", files / "run", "--save-interval", 3)

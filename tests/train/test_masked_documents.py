@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.train.command import flags, make_files, read_metrics, read_weights, run_main, write_records
@@ -10,6 +11,7 @@ MASKED = {"prompt": "the quick brown fox " * 3, "completion": ""}
 LOGGED = ("loss", "ce_loss", "kd_loss", "grad_norm", "num_loss_tokens", "consumed_samples")
 
 
+@pytest.mark.fault(35)
 def test_masked_documents_contribute_nothing(tmp_path, ranks):
     """Alone in packs of their own; with two data-parallel ranks of which each gets some."""
     files = make_files(tmp_path)

@@ -94,6 +94,7 @@ def state_hash(run) -> str:
 
 
 @pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")])
+@pytest.mark.fault(19)
 def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks):
     """Two data-parallel ranks, of which one has the bad sample."""
     run = f"skip {len(more)}"
@@ -118,6 +119,7 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
 
 
 @pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2")])
+@pytest.mark.fault(19)
 def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
     """With tensor parallelism it is that of a replicated norm weight, which no other rank sees."""
     argv = flags(files, f"gradient {layout}", "--train-iters", 3, "--non-finite", "skip", *layout)
@@ -141,6 +143,7 @@ def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
         ),
     ],
 )
+@pytest.mark.fault(19, 20)
 def test_abort_names_model_and_sample(models, more, culprit, files, ranks):
     run = f"abort {culprit} {len(more)}"
     results = run_main(ranks, rare_flags(files, run, "--save", files / run, *more, **models), world_size=2)
@@ -162,6 +165,7 @@ def with_fault(argv, fault):
         del os.environ["MKD_FAULT"]
 
 
+@pytest.mark.fault(19)
 def test_skips_in_a_row_are_limited(files, ranks):
     argv = flags(files, "row", "--train-iters", 9, "--non-finite", "skip", "--max-non-finite-skips", 3)
     ((exit_code, stdout, stderr),) = ranks.run(with_fault, 1, argv, "nan@in_step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -18,6 +19,7 @@ from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records
 from tools.preprocess_data import main as preprocess
 
+NOBODY = 65534  # user id
 OTHER_TEXT = "pack my box with five dozen liquor jugs. "
 
 
@@ -183,6 +185,20 @@ def test_one_path_in_the_way_is_one_problem(files):
     (blocked,) = problems_of(argv[:at] + argv[at + 2 :])
     assert blocked.why == "the run writes a checkpoint and metrics and tokenised text there"
     assert blocked.do == "choose another --save"
+
+
+def test_a_folder_that_this_user_may_not_write_to(tmp_path):
+    """In a process that is not root's, for whom permissions do not count."""
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setuid(NOBODY)
+        found = [error.what for error in disk.disk_problems([disk.Written("a checkpoint", "--save", folder / "below")])]
+        is_named = len(found) == 1 and found[0].startswith(f"cannot write to {folder / 'below'}: ")
+        os._exit(0 if is_named else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_problems_of_one_kind_keep_its_exit_code():

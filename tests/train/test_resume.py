@@ -78,6 +78,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "TP2 distributed optimizer"])
+@pytest.mark.fault(1)
 def test_resume_is_bitwise(name, files, ranks):
     world, layout = LAYOUTS[name]
     whole, halves = f"whole {name}", f"halves {name}"
@@ -98,6 +99,7 @@ def test_resume_is_bitwise(name, files, ranks):
         ("CP2", "one process", ("--pack", "none")),  # context parallelism pads documents and would pack them differently
     ],
 )
+@pytest.mark.fault(23)
 def test_resume_at_another_layout(first, second, more, files, ranks):
     """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
     run = f"{first} then {second}"

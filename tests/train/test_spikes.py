@@ -29,6 +29,7 @@ def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.fault(21)
 def test_no_false_alarm_in_500_steps(noise):
     for seed in range(20):
         detector = SpikeDetector()
@@ -36,6 +37,7 @@ def test_no_false_alarm_in_500_steps(noise):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+@pytest.mark.fault(21)
 def test_a_spike_of_10_is_flagged_wherever_it_comes(noise):
     for place in (MIN_STEPS, 50, 200, 499):
         losses = noisy_losses(place, noise=noise)
@@ -71,6 +73,7 @@ def train_with_a_broken_weight(argv, step):
     return output.getvalue()
 
 
+@pytest.mark.fault(21)
 def test_a_real_run_flags_its_spike_alone(files, ranks):
     (output,) = ranks.run(train_with_a_broken_weight, 1, flags(files, "spike", "--train-iters", 60), 41)
     lines = read_metrics(files / "spike")
@@ -80,6 +83,7 @@ def test_a_real_run_flags_its_spike_alone(files, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(21)
 def test_500_steps_of_a_real_run_have_none(files, ranks):
     ranks.run(train_with_a_broken_weight, 1, flags(files, "clean", "--train-iters", 500), 0)
     lines = read_metrics(files / "clean")

@@ -58,6 +58,7 @@ def run_and_signal(files, run: str, number: int, *more, processes: int = 2, afte
     ],
     ids=["SIGTERM to one rank", "SIGUSR1 to all and their workers", "SIGINT before the first step"],
 )
+@pytest.mark.fault(13, 14)
 def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, after):
     run = f"{signal.Signals(number).name}"
     codes, output = run_and_signal(files, run, number, to_group=to_group, after=after)
@@ -72,6 +73,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
         assert int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
 
 
+@pytest.mark.fault(13)
 def test_a_signal_ends_an_evaluation(files):
     more = ("--valid-data-path", files / "text.jsonl", "--eval-interval", 1, "--eval-iters", 3000)
     lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()] * 200
@@ -83,6 +85,7 @@ def test_a_signal_ends_an_evaluation(files):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.fault(13)
 def test_the_next_start_goes_on_and_is_done(files, ranks):
     codes, _ = run_and_signal(files, "again", signal.SIGTERM, processes=1)
     stopped = json.loads((files / "again" / "PREEMPTED").read_text())["iteration"]
@@ -126,6 +129,7 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
     assert results == [expected, expected]
 
 
+@pytest.mark.fault(13)
 def test_signals_are_noted_once_and_handlers_come_back():
     from mkd.train.signals import caught_signals
 

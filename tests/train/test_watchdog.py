@@ -17,6 +17,7 @@ def files(tmp_path_factory):
     return make_files(tmp_path_factory.mktemp("watchdog"))
 
 
+@pytest.mark.fault(17)
 def test_a_stopped_rank(files, tmp_path):
     """SIGSTOP: it cannot answer, its peer says so."""
     argv = flags(files, "stopped", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
@@ -32,6 +33,7 @@ def test_a_stopped_rank(files, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(17)
 def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
     """Both ranks can answer, and say that they are in different places."""
     argv = flags(files, "hang", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
@@ -45,6 +47,7 @@ def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.fault(18)
 def test_a_rank_that_skips_a_collective(files, tmp_path):
     """Rank 1 is a step ahead, and waits in another collective than rank 0."""
     argv = flags(files, "skip", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
