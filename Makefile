@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test quickstart invariance lint clean
+.PHONY: help test test-slow quickstart invariance lint clean
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 test: lint  ## set up, then run every check: ruff, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+test-slow: lint  ## every test, those too that take long
+	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py

@@ -40,7 +40,11 @@ def gpu_ranks():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` are skipped by name where there is no GPU."""
+    """Tests marked `gpu` are skipped by name where there is no GPU, those marked `slow` unless MKD_SLOW=1."""
+    if os.environ.get("MKD_SLOW") != "1":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: set MKD_SLOW=1"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
