@@ -23,7 +23,7 @@ WEIGHING = (
 SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "TP2 PP2 DP2"}  # parts of others, or 8 processes
 CASES = (
     *(("partition_kl", (), layout) for layout in LAYOUTS),
-    *((loss, (), layout) for loss in ("p_kl", "gold") for layout in MIXED),
+    *((loss, (), layout) for loss in ("prefix_kl", "p_kl", "gold") for layout in MIXED),
     *(("equal_weights", SELECT, layout) for layout in WEIGHING),
     *(("partition_kl", BY_ENTROPY, layout) for layout in WEIGHING),
 )
