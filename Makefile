@@ -9,10 +9,10 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 test: lint  ## set up, then run every check: ruff, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 test-slow: lint  ## the same with the tests that take long
-	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
 	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fault -p tests.faults

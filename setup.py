@@ -35,7 +35,7 @@ setup(
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
-        "dev": ["pytest", "pytest-xdist", "ruff", "import-linter"],
+        "dev": ["pytest", "ruff", "import-linter"],
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],
     },
 )

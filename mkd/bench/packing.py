@@ -26,8 +26,8 @@ def benchmark(
     random = np.random.default_rng(machine.seed)
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
-        shapes = (plan.student.shape, plan.teachers[0].shape)
-        vocab = min(shape.vocab_size for shape in shapes)
+        student, teachers = plan.student.shape, [teacher.shape for teacher in plan.teachers]
+        vocab = min(shape.vocab_size for shape in (student, *teachers))
         documents = random_documents(lengths.draw(num_documents, random), vocab, random)
         batches = {PACKED: packed_batches(documents, settings.seq_length)}
         batches |= {name: padded_batches(documents, size) for name, size in PADDED.items()}
@@ -35,8 +35,9 @@ def benchmark(
         results = {name: step_of(engine, group)() for name, group in batches.items()}
         arms = [Arm(name, step_of(engine, group)) for name, group in batches.items()]
         times = time_arms(arms, machine.device, machine.rounds, warmup=1)
-    flops = {name: distillation_flops(*shapes, document_lengths(group, padded=True)) for name, group in batches.items()}
-    useful = distillation_flops(*shapes, document_lengths(batches[PACKED]))
+    spans = {name: document_lengths(group, padded=True) for name, group in batches.items()}
+    flops = {name: distillation_flops(student, teachers, lengths_of) for name, lengths_of in spans.items()}
+    useful = distillation_flops(student, teachers, document_lengths(batches[PACKED]))
     tokens = sum(len(document) for document in documents)
     rows, requirements, wrong = [], [], []
     for name, group in batches.items():

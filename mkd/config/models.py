@@ -50,9 +50,10 @@ class XTokenConfig:
     loss: str = option(
         "partition_kl",
         "what is compared of each aligned chunk of text: partition_kl (exact, over the tokens that both sides can spell and "
-        "the rest), p_kl (the student's probabilities projected onto the teacher's tokens), gold or h_kl (divergence on the "
-        "common tokens, sorted differences on the others), uld (sorted differences only)",
-        choices=("partition_kl", "p_kl", "gold", "h_kl", "uld"),
+        "the rest), prefix_kl (over common tokens, where another token counts as the common one that it begins with), p_kl "
+        "(the student's probabilities projected onto the teacher's tokens), gold or h_kl (divergence on the common tokens, "
+        "sorted differences on the others), uld (sorted differences only)",
+        choices=("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld"),
     )
     alignment: str = option(
         "byte_offset",

@@ -12,7 +12,7 @@ from mkd.errors import UsageError
 _XTOKEN_LOSSES = {
     "top_k": ("partition_kl",),
     "relaxed_map": ("gold", "h_kl"),
-    "projection": ("partition_kl", "p_kl", "gold", "h_kl"),
+    "projection": ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl"),
 }
 """Cross-tokenizer setting -> the losses that read it."""
 

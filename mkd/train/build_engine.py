@@ -87,8 +87,8 @@ def place_beside(
         student.shape.vocab_size,
         context.tp_rank,
         relation=own.relation,
+        loss=own.settings.loss,
         relaxed=own.settings.relaxed_map,
-        with_projection=own.settings.loss == "p_kl",
     )
     return vocabulary.to(context.device)
 

@@ -15,15 +15,23 @@ from mkd.xtoken.slots import EMPTY, TeacherSlots
 
 
 @dataclass(frozen=True)
-class Projection:
-    """The columns of W [student, teacher] that `p_kl` needs; a rank's student rows, the teacher's columns in slot order."""
+class ClassMap:
+    """The columns w of one model on this rank, onto the classes of all ranks: k on each, numbered `rank * k + class`."""
 
-    forward: Tensor  # sparse CSR [tp * w_t, w_s] fp32: q = forward @ p_s, one summand of each rank
-    backward: Tensor  # sparse CSR [w_s, tp * w_t] fp32, its transpose
-    lost: Tensor  # [w_s] fp32, 1 - sum of the row, 0 to 1: probability that has no place among the teacher's tokens
-    supported: Tensor  # [w_t] bool, this rank's slots on which some row of W has a value
+    forward: Tensor  # sparse CSR [tp * k, w] fp32: masses of classes = forward @ p, one summand of each rank
+    backward: Tensor  # sparse CSR [w, tp * k], its transpose
+    lost: Tensor  # [w] fp32, 1 - sum of the column, 0 to 1: probability that has no class
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Both models' probabilities on common classes: for `p_kl` the teacher's columns, for `prefix_kl` the student's."""
+
+    student: ClassMap
+    teacher: ClassMap | None  # None: its columns are the classes
+    supported: Tensor  # [k] bool, this rank's classes that the student has a value for
     student_rest: bool  # some real row of the student loses probability
-    teacher_rest: bool  # some real row of the teacher has no support
+    teacher_rest: bool  # some real row of the teacher has no supported class
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class ChunkVocabulary:
     teacher_places: Tensor  # [teacher_rows] int64, place of each teacher id
     paired_student: Tensor  # [k] int64 places of the hybrid losses' common tokens ...
     paired_teacher: Tensor  # [k] int64 ... and of their twins
-    projection: Projection | None = None  # for p_kl
+    projection: Projection | None = None  # for p_kl and prefix_kl
 
     @staticmethod
     def build(
@@ -54,9 +62,9 @@ class ChunkVocabulary:
         student_vocab_size: int,  # real rows of the student's head; those beyond are padding
         rank: int,  # in the tensor-parallel group
         *,
-        relation: VocabularyRelation | None = None,  # only for `relaxed` and `with_projection`
-        relaxed: bool = False,  # h_kl: pairs include the relaxed ones
-        with_projection: bool = False,  # p_kl
+        relation: VocabularyRelation | None = None,  # only for the losses that read more of it
+        loss: str = "partition_kl",  # p_kl and prefix_kl have a projection
+        relaxed: bool = False,  # pairs include the relaxed ones
     ) -> ChunkVocabulary:
         """On the CPU; `.to(device)` moves it. Raises UsageError where the models' rows have no common token."""
         tp, student_width = slots.common.shape
@@ -71,7 +79,8 @@ class ChunkVocabulary:
             )
         assert not (slots.common & ~student_real).any(), "a padded row of the student is no token"
         students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)
-        projection = _projection(slots, relation, student_real, teacher_real, rank) if with_projection else None
+        make_projection = {"p_kl": _on_teacher, "prefix_kl": _on_beginnings}.get(loss)
+        projection = make_projection and make_projection(slots, relation, student_real, teacher_real, rank)
         return ChunkVocabulary(
             rank, student_width, teacher_real.shape[1], num_common, student_vocab_size, len(slots.columns),
             *(torch.from_numpy(a) for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)),
@@ -98,7 +107,7 @@ def _moved(value, device):
         part = getattr(value, field.name)
         if isinstance(part, Tensor):
             changed[field.name] = part.to(device)
-        elif isinstance(part, Projection):
+        elif isinstance(part, Projection | ClassMap):
             changed[field.name] = _moved(part, device)
     return replace(value, **changed)
 
@@ -113,29 +122,54 @@ def _pairs(slots: TeacherSlots, relation: VocabularyRelation | None, student_row
     return ranks * slots.common.shape[1] + columns, ranks * slots.teacher_ids.shape[1] + columns
 
 
-def _projection(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
-    width, teacher_places = student_real.shape[1], teacher_real.size
+def _on_teacher(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
+    """The relation's matrix: classes are the teacher's columns."""
     matrix = relation.projection
     rows, teachers, values = matrix.rows, matrix.columns, matrix.values
     exist = (rows < student_real.sum()) & (teachers < len(slots.columns))
     rows, places, values = rows[exist], slots.columns[teachers[exist]], values[exist]
-
-    kept = np.bincount(rows, values.astype(np.float64), minlength=student_real.size)
-    lost = np.where(student_real.reshape(-1), 1.0 - kept, 0.0)
-    lost[lost < 1e-6] = 0.0  # rows that sum to 1 but for the rounding of fp32
-    supported = np.bincount(places, minlength=teacher_places) > 0
-    own = rows // width == rank
-    indices = torch.from_numpy(np.stack([places[own], rows[own] % width]))
-    forward = _sparse_rows(indices, torch.from_numpy(values[own]), (teacher_places, width))
-    backward = _sparse_rows(indices.flip(0), torch.from_numpy(values[own]), (width, teacher_places))
+    supported = np.bincount(places, minlength=teacher_real.size) > 0
+    student, student_rest = _class_map(rows, places, values, student_real, teacher_real.size, rank)
     return Projection(
-        forward,
-        backward,
-        torch.from_numpy(lost.reshape(student_real.shape)[rank].astype(np.float32)),
+        student,
+        None,
         torch.from_numpy(supported.reshape(teacher_real.shape)[rank]),
-        student_rest=bool((lost > 0).any()),
+        student_rest,
         teacher_rest=bool((teacher_real.reshape(-1) & ~supported).any()),
     )
+
+
+def _on_beginnings(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
+    """What each token begins with: classes are the student's columns, those of common tokens."""
+    common = np.flatnonzero(slots.common)
+    maps = []
+    for classes, places, real in (
+        (relation.student_beginnings, np.arange(student_real.sum()), student_real),
+        (relation.teacher_beginnings, slots.columns, teacher_real),
+    ):
+        classes = classes[: len(places)]
+        ids = np.flatnonzero(np.isin(classes, common))
+        maps.append(_class_map(places[ids], classes[ids], np.ones(len(ids)), real, slots.common.size, rank))
+    (student, student_rest), (teacher, teacher_rest) = maps
+    return Projection(student, teacher, torch.from_numpy(slots.common[rank]), student_rest, teacher_rest)
+
+
+def _class_map(places, classes, values, real: np.ndarray, num_classes: int, rank: int) -> tuple[ClassMap, bool]:
+    """The map of the entries (place, class, value), all ranks', on this rank's columns; whether a real column loses any.
+
+    `real` is [tp, w] bool; classes of all ranks are meant.
+    """
+    width = real.shape[1]
+    kept = np.bincount(places, values.astype(np.float64), minlength=real.size)
+    lost = np.where(real.reshape(-1), 1.0 - kept, 0.0)
+    lost[lost < 1e-6] = 0.0  # columns that sum to 1 but for the rounding of fp32
+    own = places // width == rank
+    indices = torch.from_numpy(np.stack([classes[own], places[own] % width]))
+    weights = torch.from_numpy(values[own].astype(np.float32))
+    forward = _sparse_rows(indices, weights, (num_classes, width))
+    backward = _sparse_rows(indices.flip(0), weights, (width, num_classes))
+    lost_here = torch.from_numpy(lost.reshape(real.shape)[rank].astype(np.float32))
+    return ClassMap(forward, backward, lost_here), bool((lost > 0).any())
 
 
 def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:

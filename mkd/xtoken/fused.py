@@ -21,10 +21,20 @@ from mkd.xtoken.hybrid import hybrid
 from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.partition import one_to_one
-from mkd.xtoken.projected import p_kl
+from mkd.xtoken.prefix import prefix_kl
+from mkd.xtoken.projected import projected
 from mkd.xtoken.slices import ChunkSlice, slice_ranges
 from mkd.xtoken.sorted_l1 import uld
 from mkd.xtoken.teacher_metrics import slice_metrics
+
+LOSS_FUNCTIONS = {
+    "partition_kl": chains,
+    "prefix_kl": prefix_kl,
+    "p_kl": projected,
+    "gold": hybrid,
+    "h_kl": hybrid,
+    "uld": uld,
+}
 
 
 @dataclass(frozen=True)
@@ -140,8 +150,7 @@ class _Head:
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
-        function = {"partition_kl": chains, "p_kl": p_kl, "gold": hybrid, "h_kl": hybrid, "uld": uld}[loss]
-        return function(student, teacher, scale, piece, self.call)
+        return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
         """[c], d(loss) / d(value) / T, which makes a gradient by z of one by z / T."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mkd.errors import UsageError
 from mkd.losses.objective import TEMPERATURE_SCALINGS
 
-LOSSES = ("partition_kl", "p_kl", "gold", "h_kl", "uld")
+LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 CHAIN_BASES = ("last", "first")
 
@@ -19,6 +19,8 @@ class ChunkLossSettings:
 
     * `partition_kl`: divergence over {support, rest}; the support is the common tokens for a 1-1 chunk, and the chunk's listed
       pairs for others.
+    * `prefix_kl`: divergence over common tokens, a token without a twin counts as the common token that it begins with; at the
+      start of every chunk, and for chunks of several tokens partition_kl's of the whole chunk is added.
     * `p_kl`: divergence over the teacher's vocabulary, the student's probabilities projected on it (X-Token, arXiv 2605.21699).
     * `gold` (hybrid ULD), `h_kl` (X-Token; the same on strict and relaxed pairs): divergence over {common tokens, rest} plus
       the L1 distance of the other tokens' sorted probabilities.
@@ -62,8 +64,8 @@ class ChunkLossSettings:
 
     @property
     def base(self) -> str:
-        """The token of a chunk whose whole distribution is read; the supports of partition_kl are of last tokens."""
-        return "last" if self.loss == "partition_kl" else self.chain_base
+        """The token of a chunk whose whole distribution is read; supports are of last tokens."""
+        return "last" if self.loss in ("partition_kl", "prefix_kl") else self.chain_base
 
     def hybrid_weights(self, common_share: float) -> tuple[float, float]:
         """Weights of divergence and sorted L1; `common_share`: common tokens / the teacher's rows."""

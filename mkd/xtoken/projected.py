@@ -1,10 +1,11 @@
-"""p_kl (X-Token, arXiv 2605.21699): divergence over the teacher's vocabulary, the student's probabilities projected on it.
+"""Divergence of both models' probabilities on common classes: p_kl, and the part of prefix_kl where chunks start.
 
-    q_x = mean over the chunk's student rows of sum_u W[u, x] p_s(u);   t_x = mean over its teacher rows of p_t(x)
+    q_x = mean over the chunk's student rows of sum_u S[u, x] p_s(u);   t_x likewise of its teacher rows, by T
 
-Classes are the teacher's tokens that W has a value for, and the rest: what W loses of the student's probability (rows without
-support), and the teacher's other tokens. So both sum to 1 and the value is not negative. Where one of them has no rest, the
-other is conditioned on the supported tokens.
+p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the identity. prefix_kl:
+classes are the common tokens, and S and T have a 1 where a token begins with a common one. The rest is what S loses of the
+student's probability, and what the teacher has on classes that S has no value for or loses by T. So both sum to 1 and the value
+is not negative. Where one of them has no rest, the other is conditioned on the supported classes.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.xtoken.chunk_vocabulary import Projection
+from mkd.xtoken.chunk_vocabulary import ClassMap
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_sum_exp, write_scaled
 from mkd.xtoken.segments import sum_by
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
-def p_kl(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+def projected(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T).
 
-    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp, w_t, c], two all-reduces of a few rows of c;
-    for the gradient an all-gather of [w_t, c] and an all-reduce of [n].
+    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two all-reduces of a few
+    rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
     """
     projection = call.vocabulary.projection
     with_rest = projection.student_rest and projection.teacher_rest
@@ -31,14 +32,14 @@ def p_kl(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSli
     sums = call.gather(s=log_sum_exp(s_values, call.student_real), t=log_sum_exp(t_values, call.teacher_real))
     p = _probabilities(s_values, sums["s"], call.student_real)
     own_mean = _chunk_means(p, piece.student)
-    their_mean = _chunk_means(_probabilities(t_values, sums["t"], call.teacher_real), piece.teacher).t()
-    projected = _reduce_scatter(_sparse_product(projection.forward, own_mean.t()), call)  # [w_t, c]
-
+    their_mean = _chunk_means(_probabilities(t_values, sums["t"], call.teacher_real), piece.teacher)
+    ours, lost = _on_classes(own_mean, projection.student, call)
+    theirs, their_lost = _on_classes(their_mean, projection.teacher, call)
     supported = projection.supported[:, None]
-    lost = own_mean @ projection.lost.to(own_mean.dtype)
-    theirs = (their_mean.masked_fill(columns, 0.0).sum(dim=0) for columns in (~supported, supported))
-    kept, lost, their_kept, their_rest = call.sum(torch.stack([projected.sum(dim=0), lost, *theirs]))
-    log_s, log_t = _log(projected), _log(their_mean)
+    their_rest = their_lost + theirs.masked_fill(supported, 0.0).sum(dim=0)
+    their_kept = theirs.masked_fill(~supported, 0.0).sum(dim=0)
+    kept, lost, their_kept, their_rest = call.sum(torch.stack([ours.sum(dim=0), lost, their_kept, their_rest]))
+    log_s, log_t = _log(ours), _log(theirs)
     if not with_rest:
         log_s, log_t = log_s - kept.log(), log_t - their_kept.log()
     parts = [part.masked_fill_(~supported, 0.0).sum(dim=0) for part in call.rule.parts(log_t, log_s)]
@@ -50,7 +51,7 @@ def p_kl(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSli
         by_class = (call.rule.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
         by_rest = call.rule.slope(_log(their_rest), _log(lost)) - mean if with_rest else torch.zeros_like(mean)
         by_class = by_class if with_rest else by_class / kept
-        by_mean = _by_student(projection, by_class, by_rest, call)
+        by_mean = _by_columns(projection.student, by_class, by_rest, call)
         write_scaled(student, _softmax_gradient(p, by_mean, piece.student, call), scale[piece.student.chunks])
     return call.rule.value(totals)
 
@@ -83,20 +84,28 @@ def _sparse_product(matrix: Tensor, dense: Tensor) -> Tensor:
     return torch.sparse.mm(matrix if dense.dtype == matrix.dtype else matrix.to(dense.dtype), dense.contiguous())
 
 
+def _on_classes(means: Tensor, classes: ClassMap | None, call: LossCall) -> tuple[Tensor, Tensor]:
+    """Means [c, w] -> (this rank's classes [k, c], what this rank's columns lose [c])."""
+    if classes is None:
+        return means.t(), means.new_zeros(len(means))
+    parts = _sparse_product(classes.forward, means.t())
+    return _reduce_scatter(parts, call), means @ classes.lost.to(means.dtype)
+
+
 def _reduce_scatter(parts: Tensor, call: LossCall) -> Tensor:
-    """[tp * w_t, c], summed over the ranks -> this rank's [w_t, c]; no backward."""
+    """[tp * k, c], summed over the ranks -> this rank's [k, c]; no backward."""
     if not call.is_split:
         return parts
-    own = parts.new_empty(call.vocabulary.teacher_width, parts.shape[1])
+    own = parts.new_empty(parts.shape[0] // dist.get_world_size(call.tp_group), parts.shape[1])
     dist.reduce_scatter_tensor(own, parts, group=call.tp_group)
     return own
 
 
-def _by_student(projection: Projection, by_class: Tensor, by_rest: Tensor, call: LossCall) -> Tensor:
-    """dL/d(mean of p_s), [c, w_s], from this rank's dL/dq [w_t, c] and that of the rest [c]."""
+def _by_columns(classes: ClassMap, by_class: Tensor, by_rest: Tensor, call: LossCall) -> Tensor:
+    """dL/d(mean of p_s), [c, w_s], from this rank's dL/dq [k, c] and that of the rest [c]."""
     of_all = call.gather(by_class=by_class)["by_class"].flatten(0, 1)
-    result = _sparse_product(projection.backward, of_all)
-    return result.addcmul_(projection.lost.to(result.dtype)[:, None], by_rest).t()
+    result = _sparse_product(classes.backward, of_all)
+    return result.addcmul_(classes.lost.to(result.dtype)[:, None], by_rest).t()
 
 
 def _softmax_gradient(p: Tensor, by_mean: Tensor, side: SideRows, call: LossCall) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -48,7 +49,13 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
             arrays = torch.load(path, map_location="cpu", weights_only=True)
         return arrays[INDICES].to(torch.int64).numpy(), arrays[LIKELIHOODS].to(torch.float64).numpy()
     except Exception as error:  # each of the three libraries raises errors of its own
-        raise _refused(path, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}") from error
+        raise _refused(path, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnpicklingError):  # torch's text advises to load it anyway
+        return "it holds other things than tensors, which are not loaded: they could run code"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no more is known').splitlines()[0]}"
 
 
 def _refused(path: Path, why: str) -> UsageError:

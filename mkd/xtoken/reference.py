@@ -18,6 +18,7 @@ class DenseRelation:
     common: list[tuple[int, int]]  # (student id, teacher id)
     paired: list[tuple[int, int]]  # of the hybrid losses: `common`, for h_kl with relaxed pairs
     projection: Tensor | None  # [v_s, v_t]
+    beginnings: tuple[Tensor, Tensor] | None = None  # [v_s], [v_t]: what each begins with, see VocabularyRelation
 
 
 def dense_chunk_kd(
@@ -72,6 +73,9 @@ class _Chunk:
 def _value(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettings) -> Tensor:
     if settings.loss == "partition_kl":
         return _partition(chunk, relation, settings)
+    if settings.loss == "prefix_kl":
+        value = _beginning(chunk, relation, settings)
+        return value if chunk.is_one_to_one else value + _partition(chunk, relation, settings)
     if settings.loss == "p_kl":
         return _projected(chunk, relation, settings)
     s = _chunk_distribution(chunk.s, chunk.s_labels, settings.chain_base)
@@ -118,6 +122,18 @@ def divergence(s: Tensor, t: Tensor, settings: ChunkLossSettings) -> Tensor:
     forward = {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed_kl": settings.mixed_kl_weight, "jsd": 1 - settings.jsd_beta}
     weight = forward[settings.divergence]
     return weight * kl(t, s) + (1 - weight) * kl(s, t)
+
+
+def _beginning(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettings) -> Tensor:
+    """Divergence of the first rows over the common tokens that tokens begin with; control tokens of a side are the rest."""
+    classes, common = [], [s for s, _ in relation.common]
+    for row, of in zip((chunk.s[0], chunk.t[0]), relation.beginnings, strict=True):
+        masses = torch.stack([row[of == c].sum() for c in common])
+        classes.append(torch.cat([masses, row[~torch.isin(of, torch.tensor(common))].sum()[None]]))
+    s, t = classes
+    if min(bool((~torch.isin(of, torch.tensor(common))).any()) for of in relation.beginnings):
+        return divergence(s, t, settings)
+    return divergence(s[:-1] / s[:-1].sum(), t[:-1] / t[:-1].sum(), settings)
 
 
 def _projected(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettings) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.xtoken.beginnings import beginnings
 from mkd.xtoken.relaxed import relaxed_pairs
 from mkd.xtoken.sparse import SparseMatrix
 from mkd.xtoken.spelling import Pieces, Spellings, distinct_tokens, spell_all
@@ -51,6 +52,8 @@ class VocabularyRelation:
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
     projection: SparseMatrix  # [student_size, teacher_size]; the rows without support are `projection.empty_rows`
     spellings: Spellings
+    student_beginnings: np.ndarray  # [student_size] int64: the common token, as a student id, that each id begins with, or -1
+    teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(student ids ascending, teacher ids) int64 of the common tokens, one-to-one; with the relaxed pairs if asked for."""
@@ -89,7 +92,9 @@ def relate(student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings 
         projection = _projection(settings, student, teacher, by_teacher, by_student)
     loose = relaxed_pairs(_unpaired(student, common.keys()), _unpaired(teacher, set(common.values())))
     sizes = student.vocab_size, teacher.vocab_size
-    return VocabularyRelation(*sizes, *_as_arrays(common), *_as_arrays(loose), projection, spellings)
+    pairs = _as_arrays(common)
+    starts = beginnings(*pairs, by_teacher, by_student)
+    return VocabularyRelation(*sizes, *pairs, *_as_arrays(loose), projection, spellings, *starts)
 
 
 def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:

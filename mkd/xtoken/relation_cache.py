@@ -18,8 +18,9 @@ from mkd.xtoken.relation import ProjectionSettings, VocabularyRelation, relate
 from mkd.xtoken.sparse import SparseMatrix
 from mkd.xtoken.spelling import Continuations, Pieces, Spellings
 
-FORMAT = 1
+FORMAT = 2
 PAIRS = ("common_student", "common_teacher", "relaxed_student", "relaxed_teacher")
+BEGINNINGS = ("student_beginnings", "teacher_beginnings")
 META = "meta"
 
 
@@ -53,7 +54,7 @@ def save_relation(
 ) -> None:
     """Write the relation, whole or not at all."""
     meta = {**_identity(student, teacher), "stages": settings.stages, "top_k": settings.top_k}
-    arrays = {name: getattr(relation, name) for name in PAIRS}
+    arrays = {name: getattr(relation, name) for name in PAIRS + BEGINNINGS}
     arrays |= {"offsets": relation.projection.offsets, "columns": relation.projection.columns}
     arrays |= {"values": relation.projection.values}
     for side in ("students", "teachers"):
@@ -138,8 +139,8 @@ def _assemble(arrays: dict[str, np.ndarray], student_size: int, teacher_size: in
         )
         for side in ("students", "teachers")
     ]
-    pairs = (arrays[name] for name in PAIRS)
-    return VocabularyRelation(student_size, teacher_size, *pairs, projection, Spellings(*sides))
+    pairs, starts = ([arrays[name] for name in names] for names in (PAIRS, BEGINNINGS))
+    return VocabularyRelation(student_size, teacher_size, *pairs, projection, Spellings(*sides), *starts)
 
 
 def _problem(relation: VocabularyRelation) -> str | None:
@@ -149,7 +150,11 @@ def _problem(relation: VocabularyRelation) -> str | None:
         return f"its matrix has {matrix.shape[0]} rows, and the student's tokenizer {sizes[0]} ids"
     if not matrix.offsets[-1] == len(matrix.columns) == len(matrix.values):
         return f"its rows end at entry {matrix.offsets[-1]}, and it holds {len(matrix.columns)} columns"
+    starts = relation.student_beginnings, relation.teacher_beginnings
+    if tuple(map(len, starts)) != sizes:
+        return f"it names the beginnings of {len(starts[0])} and {len(starts[1])} tokens"
     ids = [(relation.common_student, sizes[0]), (relation.common_teacher, sizes[1]), (matrix.columns, sizes[1])]
+    ids += [(array[array >= 0], sizes[0]) for array in starts]
     if any(len(array) and not 0 <= array.min() <= array.max() < size for array, size in ids):
         return f"it names ids beyond the {sizes[0]} of the student's and the {sizes[1]} of the teacher's tokenizer"
     return None

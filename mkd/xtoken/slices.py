@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ class SideRows:
     hidden_rows: Tensor  # [n] int64, rows of the hidden states
     places: Tensor  # [n] int64, places of the tokens (see ChunkVocabulary)
     chunks: Tensor  # [n] int64, chunk of each row
+    starts: Tensor  # [c] int64, the first row of each chunk
     base: Tensor  # [c] int64
     others: Tensor  # [n - c] int64
     other_chunks: Tensor  # [n - c] int64
@@ -42,10 +43,16 @@ class SideRows:
             side.rows[first:last],
             labels if places is None else places[labels],
             index.repeat_interleave(counts, output_size=last - first),
+            offsets[:-1],
             offsets[:-1] if base == "first" else offsets[1:] - 1,
             other_rows,
             other_chunks,
         )
+
+    def at_starts(self) -> SideRows:
+        """The first token of each chunk alone."""
+        index, none = torch.arange(len(self.starts), device=self.starts.device), self.others[:0]
+        return SideRows(self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,10 @@ class ChunkSlice:
     @property
     def teacher_is_single(self) -> bool:
         return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
+
+    def at_starts(self) -> ChunkSlice:
+        """The first tokens of each chunk alone."""
+        return replace(self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts())
 
     @classmethod
     def of(cls, batch: ChunkBatch, chunks: range, base: str, vocabulary: ChunkVocabulary) -> ChunkSlice:

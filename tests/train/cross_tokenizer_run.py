@@ -50,6 +50,7 @@ class Size:
     kd_ratios: tuple[float, ...] = (0.0, 0.9)
     seeds: tuple[int, ...] = (1,)
     parallel: int = 1  # runs at a time
+    xtoken_loss: str = "partition_kl"
     documentation: bool = False  # beside the standard library
 
     @property
@@ -160,7 +161,7 @@ def run_command(size: Size, ratio: float, seed: int, data: Path, teacher: Path, 
     paths |= dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=data / "tokenizer.model")
     paths |= dict(eval_completions=data / "heldout.jsonl", log_dir=run_folder(work, ratio, seed))
     if ratio > 0:
-        paths |= dict(teacher_hf=teacher, xtoken_loss="partition_kl")
+        paths |= dict(teacher_hf=teacher, xtoken_loss=size.xtoken_loss)
     return words(ROOT / "pretrain_kd.py", **paths, kd_ratio=ratio, seed=seed, **size.flags)
 
 
@@ -276,11 +277,13 @@ def main() -> int:
     parser.add_argument("--kd-ratios", type=float, nargs="+", help="of the runs to compare; 0 is cross entropy alone")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--parallel", type=int, help="runs at a time")
+    parser.add_argument("--xtoken-loss", help="of the runs with the teacher")
     args = parser.parse_args()
     size = SIZES[args.size]
     given = {name: value for name, value in vars(args).items() if value is not None}
     flags = size.flags | {name: given[name] for name in ("train_iters", "eval_interval", "lr") if name in given}
-    size = replace(size, flags=flags, **{name: given[name] for name in ("kd_ratios", "seeds", "parallel") if name in given})
+    fields = ("kd_ratios", "seeds", "parallel", "xtoken_loss")
+    size = replace(size, flags=flags, **{name: given[name] for name in fields if name in given})
     teacher = fetch_smollm2(args.teacher or args.work / "teacher")
     if args.prepare:
         tokenise(prepare(size, args.prepare), teacher)

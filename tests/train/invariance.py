@@ -160,7 +160,7 @@ def microbatches(layout: Layout, context) -> list:
     return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
 
 
-def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> dict:
+def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
     """On every rank: sums of one step and of an evaluation; gradients and updated weights exported by name."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
@@ -178,7 +178,7 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path) -> d
     )
     engine, state = build_engine(plan, context)
     batches = [batch.to(context.device) for batch in microbatches(layout, context)]
-    return measure(engine, state, batches, student, out_dir)
+    return measure(engine, state, batches, student, out_dir, num_updates)
 
 
 def measure(engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:

@@ -19,7 +19,7 @@ from tests.tokenizers.trained import SENTENCES, train_hf_tokenizer
 from tests.train.invariance import DISTRIBUTED, NUM_PACKS, NUM_UPDATES, SEQ_LENGTH, SP, TOLERANCE, Layout, errors_of, measure
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level
 
-LOSSES = ("partition_kl", "p_kl", "gold")
+LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold")
 SPAN_MULTIPLE = 4  # what CP2 asks for
 COLUMNS = ("loss", "gradient", "evaluation", "grad norm", "updated")
 SINGLE = Layout("one process")

@@ -20,9 +20,10 @@ WEIGHING = (
     Layout("TP2 + sequence parallel, micro-batch 4", 2, tp=2, micro=4, flags=SP),
     Layout("CP2, micro-batch 2", 2, cp=2, micro=2),
 )
+SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "TP2 PP2 DP2"}  # parts of others, or 8 processes
 CASES = (
     *(("partition_kl", (), layout) for layout in LAYOUTS),
-    *((loss, (), layout) for loss in ("p_kl", "gold") for layout in MIXED),
+    *((loss, (), layout) for loss in ("prefix_kl", "p_kl", "gold") for layout in MIXED),
     *(("equal_weights", SELECT, layout) for layout in WEIGHING),
     *(("partition_kl", BY_ENTROPY, layout) for layout in WEIGHING),
 )
@@ -58,7 +59,17 @@ def single(folder, ranks):
 
 
 @pytest.mark.parametrize(
-    "loss, flags, layout", CASES, ids=[f"{loss} {' '.join(flags[1:2])} {layout.name}" for loss, flags, layout in CASES]
+    "loss, flags, layout",
+    [
+        pytest.param(
+            loss,
+            flags,
+            layout,
+            id=f"{loss} {' '.join(flags[1:2])} {layout.name}",
+            marks=pytest.mark.slow if layout.name in SLOW else [],
+        )
+        for loss, flags, layout in CASES
+    ],
 )
 def test_layout_equals_one_process(loss, flags, layout, folder, single, ranks):
     reference = single(loss, flags)

@@ -53,7 +53,10 @@ def relation_of(student: int, teacher: int, common: int, seed: int = 0, whole_pr
     projection = SparseMatrix.from_entries(rows, columns, generator.random(len(rows)) + 0.1, (student, teacher)).normalised()
     nothing = Continuations(Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     pairs = students[:common][order], teachers[:common][order], students[common:], teachers[common:]
-    return VocabularyRelation(student, teacher, *pairs, projection, Spellings(nothing, nothing))
+    starts = [generator.choice([-1, *pairs[0]], size) for size in (student, teacher)]
+    for own, ids in zip(starts, pairs, strict=False):
+        own[ids] = pairs[0]
+    return VocabularyRelation(student, teacher, *pairs, projection, Spellings(nothing, nothing), *starts)
 
 
 def chunk_batch(relation: VocabularyRelation, counts: tuple[int, ...], seed: int) -> tuple[ChunkBatch, int, int]:
@@ -128,9 +131,13 @@ def expected(case: Case, **settings) -> tuple[dict[str, torch.Tensor], torch.Ten
     matrix = torch.zeros(students, teachers, dtype=torch.float64)
     sparse = case.relation.projection
     matrix[torch.from_numpy(sparse.rows), torch.from_numpy(sparse.columns)] = torch.from_numpy(sparse.values).double()
+    starts = case.relation.student_beginnings[:students], case.relation.teacher_beginnings[:teachers]
+    beginnings = tuple(torch.full((n,), -1, dtype=torch.int64) for n in (students, teachers))
+    for own, known in zip(beginnings, starts, strict=True):
+        own[: len(known)] = torch.from_numpy(known)
     student_logits = hidden @ weight[:students].T
     teacher_logits = case.teacher_hidden.double() @ case.teacher_weight.double().T
-    values = dense_chunk_kd(student_logits, teacher_logits, case.chunks, DenseRelation(*pairs, matrix), settings)
+    values = dense_chunk_kd(student_logits, teacher_logits, case.chunks, DenseRelation(*pairs, matrix, beginnings), settings)
     if values["loss"].requires_grad:
         values["loss"].backward()
     zeros = (torch.zeros_like(t) if t.grad is None else t.grad for t in (hidden, weight))
@@ -175,9 +182,9 @@ def padded_part(hidden: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def vocabulary_of(case: Case, settings: dict, rank: int, size: int) -> tuple[ChunkVocabulary, torch.Tensor]:
     """(the vocabulary, the teacher's rows of this rank; NaN in empty slots, which nothing may read)."""
     slots = TeacherSlots.build(case.relation, len(case.student_weight), len(case.teacher_weight), size)
-    loss = settings.get("loss")
+    loss = settings.get("loss", "partition_kl")
     vocabulary = ChunkVocabulary.build(
-        slots, case.student_rows, rank, relation=case.relation, relaxed=loss == "h_kl", with_projection=loss == "p_kl"
+        slots, case.student_rows, rank, relation=case.relation, loss=loss, relaxed=loss == "h_kl"
     )
     ids = torch.from_numpy(slots.teacher_ids[rank])
     return vocabulary, case.teacher_weight[ids.clamp(min=0)].masked_fill((ids < 0)[:, None], float("nan"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mkd.errors import UsageError
-from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.chunk_vocabulary import ChunkVocabulary, ClassMap
 from mkd.xtoken.slots import TeacherSlots
 from tests.xtoken.chunk_cases import relation_of
 
@@ -43,17 +43,37 @@ def test_relaxed_pairs():
 def test_projection_of_all_ranks_is_the_matrix(tp):
     wanted = np.zeros((48, 45), np.float32)
     wanted[RELATION.projection.rows, RELATION.projection.columns] = RELATION.projection.values
-    ranks = vocabularies(tp, with_projection=True)
+    ranks = vocabularies(tp, loss="p_kl")
     for rank, vocabulary in enumerate(ranks):
-        projection = vocabulary.projection
-        dense = projection.forward.to_dense()
-        assert torch.equal(dense.T, projection.backward.to_dense())
+        assert vocabulary.projection.teacher is None
+        dense = checked(vocabulary.projection.student, vocabulary.student_real[rank])
         assert torch.equal(dense[vocabulary.teacher_places].T, torch.from_numpy(wanted).chunk(tp)[rank])
-        kept = dense.sum(dim=0)
-        real = vocabulary.student_real[rank]
-        torch.testing.assert_close(projection.lost, torch.where(real, 1.0 - kept, 0.0), rtol=0.0, atol=1e-6)
     supported = torch.cat([v.projection.supported for v in ranks])
     assert torch.equal(supported[ranks[0].teacher_places], torch.from_numpy((wanted > 0).any(axis=0)))
+
+
+def checked(classes: ClassMap, real: torch.Tensor) -> torch.Tensor:
+    dense = classes.forward.to_dense()
+    assert torch.equal(dense.T, classes.backward.to_dense())
+    torch.testing.assert_close(classes.lost, torch.where(real, 1.0 - dense.sum(dim=0), 0.0), rtol=0.0, atol=1e-6)
+    return dense
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_beginnings_of_all_ranks_are_those_of_the_relation(tp):
+    ranks = vocabularies(tp, loss="prefix_kl")
+    maps = [v.projection for v in ranks]
+    student = torch.cat([checked(one.student, v.student_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1)
+    teacher = torch.cat([checked(one.teacher, v.teacher_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1)
+    for dense, places, wanted in (
+        (student, torch.arange(37), RELATION.student_beginnings),
+        (teacher, ranks[0].teacher_places, RELATION.teacher_beginnings),
+    ):
+        found = torch.where(dense.sum(dim=0) > 0, dense.argmax(dim=0), -1)
+        places = places[: len(wanted)]
+        assert found[places].tolist() == wanted[: len(places)].tolist()
+        assert (dense.sum(dim=0) <= 1).all()
+    assert torch.equal(torch.cat([one.supported for one in maps]), ranks[0].common.flatten())
 
 
 def test_heads_without_a_common_row_are_refused():

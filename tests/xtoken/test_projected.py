@@ -8,7 +8,7 @@ import torch
 from mkd.xtoken.class_rules import rule_of
 from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
-from mkd.xtoken.projected import p_kl
+from mkd.xtoken.projected import projected
 from mkd.xtoken.slices import ChunkSlice
 from mkd.xtoken.sparse import SparseMatrix
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
@@ -31,7 +31,7 @@ def test_never_negative(divergence, whole):
         piece, call = problem(relation, (37, 48, 45), counts, divergence)
         rows = (len(side.chunks) for side in (piece.student, piece.teacher))
         student, teacher = (5.0 * torch.randn(n, 48, generator=generator) for n in rows)
-        values = p_kl(student, teacher, torch.ones(sum(counts)), piece, call)
+        values = projected(student, teacher, torch.ones(sum(counts)), piece, call)
         assert values.min() >= 0.0
         assert values.isfinite().all() and student.isfinite().all()
 
@@ -43,5 +43,5 @@ def test_a_permutation_of_the_student_is_at_no_distance():
     piece, call = problem(relation, (40, 40, 40), (6, 0, 0, 0))
     student, teacher = torch.randn(6, 40), torch.empty(6, 40)
     teacher[:, call.vocabulary.teacher_places[order]] = student
-    values = p_kl(student, teacher, torch.ones(6), piece, call)
+    values = projected(student, teacher, torch.ones(6), piece, call)
     assert values.max() < 1e-6 and student.abs().max() < 1e-6

@@ -51,12 +51,27 @@ def check_projection(student: Tokenizer, teacher: Tokenizer, relation: Vocabular
             assert ours in theirs or theirs in ours, (ours, theirs)
 
 
+def check_beginnings(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
+    """A token begins with the text of its common token; common tokens with themselves; hardly any token has none."""
+    students, teachers = relation.pairs()
+    assert (relation.student_beginnings[students] == students).all()
+    assert (relation.teacher_beginnings[teachers] == students).all()
+    for tokenizer, starts in ((student, relation.student_beginnings), (teacher, relation.teacher_beginnings)):
+        assert len(starts) == tokenizer.vocab_size and set(starts.tolist()) <= {-1, *students.tolist()}
+        with_text = [i for i, own in enumerate(tokenizer.token_bytes) if own]
+        found = [i for i in with_text if starts[i] >= 0]
+        assert len(found) > 0.99 * len(with_text)
+        for i in set(found) - set(students.tolist() if tokenizer is student else teachers.tolist()):
+            assert tokenizer.token_bytes[i].startswith(student.token_bytes[starts[i]])
+
+
 @pytest.mark.parametrize("pair", SMALL_PAIRS)
 def test_small_tokenizers(pair):
     student, teacher = SMALL_PAIRS[pair]()
     relation = relate(student, teacher)
     check_common(student, teacher, relation)
     check_projection(student, teacher, relation)
+    check_beginnings(student, teacher, relation)
     for s, t in zip(*relation.pairs(), strict=True):
         assert relation.projection.row(s) == {t: 1.0}
     expected = [i for i, own in enumerate(student.token_bytes) if own is None and i not in relation.common_student]
@@ -70,6 +85,7 @@ def test_real_tokenizers(real_tokenizers, pair):
     relation = relate(student, teacher)
     check_common(student, teacher, relation)
     check_projection(student, teacher, relation)
+    check_beginnings(student, teacher, relation)
     assert not [i for i in relation.projection.empty_rows.tolist() if student.token_bytes[i] is not None]
 
 
