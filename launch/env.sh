@@ -46,6 +46,10 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 # NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN stay unset: Megatron writes them itself and refuses other values.
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO:-1}"
 
+# How often a Slurm job goes back into the queue, at most: a time limit too short to get on would otherwise go round for ever.
+# (A run that crashes is not requeued, and one that is started again and crashes in the same step ends with 76 the fourth time.)
+export MAX_RESTARTS="${MAX_RESTARTS:-1000}"
+
 # Options of torchrun, the same on every machine.
 # shellcheck disable=SC2034  # read by the scripts that source this file
 TORCHRUN_OPTIONS=(

@@ -66,7 +66,7 @@ class Seen:
         return "yes" if self.counts["passed"] else "not run"
 
     def describe(self) -> str:
-        cases = ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if self.counts[outcome])
+        cases = ", ".join(f"{number} {outcome}" for outcome, number in sorted(self.counts.items()))
         reasons = f" ({'; '.join(sorted(self.reasons))})" if self.reasons else ""
         return f"{cases}{reasons}, {self.duration_s:.0f} s" if cases else ""
 

@@ -15,7 +15,7 @@ import pytest
 from tests.train.command import flags, make_files, read_metrics
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
-SCRIPTS = sorted(LAUNCH.iterdir())
+SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 TP2 = ("--tensor-model-parallel-size", 2)
 
 
@@ -100,11 +100,15 @@ def wait_for(*paths: Path) -> None:
 
 @pytest.fixture
 def slurm(tmp_path):
-    """The environment of a batch job of one machine; `srun` runs its command here, `scontrol` writes down what is asked."""
+    """The environment of a batch job of one machine; `srun` runs its command here, `scontrol` writes down what is asked.
+
+    STATE is that of the job. The real Slurm is in test_slurm.py.
+    """
     programs = tmp_path / "programs"
     programs.mkdir()
     program(programs / "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
     program(programs / "scontrol", f'echo "$*" >>{tmp_path}/asked; [ "$1" = show ] && echo 127.0.0.1; exit 0')
+    program(programs / "squeue", "echo ${STATE:-RUNNING}")
     return {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(LAUNCH.parent),
@@ -122,14 +126,39 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
     assert (tmp_path / "asked").read_text().splitlines() == ["show hostnames node[1-1]"]
 
 
-def test_slurm_requeues_a_preempted_job_and_no_other(slurm, tmp_path):
+@pytest.mark.parametrize(
+    ("training_ends_with", "environment", "is_requeued"),
+    [
+        (75, {}, True),
+        (75, {"STATE": "COMPLETING"}, False),  # cancelled by somebody, or requeued by Slurm itself
+        (75, {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}, False),
+        (70, {}, False),
+        (76, {}, False),
+    ],
+)
+def test_slurm_requeues_a_preempted_job_and_no_other(training_ends_with, environment, is_requeued, slurm, tmp_path):
     """75 is the exit code of a run that was stopped by a signal and has saved."""
-    for wanted in (75, 70):
-        python = program(
-            tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit {wanted};; esac; exec {sys.executable} "$@"'
-        )
-        code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python)))
-        assert code == wanted, stderr
+    python = program(
+        tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit {training_ends_with};; esac; exec {sys.executable} "$@"'
+    )
+    code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, **environment, PYTHON=str(python)))
+    assert code == training_ends_with, stderr
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked.count(f"requeue {slurm['SLURM_JOB_ID']}") == 1
+    assert (f"requeue {slurm['SLURM_JOB_ID']}" in asked) == is_requeued
+    assert ("not requeued" in stderr) == ("MAX_RESTARTS" in environment)
     assert not list(LAUNCH.parent.glob(".mkd-exit-*"))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path):
+    """To a training that saves; or to a Python that is still starting up, knows no signal yet, and dies of it."""
+    save = "trap 'sleep 1; echo 75 >$EXIT_CODE_FILE; exit 1' USR1; touch started; while :; do sleep 0.1; done"
+    die = "touch started; exec sleep 60"
+    python = program(tmp_path / "python", save if is_training else die)
+    process = start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python))
+    wait_for(tmp_path / "started")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGUSR1)
+    code, _, stderr = finish(process)
+    assert code == 75, stderr
+    assert f"requeue {slurm['SLURM_JOB_ID']}" in (tmp_path / "asked").read_text()

@@ -115,7 +115,7 @@ def troubleshooting_page() -> str:
     written = path.read_text(encoding="utf-8").partition(ERRORS_BELOW)[0]
     parts = [written + ERRORS_BELOW, "## Every error\n"]
     parts += ["`...` stands for what differs from case to case; the file is where the check is.\n"]
-    found = sorted(set(raised_errors()), key=lambda error: (error.exit_code, error.file, error.what))
+    found = sorted(set(raised_errors()))
     for code in dict.fromkeys(error.exit_code for error in found):
         kind = next(error.kind for error in found if error.exit_code == code)
         parts.append(f"### Exit code {code}: {getattr(errors, kind).__doc__.splitlines()[0]}\n")
@@ -124,16 +124,16 @@ def troubleshooting_page() -> str:
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class RaisedError:
-    """One place in the code that makes an error for users."""
+    """One place in the code that makes an error for users; in the order of the page."""
 
-    kind: str  # class
     exit_code: int
+    file: str
     what: str
     why: str
     do: str
-    file: str
+    kind: str  # class
 
     def entry(self) -> str:
         lines = [f"* **{self.what}** ({self.file})"]

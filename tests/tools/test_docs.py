@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
 
 from mkd.config.options import all_options
 from mkd.config.schema import Config
@@ -12,6 +13,13 @@ from tools import make_docs
 
 def test_the_pages_are_what_the_code_says(capsys):
     assert make_docs.main(["--check"]) == 0, capsys.readouterr().out + "run: python tools/make_docs.py"
+
+
+def test_the_order_of_errors_is_that_of_their_texts():
+    """Also of those that differ in their fix alone, whose order in a set is another in every process."""
+    errors = list(make_docs.raised_errors())
+    twins = [(a, b) for a, b in combinations(errors, 2) if (a.file, a.what) == (b.file, b.what) and a != b]
+    assert twins and all((a < b) != (b < a) for a, b in twins)
 
 
 def test_every_option_and_metric_is_in_a_table():

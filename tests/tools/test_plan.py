@@ -61,7 +61,7 @@ def test_every_teacher_is_planned(models, tmp_path, capsys):
     assert "teacher own layers by stage: (" in shown and "; packs of 4096 tokens of its own" in shown
     second["hf"] = "nowhere-at-all/"
     file.write_text(json.dumps({"teachers": [{"name": "same"}, second]}))
-    assert main(argv) == 66
+    assert main(argv) == 64
     assert "teachers[1].hf nowhere-at-all/" in capsys.readouterr().err
 
 

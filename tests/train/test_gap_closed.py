@@ -1,4 +1,4 @@
-"""What a run reports of its evaluations, beside the losses that the other tests compare."""
+"""The share of the initial divergence that an evaluation reports as gone."""
 
 from __future__ import annotations
 

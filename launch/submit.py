@@ -1,0 +1,191 @@
+"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, hand that to sbatch.
+
+    python launch/submit.py --nodes 4 --partition gpu --time 24:00:00 --config FILE.yaml [--flag value ...]
+
+Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository, where the job runs.
+No torch: it runs on a login node in under a second. Exit codes: 0, 64 for what cannot work, 1 when sbatch refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mkd.config.load import load_config
+from mkd.config.schema import Config
+from mkd.config.validate import validate
+from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+
+
+def main(argv: list[str]) -> int:
+    """Submit, or print the script; returns the exit code."""
+    try:
+        own, run = own_flags(argv)
+        script = render(own, run)
+    except MkdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if own.dry_run:
+        print(script, end="")
+        return EXIT_DONE
+    try:
+        return int(subprocess.run(["sbatch"], cwd=ROOT, input=script, text=True).returncode != 0)
+    except FileNotFoundError:
+        print("error: there is no sbatch here\n  do:  use a login node of the cluster, or add --dry-run", file=sys.stderr)
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "", "see --help")
+
+
+def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this tool, and the command line of the run."""
+    parser = _Parser(
+        prog="submit.py",
+        description=__doc__.splitlines()[0],
+        epilog="The flags of pretrain_kd.py follow, --config FILE.yaml first of all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=_count_or_0,
+        default=8,
+        metavar="N",
+        help="GPUs of a machine, a process each (default: 8). 0: a CPU run, with NPROC of the environment as its processes",
+    )
+    parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores of a machine (default: as in slurm.sbatch)")
+    parser.add_argument("--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)")
+    parser.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's)")
+    parser.add_argument("--account", metavar="NAME", help="who pays (default: your own account)")
+    parser.add_argument("--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)")
+    parser.add_argument(
+        "--signal-lead-s",
+        type=_count,
+        default=120,
+        metavar="S",
+        help="seconds before the time limit at which the run is told to save and end; longer than a step and a save take "
+        "(default: 120)",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option of sbatch, such as qos=high; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
+    return parser.parse_known_args(argv)
+
+
+def _count(text: str, least: int = 1) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return number
+
+
+def _count_or_0(text: str) -> int:
+    return _count(text, least=0)
+
+
+def render(own: argparse.Namespace, run: list[str]) -> str:
+    """The batch script: slurm.sbatch with these options and this run. Raises ErrorList with everything that is wrong."""
+    config = load_config(run).config
+    processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
+    problems = [*validate(config, processes), *_can_go_on(config), *_has_time_to_save(own.time, own.signal_lead_s)]
+    if problems:
+        raise ErrorList(problems)
+    options = {
+        "job-name": own.job_name or config.log.name,
+        "nodes": own.nodes,
+        "gpus-per-node": own.gpus_per_node,
+        "cpus-per-task": own.cpus_per_task,
+        "time": own.time,
+        "partition": own.partition,
+        "account": own.account,
+        "signal": f"B:USR1@{own.signal_lead_s}",
+        **dict(text.partition("=")[::2] for text in own.option),
+    }
+    template = (ROOT / "launch" / "slurm.sbatch").read_text(encoding="utf-8")
+    return fill_in({name: value for name, value in options.items() if value is not None}, run, template)
+
+
+def fill_in(options: dict[str, object], run: list[str], template: str) -> str:
+    """`template` with its own #SBATCH lines replaced by these options, the others behind them, and `run` as its arguments."""
+    header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
+    for name, value in options.items():
+        line = f"#SBATCH --{name}={value}" if value != "" else f"#SBATCH --{name}"
+        header, is_there = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}(=.*)?$", lambda _, line=line: line, header)
+        header += "" if is_there else f"{line}\n"
+    return f"{header}set -- {shlex.join(run)}\n{body}"
+
+
+def _can_go_on(config: Config) -> list[MkdError]:
+    """A job that is put back into the queue has to find what it has saved."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    problems = []
+    if not save or save != load:
+        problems.append(
+            UsageError(
+                f"--save is {save or 'not given'} and --load {load or 'not given'}",
+                "a job that goes back into the queue would start from the beginning",
+                "give both, with the same folder",
+            )
+        )
+    if not config.training.exit_signal_handler:
+        problems.append(
+            UsageError(
+                "--no-exit-signal-handler",
+                "the warning before the time limit would kill the run instead of making it save",
+                "leave it out",
+            )
+        )
+    return problems
+
+
+def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
+    if time is None:
+        return []
+    limit_s = seconds(time)
+    if limit_s is None:
+        form = "write minutes (90), h:m:s (12:00:00) or days-hours (2-12)"
+        return [UsageError(f"--time {time} is not a time that Slurm reads", "", form)]
+    if limit_s <= lead_s + SIGNAL_EARLIER_S:
+        return [
+            UsageError(
+                f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, or up to "
+                f"{SIGNAL_EARLIER_S} s earlier",
+                "it would go back into the queue without having done a step",
+                "give a longer --time or a shorter --signal-lead-s",
+            )
+        ]
+    return []
+
+
+def seconds(time: str) -> int | None:
+    """Of a time limit as sbatch reads it: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None where it is none."""
+    match = TIME.fullmatch(time)
+    if not match:
+        return None
+    parts = [int(part) for part in match["parts"].split(":")]
+    first = 3600 if match["days"] or len(parts) == 3 else 60
+    return 86400 * int(match["days"] or 0) + sum(part * first // 60**i for i, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

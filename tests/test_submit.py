@@ -1,0 +1,116 @@
+"""launch/submit.py: the batch script that it writes, and the runs that it refuses before they wait in a queue."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.submit import main, seconds
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "launch" / "slurm.sbatch"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "a run.yaml"
+    path.write_text(
+        "student: {hf: s}\nteachers: [{hf: t}]\ndata: {data_path: text.jsonl}\noptimizer: {lr: 1e-3}\n"
+        "training: {train_iters: 10, seq_length: 32, global_batch_size: 8, micro_batch_size: 1}\n"
+        "parallel: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}\n"
+        "checkpoint: {save: runs/a, load: runs/a}\nlog: {name: first}\n"
+    )
+    return str(path)
+
+
+def script(capsys, *argv: str) -> str:
+    assert main([*argv, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_script_is_the_template_with_the_options_and_the_run(config, capsys):
+    options = ("--nodes", "2", "--gpus-per-node", "4", "--partition", "gpu", "--account", "us", "--time", "1-0")
+    more = ("--signal-lead-s", "300", "--option", "qos=high", "--option", "overcommit", "--option", "exclusive=user")
+    written = script(capsys, *options, *more, "--config", config, "--lr", "2e-3").splitlines()
+    template = TEMPLATE.read_text().splitlines()
+    assert [line for line in template if line not in written] == [
+        "#SBATCH --job-name=mkd",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --exclusive",
+        "#SBATCH --signal=B:USR1@120",
+    ]
+    assert [line for line in written if line not in template] == [
+        "#SBATCH --job-name=first",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --exclusive=user",
+        "#SBATCH --signal=B:USR1@300",
+        "#SBATCH --nodes=2",
+        "#SBATCH --time=1-0",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=us",
+        "#SBATCH --qos=high",
+        "#SBATCH --overcommit",
+        f"set -- --config '{config}' --lr 2e-3",
+    ]
+    first_command = next(index for index, line in enumerate(written) if line and not line.startswith("#"))
+    assert not [line for line in written[first_command:] if line.startswith("#SBATCH")]  # Slurm would not read them
+
+
+def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
+    written = script(capsys, "--config", config, "--log-dir", "it's $HOME; `ls`")
+    assert subprocess.run(["bash", "-n"], input=written, text=True, capture_output=True).stderr == ""
+    arguments = written.partition("set -euo pipefail")[0] + 'printf "%s\\n" "$@"\n'
+    printed = subprocess.run(["bash"], input=arguments, text=True, capture_output=True, check=True).stdout
+    assert printed.splitlines() == ["--config", config, "--log-dir", "it's $HOME; `ls`"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--gpus-per-node", "6"], ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"]),
+        (["--nodes", "5"], ["global-batch-size 8 is not divisible by micro-batch-size 1 x data-parallel 10 = 10"]),
+        (["--save", "runs/b"], ["--save is runs/b and --load runs/a", "would start from the beginning"]),
+        (["--no-exit-signal-handler"], ["--no-exit-signal-handler", "would kill the run"]),
+        (["--time", "3"], ["--time 3 leaves no time to train", "a shorter --signal-lead-s"]),
+        (["--time", "soon"], ["--time soon is not a time", "write minutes (90)"]),
+        (["--nodes", "0"], ["'0' is not a whole number of 1 or more"]),
+        (["--gpus-per-node", "all"], ["'all' is not a whole number of 0 or more"]),
+        (["--lrr", "1"], ["--lrr"]),
+    ],
+)
+def test_refusals(argv, texts, config, capsys):
+    assert main(["--config", config, *argv]) == 64
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and all(text in printed.err for text in texts), printed.err
+
+
+def test_all_problems_at_once(config, capsys):
+    assert main(["--config", config, "--gpus-per-node", "3", "--time", "1", "--save", "runs/b"]) == 64
+    assert capsys.readouterr().err.startswith("error: 3 problems:\n")
+
+
+def test_processes_of_a_cpu_run_are_nproc(config, capsys, monkeypatch):
+    monkeypatch.setenv("NPROC", "3")
+    assert main(["--config", config, "--gpus-per-node", "0"]) == 64
+    assert "3 processes do not divide" in capsys.readouterr().err
+    monkeypatch.setenv("NPROC", "4")
+    assert "#SBATCH --gpus-per-node=0\n" in script(capsys, "--config", config, "--gpus-per-node", "0")
+
+
+TIMES = {"90": 5400, "1:30": 90, "2:00:05": 7205, "1-0": 86400, "2-12:30": 217800, "1-0:0:1": 86401, "1h": None, "": None}
+
+
+@pytest.mark.parametrize(("time", "expected"), TIMES.items())
+def test_times_are_read_as_slurm_reads_them(time, expected):
+    assert seconds(time) == expected
+
+
+def test_without_slurm_and_without_torch(config, tmp_path):
+    """As a program, where no sbatch is found; nothing heavy is imported for that."""
+    code = f"import sys; from launch.submit import main; print(main(['--config', {config!r}]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.stdout == "1 False\n" and ended.stderr.startswith("error: there is no sbatch here")
