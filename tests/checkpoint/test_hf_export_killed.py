@@ -1,0 +1,86 @@
+"""An export to Hugging Face that is killed before any of its changes to the folder leaves no half model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf_writer import export_hf
+from mkd.errors import CheckpointError
+from mkd.models.builder import build_chunks
+from mkd.models.transformer_config import ModelOptions
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.model_shape import ModelShape
+from tests.checkpoint.saved_tensors import all_tensors
+from tests.checkpoint.tiny_saves import run_forked
+from tests.tiny_models import make_model
+
+CHANGES = ("open", "os.rename", "os.remove", "os.truncate")  # audit events of Python
+
+
+def export_and_die(context, source, out, shard_bytes, changes):
+    """Export `source` to `out`, killed before the change of number `changes` to that folder."""
+    left = changes
+
+    def count(event, arguments):
+        nonlocal left
+        if event in CHANGES and str(arguments[0]).startswith(str(out)) and not (event == "open" and arguments[1] in ("r", "rb")):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    shape = ModelShape.from_hf_dir(source)
+    layout = PipelineLayout((shape.num_layers,), 1, 1)
+    (chunk,) = build_chunks(shape, layout, ModelOptions(), context, shape.padded_vocab_size(1))
+    load_hf_weights(chunk, shape, HFCheckpoint(source), first_layer=0, tp_rank=0, tp_size=1)
+    sys.addaudithook(count)
+    export_hf([(chunk, 0)], shape, out, context=context, reference_dir=source, max_shard_bytes=shard_bytes)
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def what_is_in(folder, models):
+    """The name of the model that `folder` holds; None where readers refuse it. Anything else fails."""
+    try:
+        HFCheckpoint(folder)
+    except CheckpointError:
+        return None
+    tensors = all_tensors(folder)
+    (name,) = [name for name, expected in models.items() if equal(tensors, expected)]
+    return name
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: folder} of two models of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_model(folder / name, "llama", seed=seed) for seed, name in enumerate(("old", "new"))}
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("shard_bytes", [60_000, 5_000_000_000], ids=["shards", "one file"])
+def test_killed_before_every_change(shard_bytes, models, tmp_path):
+    """What is left is the old model, none at all, or the new one, in this order; and the next export does not mind."""
+    tensors = {name: all_tensors(folder) for name, folder in models.items()}
+    before = tmp_path / "before"
+    assert run_forked(1, export_and_die, models["old"], before, shard_bytes, -1) == [(0, None)]
+    assert what_is_in(before, tensors) == "old"
+    seen, code, changes = [], -signal.SIGKILL, 0
+    while code == -signal.SIGKILL:
+        folder = shutil.copytree(before, tmp_path / str(changes))
+        ((code, _),) = run_forked(1, export_and_die, models["new"], folder, shard_bytes, changes)
+        seen.append(what_is_in(folder, tensors))
+        changes += 1
+    assert code == 0 and changes > 10
+    assert seen == sorted(seen, key=["old", None, "new"].index) and set(seen) == {"old", None, "new"}
+    wreck = tmp_path / str(seen.index(None))
+    assert run_forked(1, export_and_die, models["new"], wreck, shard_bytes, -1) == [(0, None)]
+    assert what_is_in(wreck, tensors) == "new" and not list(wreck.glob("*.partial"))

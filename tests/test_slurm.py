@@ -1,0 +1,223 @@
+"""A real Slurm on this machine: runs that it warns, preempts and cancels. Its programs: slurmctld, slurmd, slurm-client, munge."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mkd.checkpoint.manifest import MANIFEST_FILE
+from tests.train.command import flags, make_files, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+CYCLES = 3
+RESTART_DELAY_S = 5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
+LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
+SETTINGS = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={daemon_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire={delay}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+KillWait=90
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+PartitionName=normal Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """One machine with a controller, reached through the variable SLURM_CONF."""
+
+    settings: Path
+
+    def ask(self, *command: object) -> str:
+        words = [str(word) for word in command]
+        return subprocess.run(words, env=self.environment(), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    def environment(self) -> dict[str, str]:
+        """That of a user who is about to start CPU runs of two processes."""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        return {**inherited, "SLURM_CONF": str(self.settings), "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+
+    def submit(self, argv: list[str], output: Path, *options: object) -> str:
+        """Start a run by launch/submit.py; returns the number of the job."""
+        own = ("--gpus-per-node", 0, "--cpus-per-task", 1, "--option", f"output={output}", *options)
+        return self.ask(sys.executable, ROOT / "launch" / "submit.py", *own, *argv).split()[-1]
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm knows of it: JobState, Restarts, ExitCode, ..."""
+        words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.5)
+
+
+def is_ready(slurm: Slurm) -> bool:
+    try:
+        return slurm.ask("sinfo", "--noheader", "--format=%t", "--partition=normal").strip() == "idle"
+    except subprocess.CalledProcessError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    """A Slurm of our own: its folder, its ports, its key; gone at the end."""
+    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+        pytest.skip(f"Slurm is not installed, no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    key, settings = folder / "munge.key", folder / "slurm.conf"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    controller_port, daemon_port = free_ports(2)
+    places = dict(folder=folder, controller_port=controller_port, daemon_port=daemon_port, delay=RESTART_DELAY_S)
+    host = socket.gethostname().partition(".")[0]
+    settings.write_text(SETTINGS.format(host=host, cores=os.cpu_count(), **places))
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    commands = [
+        ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files],
+        ["slurmctld", "-D", "-c", "-f", settings],
+        ["slurmd", "-D", "-c", "-f", settings],
+    ]
+    started = []
+    with (folder / "daemons.log").open("w") as log:
+        for command in commands:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+            time.sleep(1)
+    one = Slurm(settings)
+    try:
+        wait_until(lambda: is_ready(one), 30, "the machine is ready for jobs")
+    except AssertionError:
+        pytest.skip("Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-3:]))
+    else:
+        yield one
+        subprocess.run(["scancel", "--user=root"], env=one.environment(), check=False)
+        wait_until(lambda: not one.ask("squeue", "--noheader"), 120, "all jobs have ended")
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("runs"))
+
+
+def run_flags(files: Path, run: str, *more: object) -> list[str]:
+    """A run that goes on from its own checkpoints; only signals make it save, and its learning rate knows no end."""
+    save = files / run
+    return flags(files, run, "--save", save, "--load", save, "--lr-decay-style", "constant", *more)
+
+
+def steps_of(files: Path, run: str) -> int:
+    """The last step that is logged."""
+    return read_metrics(files / run)[-1]["iteration"] if (files / run / "metrics.jsonl").exists() else 0
+
+
+def saved_step(files: Path, run: str) -> int:
+    pointer = files / run / "latest_checkpointed_iteration.txt"
+    return int(pointer.read_text()) if pointer.exists() else 0
+
+
+def test_the_script_is_one_that_slurm_takes(slurm, files):
+    options = ("--dry-run", "--gpus-per-node", 0, "--cpus-per-task", 1, "--time", 10, "--partition", "urgent")
+    script = slurm.ask(sys.executable, ROOT / "launch" / "submit.py", *options, *run_flags(files, "taken"))
+    asked = subprocess.run(
+        ["sbatch", "--test-only"], input=script, env=slurm.environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert asked.returncode == 0 and "using" in asked.stderr and "in partition urgent" in asked.stderr, asked.stderr
+
+
+@pytest.mark.fault(15)
+def test_warned_three_times_before_its_time_limit(slurm, files):
+    """The run has no last step until it was started again three times; it then ends as one that was never stopped."""
+    output, settings = files / "warned.out", files / "length.yaml"
+    settings.write_text("train_iters: 1000000\n")
+    argv = [*run_flags(files, "warned"), "--config", str(settings)]
+    at = argv.index("--train-iters")
+    del argv[at : at + 2]  # the file says it
+    job = slurm.submit(argv, output, "--time", LIMIT_MIN, "--signal-lead-s", LEAD_S)
+    saved = [0]
+    for cycle in range(1, CYCLES + 1):
+        wait_until(lambda cycle=cycle: slurm.job(job)["Restarts"] == str(cycle), 60 * LIMIT_MIN + 60, f"restart {cycle}")
+        saved.append(saved_step(files, "warned"))
+        assert output.read_text().count("preempted: received SIGUSR1") == cycle
+        assert slurm.job(job)["JobState"] != "TIMEOUT"
+    assert saved == sorted(set(saved)), "every start has got on"
+    last = saved[-1] + 10
+    settings.write_text(f"train_iters: {last}\n")  # before the job starts again, RESTART_DELAY_S after its end
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 60 * LIMIT_MIN, "the end")
+    assert slurm.job(job)["ExitCode"] == "0:0" and slurm.job(job)["Restarts"] == str(CYCLES)
+    assert [line["iteration"] for line in read_metrics(files / "warned")] == list(range(1, last + 1))
+
+    undisturbed = ["bash", ROOT / "launch" / "local.sh", *run_flags(files, "undisturbed"), "--train-iters", str(last)]
+    subprocess.run(undisturbed, env=slurm.environment(), cwd=files, check=True, capture_output=True, timeout=900)
+    name = f"iter_{last:07d}/{MANIFEST_FILE}"  # the SHA-256 of all that is saved
+    assert (files / "warned" / name).read_text() == (files / "undisturbed" / name).read_text()
+
+
+@pytest.mark.fault(15)
+def test_preempted_goes_on_and_cancelled_does_not(slurm, files):
+    """Slurm tells both by SIGTERM, and the run saves and ends with 75 both times."""
+    output = files / "urgent.out"
+    job = slurm.submit(run_flags(files, "urgent", "--train-iters", 1000000), output)
+    wait_until(lambda: steps_of(files, "urgent") > 5, 120, "training")
+    slurm.ask("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1", 60, "a restart")
+    wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", 120, "the restart is running")
+    saved = saved_step(files, "urgent")
+    assert saved > 5 and output.read_text().count("preempted: received SIGTERM") == 1
+    wait_until(lambda: steps_of(files, "urgent") > saved + 5, 120, "training goes on")
+
+    slurm.ask("scancel", job)
+    wait_until(lambda: slurm.job(job)["JobState"] == "CANCELLED", 120, "the end")
+    time.sleep(2 * RESTART_DELAY_S)
+    assert slurm.job(job)["JobState"] == "CANCELLED" and slurm.job(job)["Restarts"] == "1"
+    assert saved_step(files, "urgent") > saved and output.read_text().count("preempted: received SIGTERM") == 2
+    assert [line["iteration"] for line in read_metrics(files / "urgent")] == list(range(1, steps_of(files, "urgent") + 1))
