@@ -31,14 +31,14 @@ COLUMNS = ("partition_kl", "prefix_kl", "teacher", "no twin")
 
 
 def targets(log_p: torch.Tensor, relation: VocabularyRelation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the teacher's [m, v_t]: (of each common token's twin, of all that begins with it [m, v_s], of no twin [m])."""
-    p = log_p.exp()[:, : relation.teacher_size]
-    twins, begins = (torch.zeros(len(p), relation.student_size) for _ in range(2))
+    """From the teacher's [m, v_t]: (of each common token's twin, of all that begins with it [v_s, m], of no twin [m])."""
+    p = log_p.exp().t()[: relation.teacher_size].contiguous()
+    twins, begins = (torch.zeros(relation.student_size, p.shape[1]) for _ in range(2))
     students, teachers = (torch.from_numpy(ids) for ids in relation.pairs())
-    twins[:, students] = p[:, teachers]
+    twins[students] = p[teachers]
     known = torch.from_numpy(np.flatnonzero(relation.teacher_beginnings >= 0))
-    begins.index_add_(1, torch.from_numpy(relation.teacher_beginnings)[known], p[:, known])
-    return twins, begins, (1 - twins.sum(dim=1)).clamp(min=0)
+    begins.index_add_(0, torch.from_numpy(relation.teacher_beginnings)[known], p[known])
+    return twins, begins, (1 - twins.sum(dim=0)).clamp(min=0)
 
 
 def rows_of(text: str, model, student, teacher, relation: VocabularyRelation) -> list[tuple[int, list[float]]]:
@@ -51,8 +51,8 @@ def rows_of(text: str, model, student, teacher, relation: VocabularyRelation) ->
     for s, s_end, t, t_end in aligned.chunks[aligned.chunks[:, 2] > 0].tolist():
         token = aligned.student_ids[s]
         start = relation.student_beginnings[token]
-        by_twin = twins[t - 1, token] if has_twin[token] else others[t - 1]
-        by_start = begins[t - 1, start] if start >= 0 else others[t - 1]
+        by_twin = twins[token, t - 1] if has_twin[token] else others[t - 1]
+        by_start = begins[start, t - 1] if start >= 0 else others[t - 1]
         own = -log_p[t - 1, aligned.teacher_ids[t]]
         values = [-float(p.clamp(min=1e-12).log()) for p in (by_twin, by_start)] + [float(own), float(others[t - 1])]
         found.append((2 * (s_end - s > 1) + (t_end - t > 1), values))
