@@ -1,4 +1,4 @@
-"""Checkpoints of one small tensor, saved by the real code on forked gloo ranks that may be killed."""
+"""Checkpoints of one small tensor, saved by the real code on gloo ranks that may be killed, forked from a clean process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ ROWS = 512  # of 64 fp32 values, a rank
 
 def run_forked(world_size, function, *args, fault=None, timeout_s=60):
     """(exit code, answer) by rank of `function(context, *args)`; the answer of an MkdError is the error, and its seconds."""
-    fork = multiprocessing.get_context("fork")
+    fork = multiprocessing.get_context("forkserver")  # a fork of this process has its locks, but not the threads that hold them
+    fork.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as store:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

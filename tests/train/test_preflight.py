@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -191,14 +192,17 @@ def test_a_folder_that_this_user_may_not_write_to(tmp_path):
     """In a process that is not root's, for whom permissions do not count."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
-    child = os.fork()
-    if child == 0:
-        if os.geteuid() == 0:
-            os.setuid(NOBODY)
-        found = [error.what for error in disk.disk_problems([disk.Written("a checkpoint", "--save", folder / "below")])]
-        is_named = len(found) == 1 and found[0].startswith(f"cannot write to {folder / 'below'}: ")
-        os._exit(0 if is_named else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    process = multiprocessing.get_context("forkserver").Process(target=check_as_nobody, args=(folder / "below",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def check_as_nobody(folder):
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+    (error,) = disk.disk_problems([disk.Written("a checkpoint", "--save", folder)])
+    assert error.what.startswith(f"cannot write to {folder}: ")
 
 
 def test_problems_of_one_kind_keep_its_exit_code():
