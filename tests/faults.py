@@ -43,7 +43,7 @@ ROWS = {
     31: ("unsafe weight_map, absurd safetensors", "refused, tensor named"),
     32: ("auto_map code, YAML tags and typos", "not run, named"),
     33: ("two runs in one folder, read-only folder", "second refused, said clearly"),
-    34: ("export to Hugging Face interrupted", "old or new export, never half"),
+    34: ("export to Hugging Face interrupted", "index last, never half an export"),
     35: ("all loss tokens masked", "contribute nothing; all data: refused"),
     36: ("soak: a random fault every 15 steps", "same hash, 5 seeds"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -89,6 +90,43 @@ def test_a_signal_to_local_reaches_the_training(files, tmp_path):
     code, _, stderr = finish(process)
     assert code == 75, stderr
     assert (tmp_path / "saved.0").exists() and (tmp_path / "saved.1").exists()
+
+
+def assert_saved_its_last_step(process, save, number):
+    """It was asked to be started again, by `number`."""
+    code, _, stderr = finish(process)
+    assert code == 75, stderr
+    assert json.loads((save / "PREEMPTED").read_text())["reason"] == f"received {number.name}"
+    last = read_metrics(save)[-1]["iteration"]
+    assert int((save / "latest_checkpointed_iteration.txt").read_text()) == last > 0
+    assert (save / f"iter_{last:07d}").is_dir() and not list(save.glob("*.partial"))
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_comes_three_times(number, files):
+    """All of them in a torchrun would end it, or the processes while they return 75."""
+    save = files / f"three times {number.name}"
+    process = start("local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2")
+    wait_for(save / "metrics.jsonl")
+    process.send_signal(number)
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)
+    assert_saved_its_last_step(process, save, number)
+
+
+@pytest.mark.fault(13)
+def test_a_signal_during_a_save(files):
+    save = files / "during a save"
+    more = ("--train-iters", 100000, "--save", save, "--save-interval", 1, "--keep-checkpoints", 2)
+    process = start("local.sh", flags(files, save, *TP2, *more), files, NPROC="2")
+    wait_for(save / "latest_checkpointed_iteration.txt")
+    while not list(save.glob("*.partial")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    assert_saved_its_last_step(process, save, signal.SIGTERM)
 
 
 def wait_for(*paths: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: runs that it warns, preempts and cancels. Its programs: slurmctld, slurmd, slurm-client, munge."""
+"""A real Slurm on this machine (Debian's slurmctld, slurmd, slurm-client, munge): runs that it warns, preempts and cancels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mkd.checkpoint.manifest import MANIFEST_FILE
 from tests.train.command import flags, make_files, read_metrics
+from tests.train.saved_state import saved_state
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 CYCLES = 3
 RESTART_DELAY_S = 5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
 LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
@@ -198,8 +198,8 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
 
     undisturbed = ["bash", ROOT / "launch" / "local.sh", *run_flags(files, "undisturbed"), "--train-iters", str(last)]
     subprocess.run(undisturbed, env=slurm.environment(), cwd=files, check=True, capture_output=True, timeout=900)
-    name = f"iter_{last:07d}/{MANIFEST_FILE}"  # the SHA-256 of all that is saved
-    assert (files / "warned" / name).read_text() == (files / "undisturbed" / name).read_text()
+    warned, undisturbed = (saved_state(files / run / f"iter_{last:07d}") for run in ("warned", "undisturbed"))
+    assert warned == undisturbed
 
 
 @pytest.mark.fault(15)

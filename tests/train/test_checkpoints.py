@@ -174,6 +174,8 @@ def test_retention_in_a_run(files, ranks):
 
 def start_as_nobody(context, argv):
     """What the command says to a user without rights; root may write to any folder."""
+    import mkd.train.setup  # noqa: F401  while the packages can be read
+
     if os.geteuid() == 0:
         os.setuid(65534)
     return call_main(argv)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from mkd.checkpoint.manifest import MANIFEST_FILE
 from tests.train.command import flags, make_files, read_metrics
 from tests.train.processes import run_processes
+from tests.train.saved_state import saved_state
 
 RANKS = 2
 KILLS, KILLED_STEPS = 20, 60
@@ -31,7 +31,7 @@ def clean(files):
     """{number of steps: what the last checkpoint of an undisturbed run holds}, each run once."""
     runs = {}
 
-    def get(steps: int) -> str:
+    def get(steps: int) -> dict[str, str]:
         if steps not in runs:
             runs[steps] = survive(files, f"clean {steps}", steps, [])
         return runs[steps]
@@ -39,8 +39,8 @@ def clean(files):
     return get
 
 
-def survive(files, run: str, steps: int, faults: list[str]) -> str:
-    """Train for `steps` with each of `faults` in turn; returns the manifest (all SHA-256) of the last checkpoint."""
+def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
+    """Train for `steps` with each of `faults` in turn; what the last checkpoint holds."""
     save = files / run
     more = ("--train-iters", steps, "--save", save, "--load", save, "--save-interval", SAVE_EVERY, "--non-finite", "abort")
     argv = flags(files, run, *more)
@@ -51,7 +51,7 @@ def survive(files, run: str, steps: int, faults: list[str]) -> str:
         if fault.startswith(("error", "oom", "eio", "enospc", "nan")):
             assert all(one.code > 0 for one in ended), f"{fault}: nobody had to be killed"
     assert [line["iteration"] for line in read_metrics(save)] == list(range(1, steps + 1))
-    return (save / f"iter_{steps:07d}" / MANIFEST_FILE).read_text()
+    return saved_state(save / f"iter_{steps:07d}")
 
 
 def place(chance: random.Random, step: int) -> str:

@@ -67,6 +67,7 @@ def compared(found: tuple[dict, torch.Tensor], wanted: tuple[dict, torch.Tensor]
     return result | {name: abs(sums[name] / full[name] - 1) for name in ("teacher_ce", "teacher_entropy")}
 
 
+@pytest.mark.slow
 def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
     """For a student far from the teacher (8 of its 30 layers) and one close to it (27 of them)."""
 
