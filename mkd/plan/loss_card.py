@@ -17,6 +17,7 @@ FORMULAS = {
 }
 _XTOKEN = {
     "partition_kl": "over the tokens that both sides can spell, and the rest",
+    "prefix_kl": "over the common tokens, another counting as the one it begins with, and the rest",
     "p_kl": "over the teacher's tokens, the student's probabilities projected on them",
     "gold": "over the common tokens and the rest, and the L1 distance of the others, sorted",
     "h_kl": "over the common tokens and the rest, and the L1 distance of the others, sorted",

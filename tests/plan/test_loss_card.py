@@ -9,6 +9,7 @@ import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.plan.loss_card import loss_card, rescaled
+from mkd.xtoken.loss_settings import LOSSES
 from tests.plan.shapes import STUDENT, TEACHER, config, several
 
 
@@ -87,3 +88,10 @@ def test_several_teachers_have_a_line_each():
     assert found["KD own"].startswith("weight 0.25: 1 x sum |sorted p_t - sorted p_s|")
     assert "32000 rows of another tokenizer" in found["vocabulary own"] and "chunks" in found["normaliser"]
     assert found["same in TRL GKD"] == "nothing: one teacher only"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_between_tokenizers_has_words(loss):
+    found = card("--xtoken-loss", loss)
+    assert "per aligned chunk of text" in found["KD"] or loss == "uld"
+    assert found["KD"].endswith("T = 1 (T^2)")
