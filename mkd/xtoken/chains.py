@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.xtoken.loss_call import LossCall, log_rest, log_split, write_scaled
-from mkd.xtoken.segments import sum_by
+from mkd.xtoken.segments import log_sum_exp_by, sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
@@ -36,7 +36,7 @@ def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkS
     t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
     of_pairs, of_rest = call.rule.parts(t.pairs, s.pairs), call.rule.parts(t.rest, s.rest)
     count = len(piece.student.base)
-    sums = torch.stack([sum_by(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)])
+    sums = torch.stack([sum_segments(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)])
     if scale is not None:
         gradient = _gradient(ours, s, t, call.rule.mean_slope(sums), call)
         write_scaled(student, gradient, scale[piece.student.chunks])
@@ -82,20 +82,13 @@ class _Scores:
     @classmethod
     def of(cls, entries: _Entries, others: Tensor, found: Tensor) -> _Scores:
         side, pair_chunks = entries.side, entries.pair_chunks
-        own = _log_sum_exp_by(entries.rows, found, others.shape[0])
+        own = log_sum_exp_by(entries.rows, found, others.shape[0])
         inside, outside = log_split(own, others)
         logs = found - own[entries.rows] + inside[entries.rows]
         of_prefix, of_pairs = logs.split([len(side.others), len(pair_chunks)])
-        prefixes = sum_by(side.other_chunks, of_prefix, len(side.base))
+        prefixes = sum_segments(side.other_chunks, of_prefix, len(side.base))
         rest = log_rest(prefixes, outside[side.base])
         return cls(torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest)
-
-
-def _log_sum_exp_by(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """ln sum exp of the values with each index, [size]; -inf without any."""
-    maximum = values.new_full((size,), LOWEST).scatter_reduce_(0, index, values, "amax")
-    sums = sum_by(index, (values - maximum[index]).exp(), size)
-    return maximum + sums.log()
 
 
 def _gradient(ours: _Entries, s: _Scores, t: _Scores, mean: Tensor, call: LossCall) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.xtoken.loss_call import LossCall, at_columns, log_sum_exp, write_scaled
-from mkd.xtoken.segments import sum_by
+from mkd.xtoken.segments import sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
@@ -53,7 +53,7 @@ def _local(logits: Tensor, side: SideRows, real: Tensor, call: LossCall) -> dict
 def _merged(gathered: dict[str, Tensor], prefix: str, side: SideRows) -> ChunkDistribution:
     normaliser = gathered[prefix + "sums"].logsumexp(dim=0)
     logs = gathered[prefix + "found"].amax(dim=0) - normaliser[side.others]
-    chain = sum_by(side.other_chunks, logs, len(side.base)).clamp_(max=0.0)
+    chain = sum_segments(side.other_chunks, logs, len(side.base)).clamp_(max=0.0)
     base = gathered[prefix + "base"].movedim(0, 1).flatten(1) - normaliser[side.base][:, None]
     return ChunkDistribution(base, chain, normaliser)
 

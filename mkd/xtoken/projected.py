@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mkd.xtoken.chunk_vocabulary import ClassMap
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_sum_exp, write_scaled
-from mkd.xtoken.segments import sum_by
+from mkd.xtoken.segments import sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
@@ -65,14 +65,14 @@ def _chunk_means(rows: Tensor, side: SideRows) -> Tensor:
     """[n, w] -> [c, w]."""
     if not len(side.others):
         return rows
-    means = sum_by(side.chunks, rows, len(side.base))
+    means = sum_segments(side.chunks, rows, len(side.base))
     return means.div_(_tokens(side, rows.dtype)[:, None])
 
 
 def _tokens(side: SideRows, dtype: torch.dtype) -> Tensor:
     """[c], tokens of each chunk."""
     one = torch.ones((), dtype=dtype, device=side.chunks.device)
-    return sum_by(side.chunks, one.expand(len(side.chunks)), len(side.base))
+    return sum_segments(side.chunks, one.expand(len(side.chunks)), len(side.base))
 
 
 def _log(masses: Tensor) -> Tensor:

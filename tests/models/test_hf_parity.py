@@ -18,9 +18,9 @@ def documents(vocab_size):
     return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
-def pack(lengths, padding, padding_joins_document=False):
+def pack(lengths, padding, padding_joins_document=False, device=None):
     """The THD description of documents in a row; the last one is followed by padding."""
-    real = torch.tensor([0, *lengths]).cumsum(0).int()
+    real = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     padded = real.clone()
     padded[-1] += padding
     return packed_documents(real, padded, int(padded.diff().max()), padding_joins_document)

@@ -45,7 +45,7 @@ def build(folder, transformer_engine):
 def row(context, seed, length):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1000, (1, length), generator=generator).to(context.device)
-    documents = pack((length - 10, 10), 0, padding_joins_document=context.platform.transformer_engine)
+    documents = pack((length - 10, 10), 0, context.platform.transformer_engine, context.device)
     positions = torch.arange(length, device=context.device)[None]
     return lambda model: model(tokens, positions, None, packed_seq_params=documents)
 
