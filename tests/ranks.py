@@ -16,6 +16,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+class RanksDidNotMeet(AssertionError):
+    """The process group did not come up: the function was called on no rank."""
+
+
 class RankPool:
     """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results.
 
@@ -29,8 +33,15 @@ class RankPool:
     def run(self, function, world_size: int, *args) -> list:
         """Results of `function(*args)` by rank, with torch.distributed initialised for `world_size` ranks.
 
-        A failing rank raises AssertionError with that rank's traceback, and the pool starts afresh.
+        A failing rank raises AssertionError with the tracebacks, and the pool starts afresh; where the ranks did not even
+        meet, because some other process was at a port of theirs, it does so once by itself.
         """
+        try:
+            return self._run(function, world_size, args)
+        except RanksDidNotMeet:
+            return self._run(function, world_size, args)
+
+    def _run(self, function, world_size: int, args: tuple) -> list:
         self._grow(world_size)
         file, name = inspect.getsourcefile(inspect.unwrap(function)), function.__qualname__
         with tempfile.TemporaryDirectory() as folder:
@@ -40,26 +51,28 @@ class RankPool:
 
     def _collect(self, world_size: int) -> list:
         results: dict[int, object] = {}
-        failures: list[tuple[int, str]] = []
+        failures: dict[int, str] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(results) + len(failures) < world_size and time.monotonic() < deadline:
-            waiting = [r for r in range(world_size) if r not in results and r not in dict(failures)]
-            for rank in waiting:
+            for rank in set(range(world_size)) - results.keys() - failures.keys():
                 process, pipe = self._workers[rank]
                 if pipe.poll(0.005):
                     ok, value = pipe.recv()
                     if ok:
                         results[rank] = value
                     else:
-                        failures.append((rank, value))
+                        failures[rank] = value
                 elif not process.is_alive():
-                    failures.append((rank, f"process ended with exit code {process.exitcode}"))
+                    failures[rank] = f"process ended with exit code {process.exitcode}"
             if failures:
                 deadline = min(deadline, time.monotonic() + 2.0)
         if failures or len(results) < world_size:
             self.close()
-            rank, text = failures[0] if failures else (-1, f"no answer within {self.timeout_s} s")
-            raise AssertionError(f"rank {rank} of {world_size} failed:\n{text}")
+            texts = [f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items()]
+            did_not_meet = any(RanksDidNotMeet.__name__ in text for text in failures.values())
+            raise (RanksDidNotMeet if did_not_meet else AssertionError)(
+                "\n".join(texts) or f"no answer within {self.timeout_s} s"
+            )
         return [results[rank] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:
@@ -109,22 +122,32 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
 
 
 def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: str):
-    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
+    _meet(rank, world_size, store)
     try:
         return getattr(_module(file), name)(*args)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        dist.barrier()
+    except RuntimeError as error:
+        raise RanksDidNotMeet(str(error)) from error
 
 
 def _module(file: str):
