@@ -58,6 +58,7 @@ def test_a_marker_that_cannot_be_read_is_none(content, tmp_path):
     CrashCounter.start(tmp_path, Config())
 
 
+@pytest.mark.slow
 @pytest.mark.fault(16)
 def test_the_command_stops_with_76(files, tmp_path):
     """Real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
