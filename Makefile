@@ -36,5 +36,5 @@ $(READY): setup.py constraints.txt
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data,xtoken,tiktoken]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data,xtoken,tiktoken,log]' -c constraints.txt
 	@touch $@

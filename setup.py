@@ -20,7 +20,6 @@ setup(
     install_requires=[
         "megatron-core==0.16.1",
         "torch>=2.6",
-        "psutil",  # megatron-core's checkpoint writer dies without it
         "numpy",
         "PyYAML",
         "sentencepiece",

@@ -147,6 +147,14 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 "give both, with the same folder",
             )
         )
+    if config.checkpoint.ckpt_step is not None:
+        problems.append(
+            UsageError(
+                f"--ckpt-step {config.checkpoint.ckpt_step}",
+                "each time the job comes back it would go on from that checkpoint again, and never end",
+                "copy that checkpoint into a folder of its own, and give that as --load and --save",
+            )
+        )
     if not config.training.exit_signal_handler:
         problems.append(
             UsageError(

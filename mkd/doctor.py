@@ -237,7 +237,6 @@ for name in {names}:
         found[name] = repr(error)
 """
 _NEEDED = {
-    "psutil": "without it Megatron's checkpoint writer dies and the run waits for ever",
     "numpy": "",
     "yaml": "",
     "transformers": "",

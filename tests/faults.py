@@ -1,7 +1,7 @@
 """The fault table, a pytest plugin: `make faults`, or `python -m pytest -p tests.faults -m fault [tests/...]`.
 
-A test names the faults that it covers with `@pytest.mark.fault(3)` or `@pytest.mark.fault(13, 14)`; at the end each row of
-`ROWS` is printed with what was seen of it.
+A test names the faults that it covers with `@pytest.mark.fault(3)` or `@pytest.mark.fault("13 save", 14)`; at the end each row
+of `ROWS` is printed with what was seen of it. Cases of a row that could hide each other are rows of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ ROWS = {
     10: ("state changes during a background save", "values of the step of the call"),
     11: ("background writer dies", "pointer stays, next save works"),
     12: ("retention beside torn folders", "last whole one is kept"),
-    13: ("SIGTERM, SIGUSR1 or Ctrl-C at any time", "one step saved by all, PREEMPTED, exit 75"),
+    13: ("SIGTERM, SIGUSR1 or Ctrl-C between steps", "one step saved by all, PREEMPTED, exit 75"),
+    "13 first step": ("... before the first step", "the same, nothing lost"),
+    "13 data build": ("... while data are tokenised", "the same, the unfinished file is lost"),
+    "13 evaluation": ("... during an evaluation", "the same, without the rest of it"),
+    "13 save": ("... during a save", "the save is finished, the same"),
     14: ("a signal to data workers too", "still saved"),
     15: ("Slurm: --signal=USR1@T, three requeues", "goes on, same hash"),
     16: ("the same step crashes three times", "exit 76"),
@@ -73,7 +77,7 @@ class Seen:
 
 def pytest_itemcollected(item):
     """The rows travel with the reports, so that the table is whole where workers run the tests."""
-    rows = sorted({row for mark in item.iter_markers("fault") for row in mark.args})
+    rows = list(dict.fromkeys(row for mark in item.iter_markers("fault") for row in mark.args))
     if unknown := [row for row in rows if row not in ROWS]:
         raise ValueError(f"{item.nodeid}: no such row of the fault table: {unknown}")
     item.user_properties.extend(("fault", row) for row in rows)

@@ -103,7 +103,7 @@ def assert_saved_its_last_step(process, save, number):
 
 
 @pytest.mark.fault(13)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_that_comes_three_times(number, files):
     """All of them in a torchrun would end it, or the processes while they return 75."""
     save = files / f"three times {number.name}"
@@ -116,7 +116,7 @@ def test_a_signal_that_comes_three_times(number, files):
     assert_saved_its_last_step(process, save, number)
 
 
-@pytest.mark.fault(13)
+@pytest.mark.fault("13 save")
 def test_a_signal_during_a_save(files):
     save = files / "during a save"
     more = ("--train-iters", 100000, "--save", save, "--save-interval", 1, "--keep-checkpoints", 2)

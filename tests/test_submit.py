@@ -73,6 +73,7 @@ def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
         (["--gpus-per-node", "6"], ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"]),
         (["--nodes", "5"], ["global-batch-size 8 is not divisible by micro-batch-size 1 x data-parallel 10 = 10"]),
         (["--save", "runs/b"], ["--save is runs/b and --load runs/a", "would start from the beginning"]),
+        (["--ckpt-step", "100"], ["--ckpt-step 100", "never end"]),
         (["--no-exit-signal-handler"], ["--no-exit-signal-handler", "would kill the run"]),
         (["--time", "3"], ["--time 3 leaves no time to train", "a shorter --signal-lead-s"]),
         (["--time", "soon"], ["--time soon is not a time", "write minutes (90)"]),

@@ -4,13 +4,14 @@
     python tools/compare_runs.py runs/a runs/b --eps 0      # the same bits?
 
 A run is its log folder or its metrics.jsonl; only steps that both have are compared. Two values differ when
-|a - b| > eps * max(|a|, |b|). Figures of time are shown, and never counted as a difference. Exit code 0 where nothing
-differs, 1 where something does.
+|a - b| > eps * max(|a|, |b|), or when one of them is null (not finite, or not measured). Figures of time are shown, and never
+counted as a difference. Exit code 0 where nothing differs, 1 where something does.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
-from mkd.log.records import curve, read_records, split_of  # noqa: E402
+from mkd.log.records import read_records, split_of  # noqa: E402
 
 COUNTERS = ("iteration", "split")
 OF_TIME = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_gib")
@@ -56,9 +57,9 @@ HEAD = ("split", "key", "final A", "final B", "B - A", "best A", "best B", "max 
 def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
     """In the order of the first run's records. Keys that one run lacks are left out."""
     for split, key in dict.fromkeys((split_of(record), key) for record in a for key in record if key not in COUNTERS):
-        ours, theirs = curve(a, split, key), curve(b, split, key)
+        ours, theirs = values_of(a, split, key), values_of(b, split, key)
         steps = sorted(ours.keys() & theirs.keys())
-        if steps:
+        if any(math.isfinite(run[step]) for run in (ours, theirs) for step in steps):
             gaps = [relative(ours[step], theirs[step]) for step in steps]
             yield Comparison(
                 split=split,
@@ -70,8 +71,16 @@ def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
             )
 
 
+def values_of(records: list[dict], split: str, key: str) -> dict[int, float]:
+    """Iteration -> value, NaN for null."""
+    found = {record["iteration"]: record[key] for record in records if split_of(record) == split and key in record}
+    return {step: math.nan if v is None else v for step, v in found.items() if v is None or isinstance(v, (int, float))}
+
+
 def relative(a: float, b: float) -> float:
-    """|a - b| / max(|a|, |b|), 0 where both are 0."""
+    """|a - b| / max(|a|, |b|), 0 where both are 0 or neither is a number, infinite where one alone is."""
+    if math.isnan(a) or math.isnan(b):
+        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
@@ -81,7 +90,8 @@ def best(key: str, a: list[float], b: list[float]) -> tuple[float, float] | None
     if not names & set(HAS_BEST):
         return None
     choose = max if names & set(HIGHER_IS_BETTER) else min
-    return choose(a), choose(b)
+    ours, theirs = (choose((value for value in values if not math.isnan(value)), default=math.nan) for values in (a, b))
+    return ours, theirs
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
@@ -99,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         raise DataError(f"{args.a} and {args.b} have no figure of the same step", "", "compare runs that overlap")
     print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
+    if last_step(a) != last_step(b):
+        print(f"compared up to iteration {min(last_step(a), last_step(b))}, where one of them ends")
     print(table([HEAD, *(one.cells() for one in found)]))
     parted = [one for one in found if one.counts and one.first_difference is not None]
     if not parted:

@@ -1,6 +1,7 @@
 """Look at training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
 
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
+    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
 Packs: tokens with loss are green, others grey (without colours: in parentheses), then the share of loss tokens, the packing
@@ -42,10 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
              "file or the prefix of a tokenised .bin/.idx pair")  # fmt: skip
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
     add("--limit", type=int, default=3, metavar="N", help="packs or records to show (default 3)")
+    add("--samples", type=int, nargs="+", metavar="N",
+        help="packs to show instead of the first ones, by the numbers that non_finite.jsonl and loss_spikes.jsonl of a run "
+             "have; with the run's data flags, and its one --data-path as --input")  # fmt: skip
     add("--color", action="store_true", help="colours even where the output is not a terminal")
     add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default 2048)")
     add("--pack", default="bfd", choices=PACKINGS, help="as for training (default bfd)")
     add("--overlong", default="split", choices=OVERLONG, help="as for training (default split)")
+    add("--split", default="1", metavar="A,B,C", help="as for training, whose packs are shown (default: all is for training)")
+    add("--characters-per-sample", type=int, metavar="N", help="as for training")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="as for training (default: yes)")
     add("--max-bad-records", type=int, default=0, metavar="N", help="as for training (default 0)")
     add("--data-cache-path", metavar="DIR", help="folder of a run's tokenised text; not given: a temporary one")
     add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
@@ -96,15 +103,32 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
             vocab_size=tokenizer.vocab_size,
             pack=args.pack,
             overlong=args.overlong,
+            split=args.split,
+            characters_per_sample=args.characters_per_sample,
+            append_eod=args.append_eod,
             max_bad_records=args.max_bad_records,
             cache_dir=args.data_cache_path or folder,
         )
-        for index in range(min(args.limit, len(dataset))):
+        for index in wanted_packs(args, len(dataset)):
             print(view_pack(dataset[index], tokenizer, colour=colour) + "\n")
         print(*summarise(dataset), sep="\n")
         if figure is not None:
             draw_lengths(document_lengths(dataset), args.seq_length, figure)
             figure.savefig(args.histogram)
+
+
+def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
+    """Raises UsageError for a pack that there is not."""
+    if args.samples is None:
+        return range(min(args.limit, num_packs))
+    beyond = [index for index in args.samples if not 0 <= index < num_packs]
+    if beyond:
+        raise UsageError(
+            f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
+            "other settings than the run's make other packs of it",
+            "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
+        )
+    return args.samples
 
 
 def _new_figure():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
-ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/ -->\n"
+ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/, tools/ and launch/ -->\n"
+SOURCES = ("mkd", "tools", "launch")  # of errors
 _FILE_NAMES = {"flags": "docs/flags.md", "metrics": "docs/metrics.md", "troubleshooting": "docs/troubleshooting.md"}
 
 
@@ -142,33 +144,87 @@ class RaisedError:
 
 
 def raised_errors() -> Iterator[RaisedError]:
-    """Every call of an error class in mkd/ whose first argument is written there."""
+    """Every call of an error class whose first argument is written there, in a variable, or where its function is called."""
     classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.MkdError)}
-    for path in sorted((ROOT / "mkd").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
-                texts = dict(zip(("what", "why", "do"), map(_pattern, node.args), strict=False))
-                texts |= {word.arg: _pattern(word.value) for word in node.keywords if word.arg}
-                if texts.get("what", "...") != "...":
-                    texts = {"why": "", "do": ""} | {key: "" if text == "..." else text for key, text in texts.items()}
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for call in _calls(tree):
+            if call.func.id in classes:
+                for texts in _texts(tree, call):
                     yield RaisedError(
-                        kind=node.func.id,
-                        exit_code=classes[node.func.id].exit_code,
+                        kind=call.func.id,
+                        exit_code=classes[call.func.id].exit_code,
                         file=path.relative_to(ROOT).as_posix(),
                         **texts,
                     )
 
 
+def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
+    """What, why and do of an error: one set for every text that the first of them may have."""
+    given = _bound(("what", "why", "do"), call)
+    function = _function_around(tree, call)
+    parameters = [one.arg for one in function.args.args] if function else []
+    wrapped = isinstance(given.get("what"), ast.Name) and given["what"].id in parameters
+    callers = [one for one in _calls(tree) if wrapped and one.func.id == function.name]
+    for names in [_bound(parameters, caller) for caller in callers] or [{}]:
+        resolved = {key: names.get(node.id, node) if isinstance(node, ast.Name) else node for key, node in given.items()}
+        for what in _values(tree, call, resolved["what"]) if "what" in resolved else ():
+            texts = {key: _pattern(_values(tree, call, node)[-1]) for key, node in resolved.items()} | {"what": _pattern(what)}
+            if re.search("[A-Za-z]", texts["what"]):
+                yield {"why": "", "do": ""} | {key: "" if text == "..." else text for key, text in texts.items()}
+
+
+def _calls(tree: ast.Module) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+
+
+def _bound(names: Sequence[str], call: ast.Call) -> dict[str, ast.expr]:
+    return dict(zip(names, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
+    """The innermost one."""
+    return max((f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)), key=_line, default=None)
+
+
+def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
+    """What a variable was last set to before `call`, in every branch, what a function of the file returns, or `node` itself."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        made_by = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id]
+        returned = [one.value for function in made_by for one in ast.walk(function) if isinstance(one, ast.Return)]
+        return [value for value in returned if value is not None] or [node]
+    if not isinstance(node, ast.Name):
+        return [node]
+    scope = _function_around(tree, call) or tree
+    local = [one for one in ast.walk(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
+    found = [one for one in (*tree.body, *local) if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id]
+    if not found:
+        return [node]
+    last = max(found, key=_line)
+    branches = [one for one in ast.walk(scope) if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)]
+    set_to = [one.value for one in found if one is last or any(_holds(branch, one) for branch in branches)]
+    return [one for value in set_to for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))]
+
+
+def _holds(outer: ast.AST, inner: ast.AST) -> bool:
+    return outer.lineno <= inner.lineno and inner.end_lineno <= outer.end_lineno
+
+
+def _line(node: ast.AST) -> int:
+    return node.lineno
+
+
 def _pattern(node: ast.expr) -> str:
-    """The text that an expression makes, `...` for its values."""
+    """The text that an expression makes on one line, `...` for its values."""
+    text = "..."
     match node:
-        case ast.Constant(value=str(text)):
-            return text
+        case ast.Constant(value=str(written)):
+            text = written.replace("\n", " ")
         case ast.JoinedStr(values=values):
-            return "".join(_pattern(value) for value in values)
+            text = "".join(_pattern(value) for value in values)
         case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return _pattern(left) + _pattern(right)
-    return "..."
+            text = _pattern(left) + _pattern(right)
+    return re.sub(r"\.{4,}", "...", text)
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:

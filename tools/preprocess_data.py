@@ -24,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion")  # fmt: skip
+        help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion; of a .txt file every line "
+             "that is not blank is a document, see --characters-per-sample")  # fmt: skip
     add("--output-prefix", required=True, metavar="PREFIX",
         help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin")  # fmt: skip
     add("--tokenizer-type", default="HuggingFaceTokenizer",
@@ -35,6 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="processes that tokenise (default 1); the result does not depend on it")  # fmt: skip
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)")  # fmt: skip
+    add("--characters-per-sample", type=int, metavar="N",
+        help="join consecutive text records (of a .txt file its lines, blank ones too) with a newline until a document has at "
+             "least so many characters, as the flag of pretrain_kd.py does; other records stay as they are (default: every "
+             "record is a document)")  # fmt: skip
     add("--max-bad-records", type=int, default=0, metavar="N",
         help="records that may be left out because they cannot be read (default 0); see PREFIX.quarantine.jsonl")  # fmt: skip
     return parser
@@ -45,10 +50,19 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
         raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
     if args.max_bad_records < 0:
         raise UsageError(f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more")
+    characters = args.characters_per_sample
+    if characters is not None and characters < 1:
+        raise UsageError(f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more")
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no process of its own
     return build_store(
-        args.input, args.output_prefix, tokenizer, args.append_eod, workers, max_bad_records=args.max_bad_records
+        args.input,
+        args.output_prefix,
+        tokenizer,
+        args.append_eod,
+        workers,
+        characters_per_sample=characters,
+        max_bad_records=args.max_bad_records,
     )
 
 

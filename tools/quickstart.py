@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -40,15 +41,16 @@ def write_text(folder: Path, max_characters: int = 6000) -> tuple[Path, Path]:
 
 
 def distil(folder: Path, parallel: str) -> Path:
-    """Run pretrain_kd.py on two ranks; returns the exported student."""
-    export = folder / "distilled"
+    """Run pretrain_kd.py on two ranks, from the beginning; returns the exported student."""
+    export, checkpoints = folder / "distilled", folder / "checkpoints"
+    shutil.rmtree(checkpoints, ignore_errors=True)
     flag = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}[parallel]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "pretrain_kd.py")]
     command += ["--config", str(ROOT / "configs" / "quickstart.yaml"), flag, "2"]
     command += ["--teacher-hf", str(folder / "teacher"), "--student-hf", str(folder / "student")]
     command += ["--data-path", str(folder / "train.jsonl"), "--valid-data-path", str(folder / "valid.jsonl")]
     command += ["--data-cache-path", str(folder / "cache"), "--log-dir", str(folder)]
-    command += ["--save", str(folder / "checkpoints"), "--export-hf", str(export)]
+    command += ["--save", str(checkpoints), "--export-hf", str(export)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return export
 

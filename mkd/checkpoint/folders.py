@@ -21,6 +21,7 @@ from mkd.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"
+COMMON_FILE = "common.pt"  # what is no tensor, and the same on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -54,6 +55,11 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
     return directory / f"iter_{iteration:07d}"
 
 
+def holds_checkpoints(directory: Path) -> bool:
+    """Whether `directory` is a checkpoint or has some, whole or damaged."""
+    return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(saved_iterations(directory))
+
+
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     """The iteration folder that `directory`, which may be one itself, names; None when nothing was saved there yet.
 
@@ -61,16 +67,20 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     """
     if (directory / MEGATRON_FILE).exists():
         return directory
-    if step is None:
-        step = read_pointer(directory)
-        if step is None:
-            return None
-    folder = iteration_folder(directory, step)
+    folder = named_by_pointer(directory) if step is None else iteration_folder(directory, step)
+    if folder is None:
+        return None
     if not (folder / MEGATRON_FILE).exists():
         raise CheckpointError(
             f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing", "choose another with --ckpt-step N"
         )
     return folder
+
+
+def named_by_pointer(directory: Path) -> Path | None:
+    """The iteration folder that the pointer names, there or not; None and errors as of `read_pointer`."""
+    step = read_pointer(directory)
+    return None if step is None else iteration_folder(directory, step)
 
 
 def read_pointer(directory: Path) -> int | None:

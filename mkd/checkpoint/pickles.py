@@ -18,13 +18,12 @@ import torch
 from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from mkd.checkpoint.folders import MEGATRON_FILE
+from mkd.checkpoint.folders import COMMON_FILE, MEGATRON_FILE
 from mkd.checkpoint.shards import METADATA_FILE
 from mkd.errors import CheckpointError
 
 ANOTHER = "choose another checkpoint with --ckpt-step N"
 DISTRUST = "do not use this checkpoint unless you know who made it"
-COMMON_FILE = "common.pt"
 _DCP = "torch.distributed.checkpoint"
 ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
     {

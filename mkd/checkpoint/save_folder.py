@@ -24,10 +24,15 @@ HELD = frozenset({errno.EACCES, errno.EAGAIN})
 SLURM_JOB = "SLURM_JOB_ID"
 
 
+def weight_bytes(shape: ModelShape, bf16: bool) -> int:
+    """Size of the weights alone, as a Hugging Face export has them."""
+    return sum(math.prod(full) for full in hf_tensor_shapes(shape).values()) * (2 if bf16 else 4)
+
+
 def checkpoint_bytes(shape: ModelShape, bf16: bool) -> int:
     """Size of a checkpoint with optimizer: weights, fp32 copies, moments. A few percent of small things come on top."""
-    learned = sum(math.prod(full) for full in hf_tensor_shapes(shape).values())
-    return learned * (2 + MASTER_BYTES + ADAM_BYTES if bf16 else 4 + ADAM_BYTES)
+    learned = weight_bytes(shape, bf16=False) // 4
+    return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
 
 
 def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:

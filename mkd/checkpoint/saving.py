@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from mkd.checkpoint.agreement import agree, attempt, on_rank_0
 from mkd.checkpoint.folders import (
+    COMMON_FILE,
     HF_FOLDER,
     PARTIAL,
     STATE_FILE,
@@ -41,7 +42,6 @@ from mkd.errors import CheckpointError
 from mkd.faults import fault_at
 from mkd.parallel.context import ParallelContext
 
-COMMON_FILE = "common.pt"
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -42,10 +42,6 @@ class Shards:
     items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]
     metadata: Metadata | None  # of the whole checkpoint, on rank 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes for _, data in self.items)
-
 
 @dataclass(frozen=True)
 class Written:

@@ -9,8 +9,7 @@ from mkd.checkpoint.agreement import on_rank_0, together
 from mkd.checkpoint.folders import (
     MEGATRON_FILE,
     find_checkpoint,
-    iteration_folder,
-    read_pointer,
+    named_by_pointer,
     read_state,
     saved_iterations,
 )
@@ -86,10 +85,9 @@ def _problem(
 def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:
     """(what the pointer names, what is wrong with the pointer)."""
     try:
-        step = read_pointer(directory)
+        return named_by_pointer(directory), None
     except CheckpointError as error:
         return None, error
-    return (None if step is None else iteration_folder(directory, step)), None
 
 
 def _entries(folder: Path, needs_manifest: bool) -> dict[str, FileEntry] | None:

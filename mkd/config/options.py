@@ -71,7 +71,7 @@ class Option:
         except (ValueError, KeyError):
             wanted = _KIND_NAMES[self.kind]
             raise UsageError(
-                f"{label}: {text!r} is not {wanted}", f"{self.name} is {self.help}", f"give {wanted}"
+                f"{label}: {text!r} is not {wanted}", f"{self.label}: {self.help}", f"give {wanted}"
             ) from None
 
 

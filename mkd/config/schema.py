@@ -297,8 +297,8 @@ class CheckpointConfig:
     save: str | None = option(None, "folder for checkpoints; not given: none are written")
     load: str | None = option(
         None,
-        "folder of checkpoints to continue from; usually that of --save. While it holds none, "
-        "the run starts from the student's own weights",
+        "folder of checkpoints to continue from; usually that of --save, which may be empty: "
+        "then the run starts from the student's own weights",
     )
     save_interval: int | None = option(None, "optimizer steps between checkpoints; the last step is always saved")
     save_retain_interval: int | None = option(
@@ -336,7 +336,7 @@ class LogConfig:
     wandb_entity: str | None = option(None, "W&B user or team of the project; not given: the one that is logged in")
     profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
     profile_step_start: int = option(10, "iteration after which profiling starts")
-    profile_step_end: int = option(12, "iteration after which profiling, and the memory history, end")
+    profile_step_end: int = option(12, "iteration after which profiling ends, and the memory history if the run does not fail")
     use_pytorch_profiler: bool = option(
         False,
         "with --profile: write a trace of torch.profiler to profile/ in the log folder; without it the steps are marked for "

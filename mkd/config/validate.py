@@ -186,7 +186,7 @@ def _ranges(config: Config) -> Iterator[UsageError]:
         if option.name in _RANGES:
             wanted, is_fine = _RANGES[option.name]
             if value is not None and not is_fine(value):
-                why = f"{option.name} is {option.help}"
+                why = f"{option.label}: {option.help}"
                 yield UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig, teacher_names
 from mkd.errors import UsageError
@@ -40,8 +40,7 @@ def check_teachers(config: Config) -> Iterator[UsageError]:
             yield UsageError(
                 f"teachers[{index}] names no model", "every entry is a teacher of its own", "give its hf or load, or remove it"
             )
-        if teacher.topk:
-            yield from _stored(config, teacher, index)
+    yield from _stored(config)
     yield from _names(config)
     yield from _weights(config)
 
@@ -50,30 +49,37 @@ def _has_model(teacher: TeacherConfig) -> bool:
     return bool(teacher.hf or teacher.load or teacher.topk)
 
 
-def _stored(config: Config, teacher: TeacherConfig, index: int) -> Iterator[UsageError]:
-    """What stored top-k log-probabilities cannot do."""
-    name = "--teacher-topk" if index == 0 else f"teachers[{index}].topk"
-    if len(config.teachers) > 1:
+def _stored(config: Config) -> Iterator[UsageError]:
+    """What stored top-k log-probabilities cannot do, each thing once for all teachers that would have to."""
+    places = {i: f"teachers[{i}].topk" if i else "--teacher-topk" for i, one in enumerate(config.teachers) if one.topk}
+    stored = {place: config.teachers[i] for i, place in places.items()}
+    if stored and len(config.teachers) > 1:
         yield UsageError(
-            f"{name} is given, and {len(config.teachers)} teachers",
+            f"{_given(stored)}, and {len(config.teachers)} teachers",
             "stored log-probabilities take the place of the only teacher",
-            "run this teacher from its hf or load, or keep it alone",
+            "give hf or load instead, or keep one teacher alone",
         )
-    if teacher.xtoken is not None:
+    related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
+    if related:
         yield UsageError(
-            f"{name} is given for a teacher with xtoken settings",
+            f"{_given(related)} for a teacher with xtoken settings",
             "it stores probabilities of the student's tokens, and this teacher has other ones",
             "run this teacher from its hf or load, or remove xtoken",
         )
-    divergence = teacher.divergence or config.kd.kd_divergence
-    if divergence != "forward_kl":
+    divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
+    for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
         yield UsageError(
-            f"kd-divergence {divergence} cannot be computed from {name}",
+            f"kd-divergence {divergence} cannot be computed from "
+            + " and ".join(place for place, one in divergences.items() if one == divergence),
             "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
         )
-    if teacher.residency == "host":
+    if any(teacher.residency == "host" for teacher in stored.values()):
         yield no_effect("teacher-residency host", "a stored teacher has no weights", "remove it")
+
+
+def _given(places: Collection[str]) -> str:
+    return f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"
 
 
 def _names(config: Config) -> Iterator[UsageError]:

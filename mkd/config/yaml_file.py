@@ -146,7 +146,7 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
         raise UsageError(f"{label} has no value", "", "give one, or remove the line")
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
-        raise UsageError(f"{label} is not a plain value", f"{option.name} is {option.help}", "write `name: value`")
+        raise UsageError(f"{label} is not a plain value", f"{option.label}: {option.help}", "write `name: value`")
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mkd.data.attach_teachers import attach_teachers
 from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.encoding import useful_workers
 from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
 from mkd.data.store import StoreFiles, TokenStore
@@ -35,31 +36,31 @@ def open_datasets(
     append_eod: bool = True,
     cache_dir: str,  # for raw files as tokens; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
-    workers: int = 0,  # processes that tokenise; 0: this one
+    workers: int = 0,  # processes that may tokenise; 0: this one does. Small files are not worth the start of others
     characters_per_sample: int | None = None,  # text records are joined until they have so many; None: each is a document
     max_bad_records: int = 0,  # of a raw file, that may be left out
     quarantine: str | None = None,  # file that lists what was left out of this run's corpora; None: none is written
     teachers: Sequence[TeacherText | None] = (),  # one for every teacher, None for one that reads the student's tokens
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[BlendedDataset, BlendedDataset | None]:
     """(training, validation) data sets; validation is None when neither the flags nor the split give it a document.
 
     Raw files are tokenised into `cache_dir`, once for every content, tokenizer and setting, by the process with
     `is_builder`. `share(value)` is called once by every process, waits for the builder and returns the builder's value
-    (picklable): an error of the builder is raised by all. With `valid_data_path` all of `data_path` is for training.
-    For `teachers` with a tokenizer of their own the corpora are tokenised and aligned likewise, and packs have their part;
-    a record that one of them refuses is a bad record, which the student does not train on either.
+    (picklable): an error of the builder is raised by all. The builder calls `progress` often; it may raise. With
+    `valid_data_path` all of `data_path` is for training. For `teachers` with a tokenizer of their own the corpora are
+    tokenised and aligned likewise, and packs have their part; a record that one of them refuses is a bad record, which the
+    student does not train on either.
     """
     train, valid = parse_blend(data_path), None
     train_end, valid_end = parse_split(split or "1")
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
-    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
-    flags |= dict.fromkeys(train.paths, "--data-path")
-    preparation = _Preparation(
-        tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample, teachers, max_bad_records, quarantine
-    )
+    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(train.paths, "--data-path")
+    text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
+    preparation = _Preparation(*text, teachers, max_bad_records, quarantine, progress)
     prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
     open_packed = partial(
         PackedDataset,
@@ -97,6 +98,7 @@ class _Preparation:
     teachers: Sequence[TeacherText | None]
     max_bad_records: int
     quarantine: str | None
+    progress: Callable[[], None]
 
     def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
         """Path -> (prefix of its tokenised corpus, prefixes of the same in the tokens of each teacher that has its own).
@@ -116,8 +118,9 @@ class _Preparation:
             append_eod=self.append_eod,
             characters_per_sample=self.characters_per_sample,
             cache_dir=self.cache_dir,
-            workers=self.workers,
+            workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
+            progress=self.progress,
         )
         return student, [text and cached_teacher_store(path, student, text, **settings) for text in self.teachers]
 
@@ -128,33 +131,37 @@ class _Preparation:
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):
-                store.check_content()
+                store.check_content(self.progress)
             store.check_token_range(self.vocab_size)
         return prefix
 
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
-        key = cache_key(path, self.tokenizer, self.append_eod, self.characters_per_sample)
+        key = cache_key(path, self.tokenizer, self.append_eod, self.characters_per_sample, self.progress)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
-        if not _is_complete(prefix, key):
+        if not _is_complete(prefix, key, self.progress):
             build_store(
                 [path],
                 prefix,
                 self.tokenizer,
                 self.append_eod,
-                self.workers,
+                self._workers(path),
                 key,
                 self.characters_per_sample,
                 self.max_bad_records,
+                self.progress,
             )
         require_few(StoreFiles(prefix).quarantine, TokenStore.open(prefix).meta["bad_records"], self.max_bad_records)
         return prefix
 
+    def _workers(self, path: str | Path) -> int:
+        return useful_workers(Path(path).stat().st_size, self.workers)
 
-def _is_complete(prefix: str, key: str) -> bool:
+
+def _is_complete(prefix: str, key: str, progress: Callable[[], None]) -> bool:
     try:
         store = TokenStore.open(prefix)
-        store.check_content()
+        store.check_content(progress)
         return store.meta.get("cache_key") == key
     except DataError:
         return False

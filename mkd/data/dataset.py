@@ -72,6 +72,10 @@ class PackedDataset:
         teachers = tuple(side and side.pack(student) for side in self.teachers)
         return replace(pack, lengths=self.pieces.length[piece_ids], spans=spans, sample_id=index, teachers=teachers)
 
+    def documents_of(self, index: int) -> dict[str, list[int]]:
+        """{prefix of the corpus: numbers of the documents in it that pack `index` has parts of}."""
+        return {self.store.prefix: np.unique(self.pieces.document[self.packs.of(index)]).tolist()}
+
     def empty_pack(self) -> Pack:
         teachers = tuple(side and side.empty_pack() for side in self.teachers)
         return replace(empty_pack(self.seq_length, self._pad_id), teachers=teachers)
@@ -142,8 +146,18 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> Pack:
         """Pack `index` in [0, len); see PackedDataset."""
+        member, own = self._place(index)
+        return replace(member[own], sample_id=index)
+
+    def documents_of(self, index: int) -> dict[str, list[int]]:
+        """See PackedDataset."""
+        member, own = self._place(index)
+        return member.documents_of(own)
+
+    def _place(self, index: int) -> tuple[PackedDataset, int]:
+        """The member that has pack `index`, and its number there."""
         member = int(np.searchsorted(self._offsets, index, side="right")) - 1
-        return replace(self.members[member][index - int(self._offsets[member])], sample_id=index)
+        return self.members[member], index - int(self._offsets[member])
 
     def empty_pack(self) -> Pack:
         return self.members[0].empty_pack()

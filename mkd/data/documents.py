@@ -19,6 +19,7 @@ ARROW_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
+MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
 ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
 
 Row = bytes | Mapping | DataError  # a line of JSON; a row of a table, or why it has no values; a line of text: {"text": bytes}
@@ -63,7 +64,10 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 
 
 def parse_row(row: Row) -> Record:
-    """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record."""
+    """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record.
+
+    A text may have any length; see `joining.cut_texts`.
+    """
     if isinstance(row, DataError):
         raise row
     fields = _json_object(row) if isinstance(row, bytes) else row
@@ -76,6 +80,8 @@ def parse_row(row: Row) -> Record:
     else:
         for key, value in zip(KINDS[kinds[0]], values, strict=True):
             _check_string(value, key)
+    if kinds[0] != "text":
+        _check_size(kinds[0], values)
     return Record(kinds[0], values)
 
 
@@ -276,6 +282,18 @@ def _check_string(value, name: str) -> None:
             f"{name} has a NUL at character {value.index(chr(0)) + 1}",
             "texts have none: it is what a broken copy or a full disk leaves",
             "repair or remove the record",
+        )
+
+
+def _check_size(kind: str, values: tuple) -> None:
+    texts = [value for message in values[0] for value in message.values()] if kind == "messages" else values
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    if size > MAX_CHARACTERS:
+        raise DataError(
+            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} of {size} characters, more than "
+            f"{MAX_CHARACTERS}",
+            "a longer text is cut, but the rest of an answer would stand without its question",
+            "split it into records that make sense alone, or remove it",
         )
 
 

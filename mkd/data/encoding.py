@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,8 @@ from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
+WORKER_BYTES = 64 << 20  # that a worker has to have to itself: 20 s of work, of which its start takes up to ten
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,21 @@ class FileRows:
                 yield error
 
 
-def in_workers(source: Iterable, function: Callable, workers: int = 0) -> Iterator:
+def useful_workers(num_bytes: int, most: int) -> int:
+    """How many of at most so many processes are worth starting for `num_bytes` of raw files; 0: this one does it all."""
+    workers = min(most, num_bytes // WORKER_BYTES)
+    return workers if workers > 1 else 0
+
+
+def in_workers(
+    source: Iterable, function: Callable, workers: int = 0, progress: Callable[[], None] = lambda: None
+) -> Iterator:
     """`function` of every part of `source`, in the order of `source`, in `workers` processes (0: this one).
 
     Every worker goes through the source by itself and skips what others do, so both must be picklable and `source` quick.
+    `progress` is called for each part, and may raise.
     """
-    yield from DataLoader(
+    loader = DataLoader(
         _Share(source, function),
         batch_size=None,
         num_workers=workers,
@@ -62,7 +74,21 @@ def in_workers(source: Iterable, function: Callable, workers: int = 0) -> Iterat
         # Not fork: the process may hold a GPU, and the tokenizers library threads, that do not survive it.
         multiprocessing_context="spawn" if workers else None,
         generator=torch.Generator(),  # a private one: the loader would draw from the global generator
+        worker_init_fn=outlive_signals,
     )
+    try:
+        for result in loader:
+            progress()
+            yield result
+    except RuntimeError:  # a signal to all may have killed a worker that had not come so far as to ignore it
+        progress()
+        raise
+
+
+def outlive_signals(worker: int) -> None:
+    """Signals to the process group are for the process that started the worker, which ends it in its own time."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Share(IterableDataset):
@@ -83,12 +109,14 @@ def encode_files(
     append_eod: bool,
     workers: int = 0,
     characters_per_sample: int | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Iterator[EncodedChunk]:
     """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
 
-    Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk.
+    Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk. For `progress` see
+    `in_workers`.
     """
-    return in_workers(FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers)
+    return in_workers(FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress)
 
 
 @dataclass(frozen=True)

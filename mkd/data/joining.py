@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mkd.data.documents import Row, parse_row
+from mkd.data.documents import MAX_CHARACTERS, Row, parse_row
 from mkd.errors import DataError
-
-MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
 
 
 def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> Iterator[tuple[int, Row]]:

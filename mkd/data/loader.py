@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.encoding import outlive_signals
 from mkd.data.order import SampleOrder
 from mkd.errors import MkdError
 
@@ -81,8 +81,8 @@ class TrainStream:
             context_parallel_size,
         )
         self.consumed_samples = consumed_samples
-        order = dataset.sample_order(seed, shuffle)
-        samples = _TrainSamples(order, self._layout, consumed_samples)
+        self._order = dataset.sample_order(seed, shuffle)
+        samples = _TrainSamples(self._order, self._layout, consumed_samples)
         self._batches = _load(_MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
 
     def next_step(self) -> list[PackedBatch]:
@@ -90,6 +90,11 @@ class TrainStream:
         microbatches = list(islice(self._batches, self._layout.num_microbatches))
         self.consumed_samples += self._layout.global_batch_size
         return microbatches
+
+    def last_samples(self) -> list[int]:
+        """The packs that all ranks together have had in the last step."""
+        size = self._layout.global_batch_size
+        return self._order(self.consumed_samples - size, size).tolist()
 
 
 class EvalStream:
@@ -184,15 +189,9 @@ def _load(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # a private one: the loader would draw from the global generator
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
     )
     for batch in loader:
         if isinstance(batch, MkdError):
             raise batch
         yield batch
-
-
-def _outlive_signals(worker: int) -> None:
-    """Signals to the process group are for the training process: it still saves, and then ends its workers."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)

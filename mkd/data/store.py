@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,10 +146,10 @@ class TokenStore:
                 document = int(np.searchsorted(self.offsets, start + wrong, side="right")) - 1
                 raise self.out_of_range(document, int(ids[wrong]), vocab_size)
 
-    def check_content(self) -> None:
+    def check_content(self, progress: Callable[[], None] = lambda: None) -> None:
         """Raises DataError for a file whose content is not what the description says. Reads all files, if there is one."""
         files, known = StoreFiles(self.prefix), self.meta.get("sha256", {})
-        found = content_hashes(files) if known else {}
+        found = content_hashes(files, progress) if known else {}
         for end, digest in known.items():
             if found.get(end) != digest:
                 raise _damaged(Path(self.prefix + end), "its SHA-256 is not the one that was noted when it was written")
@@ -166,17 +167,19 @@ class TokenStore:
         return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
 
 
-def content_hashes(files: StoreFiles) -> dict[str, str]:
+def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
     """End of the name -> SHA-256 of the content, of the tokens, the index and the mask of a corpus."""
     paths = {path.name.removeprefix(Path(files.prefix).name): path for path in (files.bin, files.idx, files.loss_mask)}
-    return {end: sha256_of_file(path) for end, path in paths.items() if path.exists()}
+    return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 
 
-def sha256_of_file(path: str | Path) -> str:
+def sha256_of_file(path: str | Path, progress: Callable[[], None] = lambda: None) -> str:
+    """`progress` is called for every block, and may raise."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
+            progress()
     return digest.hexdigest()
 
 

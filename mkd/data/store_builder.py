@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.encoding import EncodedChunk, encode_files
 from mkd.data.quarantine import Quarantine
 from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
 from mkd.errors import DataError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-RECORDS_VERSION = 2  # of what a file's records become
+RECORDS_VERSION = 3  # of what a file's records become
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,15 @@ def build_store(
     key: str | None = None,
     characters_per_sample: int | None = None,
     max_bad_records: int = 0,
+    progress: Callable[[], None] = lambda: None,
 ) -> StoreSummary:
     """Tokenise raw files into the corpus PREFIX, and replace one that is there.
 
     Text records are joined to samples of at least `characters_per_sample` characters (None: each is a document). The bytes
     do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are complete; the
     description, with `key` (see `cache_key`), comes last. Up to `max_bad_records` bad records are left out and listed in
-    PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList with the first ten.
+    PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList with the first ten. `progress` is called for every
+    chunk of records, and may raise.
     """
     inputs = [str(path) for path in inputs]
     for path in inputs:
@@ -56,8 +59,8 @@ def build_store(
             raise DataError(f"{path} not found", do="check the path of the input file")
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
-        chunks = encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample)
-        summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
+        with closing(encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)) as chunks:
+            summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             raise DataError(f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files")
         meta = {
@@ -70,20 +73,27 @@ def build_store(
             "loss_mask": partial.loss_mask.exists(),
             "sources": [{"path": path, "bytes": os.path.getsize(path)} for path in inputs],
             **asdict(summary),
-            "sha256": content_hashes(partial),
+            "sha256": content_hashes(partial, progress),
         }
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return summary
 
 
-def cache_key(path: str, tokenizer: Tokenizer, append_eod: bool, characters_per_sample: int | None = None) -> str:
+def cache_key(
+    path: str,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    characters_per_sample: int | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> str:
     """SHA-256 over the content of a raw file and all that decides its tokens."""
-    return content_hash([RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path])
+    return content_hash([RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path], progress)
 
 
-def content_hash(settings: list, paths: Sequence[str | Path]) -> str:
+def content_hash(settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over `settings` (JSON) and the content of files; sizes and times of files say nothing."""
-    return hashlib.sha256(json.dumps([settings, [sha256_of_file(path) for path in paths]]).encode()).hexdigest()
+    files = [sha256_of_file(path, progress) for path in paths]
+    return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
 
 def _write_tokens(
@@ -120,11 +130,12 @@ def replaced_when_complete(files: StoreFiles):
     """Files under temporary names; when the block succeeds they take their names, when it fails they go.
 
     The old description and index go first and the new ones come last, so that no moment shows parts of two corpora as
-    one, nor a corpus without its mask.
+    one, nor a corpus without its mask. What earlier builders were killed over goes too.
     """
-    partial = replace(files, prefix=f"{files.prefix}.partial-{os.getpid()}")
+    partial = replace(files, prefix=draft_name(files.prefix))
     try:
         files.bin.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_behind(files.prefix)
         yield partial
         for path in reversed(files.in_order):
             path.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -34,24 +35,27 @@ def cached_teacher_store(
     cache_dir: str,
     workers: int,
     max_bad_records: int = 0,
+    progress: Callable[[], None] = lambda: None,
 ) -> str:
     """Prefix of the corpus in the teacher's tokens, aligned now unless the cache has it for this content and setting.
 
     Of records that the teacher's tokenizer or template refuses up to `max_bad_records` are left out, as in a student's corpus
-    (see `refused_documents`). Raises DataError for more of them, and for ids that the teacher's model does not know.
+    (see `refused_documents`). Raises DataError for more of them, and for ids that the teacher's model does not know. For
+    `progress` see `build_store`.
     """
     student = TokenStore.open(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
     settings = [ALIGNMENT_VERSION, tokenizer.fingerprint, text.tokenizer.fingerprint, text.alignment, text.reasoning]
     if is_raw(path):
         source, align = FileRows([path], characters_per_sample), RowAligner(pair)
-        key = content_hash([*settings, append_eod, characters_per_sample], [path])
+        key = content_hash([*settings, append_eod, characters_per_sample], [path], progress)
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
-        key = content_hash(settings, [StoreFiles(student_prefix).bin, StoreFiles(student_prefix).idx])
+        key = content_hash(settings, [StoreFiles(student_prefix).bin, StoreFiles(student_prefix).idx], progress)
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key):
-        _write(in_workers(source, align, workers), prefix, student, text, key, max_bad_records)
+        with closing(in_workers(source, align, workers, progress)) as chunks:
+            _write(chunks, prefix, student, text, key, max_bad_records)
     store = TokenStore.open(prefix)
     require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
     store.check_token_range(text.vocab_size)

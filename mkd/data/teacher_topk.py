@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mkd.data.batch import Pack
+from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.teacher_rows import TeacherRows
 from mkd.errors import DataError
 
@@ -108,7 +109,7 @@ class ShardWriter:
     def __init__(self, path: Path, meta: TopKMeta):
         pa, self._pq = load_pyarrow()
         self._pa, self._path, self._meta = pa, path, meta
-        self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        self._partial = path.with_name(draft_name(path.name))
         values = pa.list_(pa.from_numpy_dtype(DTYPES[meta.logprob_dtype]))
         self._schema = pa.schema(
             {
@@ -123,6 +124,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_behind(str(self._path))
         # the high bytes of neighbouring numbers are alike: apart from the low ones they take a fifth less
         encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("ids", "logprobs")}
         options = dict(compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True)
@@ -254,6 +256,9 @@ class TaughtDataset:
     def __getitem__(self, index: int) -> Pack:
         pack = self._dataset[index]
         return pack.with_teacher(self._part.rows(index, pack_digest(pack)))
+
+    def documents_of(self, index: int) -> dict[str, list[int]]:
+        return self._dataset.documents_of(index)
 
     def empty_pack(self) -> Pack:
         return self._dataset.empty_pack().with_teacher(TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size))

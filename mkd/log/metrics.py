@@ -46,6 +46,7 @@ METRICS = (
     Metric("tokens_per_s_per_gpu", "tokens/s", Reduction.TIME_MEAN, "tokens trained on, padding included, per device"),
     Metric("tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"),
     Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
+    Metric("teacher_share", "proportion", Reduction.TIME_MEAN, "of the steps' time: the teachers' layers, on the first device"),
     Metric("loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; only where there are some", int),
     Metric("gap_closed", "proportion", Reduction.LAST, "of held-out kd_loss before the first step: what is gone of it"),
     Metric("peak_memory_gib", "GiB", Reduction.LAST, "most memory that torch has had allocated on any GPU since the start"),

@@ -37,6 +37,7 @@ def progress_line(
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
         f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # why iterations are skipped
         *_optional(record, "loss spikes", "loss_spikes", "d"),
+        *_optional(record, "teacher share", "teacher_share", ".3f"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
         *_optional(record, "peak memory per GPU (GiB)", "peak_memory_gib", ".1f"),
         f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",

@@ -12,7 +12,7 @@ from mkd.config.schema import LogConfig
 from mkd.errors import UsageError
 from mkd.log.writers import Record
 
-RUN_ID = "wandb_run_id.txt"  # in the log folder: a run that is started again goes on with the same curves
+RUN_ID = "wandb_run_id.txt"  # in the log folder: a run that resumes goes on with the same curves
 
 
 class WandbWriter:
@@ -21,8 +21,11 @@ class WandbWriter:
     W&B forgets nothing: steps that a resumed run makes again are in the curves twice, with the same values.
     """
 
-    def __init__(self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any]):
-        """`settings` become the run's configuration. Raises UsageError when wandb is not installed or does not start."""
+    def __init__(self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False):
+        """`settings` become the run's configuration. A run that `resumes` goes on with the curves of the one in the folder.
+
+        Raises UsageError when wandb is not installed or does not start.
+        """
         try:
             from wandb import init
         except ImportError as error:
@@ -38,13 +41,13 @@ class WandbWriter:
                 project=log.wandb_project,
                 entity=log.wandb_entity,
                 name=log.name,
-                id=run_id(folder),
+                id=run_id(folder, resumes),
                 resume="allow",
                 dir=str(folder),
                 config=dict(settings),
             )
         except Exception as error:  # its own errors share no class, and none of them is mkd's
-            what = f"W&B did not start: {error}".splitlines()[0]
+            what = f"W&B did not start: {_first_line(error)}"
             raise UsageError(what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out") from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
@@ -62,9 +65,13 @@ class WandbWriter:
         self._run.finish()
 
 
-def run_id(folder: Path) -> str:
-    """The id that the run has had since its first start."""
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def run_id(folder: Path, resumes: bool) -> str:
+    """The id that a run which resumes has had since its first start; a new one for one that starts anew in an old folder."""
     path = folder / RUN_ID
-    if not path.exists():
+    if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
 
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
+from mkd.models.stopwatch import Stopwatch
 from mkd.parallel.pipeline import attach_riders, take_riders
 
 
@@ -35,6 +38,7 @@ class DistillationStage(MegatronModule):
         super().__init__(config=student.config)
         self.student = student
         self.teachers = tuple(teachers)  # a tuple is no part of the module tree
+        self.teacher_time = Stopwatch()  # of training
         for teacher in teachers:
             teacher.eval().requires_grad_(False)
         self.model_type = ModelType.encoder_or_decoder
@@ -62,11 +66,18 @@ class DistillationStage(MegatronModule):
         the last norm, before the head).
         """
         riders = []
-        with torch.no_grad():
+        timed = self.teacher_time.running(student.tokens.device) if self.teachers and self.training else nullcontext()
+        with torch.no_grad(), timed:
             for teacher, own in zip(self.teachers, teachers, strict=True):
                 riders.append(_run(teacher, own or student))
                 teacher.set_input_tensor(None)
         return attach_riders(_run(self.student, student), riders)
+
+
+def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
+    """Of the teachers' layers in `stages`, wrapped or not, in training since the last call; None without teachers."""
+    own = [get_attr_wrapped_model(stage, "teachers", return_model_obj=True) for stage in stages]
+    return sum(stage.teacher_time.take_ms() for stage in own) if own[0].teachers else None
 
 
 def _run(model: LanguageModel, row: StageInput) -> Tensor:

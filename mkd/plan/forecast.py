@@ -41,14 +41,21 @@ class Forecast:
 
     def flops_per_step(self) -> int:
         """Model FLOPs of one optimizer step, all processes together."""
+        return self._flops(self.teachers)
+
+    def teacher_share(self) -> float:
+        """Proportion (0 to 1) of the step's FLOPs that are forward passes of teachers."""
+        return 1 - self._flops(()) / self.flops_per_step()
+
+    def _flops(self, teachers: Sequence[ModelShape]) -> int:
         pack = self.batch.seq_length
         length = min(self.document_length, pack)
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
         of_teachers = [
             [round(one.seq_length / pack * document) for document in documents]
-            for one in plan_teachers(self.config, self.teachers)
+            for one in plan_teachers(self.config, teachers)
         ]
-        return self.batch.global_batch_size * distillation_flops(self.student, self.teachers, documents, of_teachers)
+        return self.batch.global_batch_size * distillation_flops(self.student, teachers, documents, of_teachers)
 
     def memory(self) -> MemoryPlan:
         return predict_memory(
@@ -99,4 +106,5 @@ class Forecast:
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step.step_ms):.3f}; "
             f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
+            *([f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"] if self.teachers else []),
         ]

@@ -75,7 +75,7 @@ def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
     rows = [("loss card", ""), *_formula(config, student)]
     if config.kd.kd_ratio > 0:
         rows += _teachers(config, student, teachers)
-        rows += [(f"same in {name}", text) for name, text in _elsewhere(config, student, teachers)]
+        rows += _elsewhere(config, student, teachers)
     width = max(len(label) for label, _ in rows[1:])
     return "\n".join([rows[0][0], *(f"  {label:{width}}  {text}" for label, text in rows[1:])])
 
@@ -104,14 +104,18 @@ def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
         )  # fmt: skip
         yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
     total = sum(one.weight for one in settings)
+    vocabularies = [_vocabulary(teacher, student, shape) for teacher, shape in zip(settings, teachers, strict=False)]
+    vocabularies = vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]  # what all have in common, once
     for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
         term = Term.of(kd, None if kd.teacher_combination == "average" else teacher)
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
         yield label, share + term.formula() + stored
-        if index < len(teachers):
-            yield "vocabulary" if len(settings) == 1 else f"vocabulary {name}", _vocabulary(teacher, student, teachers[index])
+        if index < len(vocabularies) > 1:
+            yield f"vocabulary {name}", vocabularies[index]
+    if len(vocabularies) == 1:
+        yield "vocabulary", vocabularies[0]
 
 
 def _vocabulary(teacher: Any, student: ModelShape, shape: ModelShape) -> str:
@@ -135,22 +139,22 @@ def _elsewhere(config: Any, student: ModelShape, teachers: Sequence[ModelShape])
     names = ("ModelOpt", "NeMo Automodel", "TRL GKD")
     reason = _without_counterpart(config, student, teachers)
     if reason:
-        yield from ((name, f"nothing: {reason}") for name in names)
+        yield "same in other engines", f"nothing: {reason}"
         return
     settings = "kd_loss_alpha: {:.6g}, logit_kl_temperature: {:g}", "kd_ratio: {:.6g}, KDLoss temperature: {:g}"
     for name, scale, text in zip(names, (1.0, term.temperature**2), settings, strict=False):
         if term.divergence == "forward_kl":
             share, factor = rescaled(ratio, term.scale, scale)
             times = "" if abs(factor - 1) < 1e-12 else f"; this loss is {factor:.6g} x that one"
-            yield name, text.format(share, term.temperature) + times
+            yield f"same in {name}", text.format(share, term.temperature) + times
         else:
-            yield name, f"nothing: its configuration has forward KL only, not {term.divergence}"
+            yield f"same in {name}", f"nothing: its configuration has forward KL only, not {term.divergence}"
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": term.jsd_beta}.get(term.divergence)
     if ratio < 1 or term.temperature != 1 or beta is None:
         why = "it has no cross entropy" if ratio < 1 else "its loss is at T = 1" if beta is not None else "it has no mixed_kl"
-        yield names[2], f"nothing: {why}"
+        yield f"same in {names[2]}", f"nothing: {why}"
     else:
-        yield names[2], f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
+        yield f"same in {names[2]}", f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
 
 
 def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:

@@ -74,6 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend.no_padding()
         self.eos_id = hf.eos_token_id
         self.pad_id = next((i for i in (hf.pad_token_id, hf.eos_token_id) if i is not None), 0)
+        self.has_chat_template = hf.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True).ids
@@ -140,7 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def _with_template(self):
         """The transformers tokenizer. Raises DataError when it has no chat template."""
-        if self._hf.chat_template is None:
+        if not self.has_chat_template:
             raise no_chat_template()
         return self._hf
 
@@ -181,11 +182,11 @@ def load_hugging_face(model: str) -> Tokenizer:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UsageError(
-            f"--tokenizer-model {model}: no Hugging Face tokenizer could be loaded",
+            f"{model}: no Hugging Face tokenizer could be loaded",
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no details'}",
             "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
         ) from error
-    return HuggingFaceTokenizer(require_fast(hf, f"--tokenizer-model {model}"))
+    return HuggingFaceTokenizer(require_fast(hf, model))
 
 
 def require_fast(hf, name: str):

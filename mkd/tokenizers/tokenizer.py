@@ -18,6 +18,7 @@ class Tokenizer(ABC):
 
     eos_id: int | None  # None when the tokenizer has no end-of-sequence token
     pad_id: int  # what fills packs: the tokenizer's padding token, else EOS, else 0
+    has_chat_template: bool = False  # so that conversations can become ids
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -132,8 +133,8 @@ def no_chat_template() -> DataError:
     return DataError(
         "the tokenizer has no chat template",
         "a record with messages needs one to become tokens",
-        "use --tokenizer-type HuggingFaceTokenizer with the folder of an instruction-tuned model, or records with prompt "
-        "and completion",
+        "use the tokenizer of an instruction-tuned model, put a chat_template into its tokenizer_config.json, or write records "
+        "with prompt and completion",
     )
 
 

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from mkd.data.build import open_datasets
-from mkd.errors import DataError
+from mkd.errors import DataError, Preempted
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.train.folders import cache_folder, log_folder
 from mkd.train.own_tokens import OwnTokens
 from mkd.train.plan import Plan
+from mkd.train.shared_build import SharedBuild, leave_preempted
+from mkd.train.signals import Signals
+from mkd.train.watchdog import Watchdog
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
+MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them would wait for that
 
 
 def build_data(
     plan: Plan,
     context: ParallelContext,
     own_tokens: Sequence[OwnTokens | None] = (),  # of each teacher
+    signals: Signals | None = None,
+    watchdog: Watchdog | None = None,
 ):
-    """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective."""
+    """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective.
+
+    Raises Preempted, on all ranks, where `signals` of one have come while files were tokenised.
+    """
+    watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
+    build = SharedBuild(context, signals or Signals(), watchdog)
+    try:
+        return _open(plan, context, own_tokens, build)
+    except Preempted as stop:
+        if context.rank == 0:
+            leave_preempted(plan.config.checkpoint.save, stop)
+        raise
+
+
+def _open(plan: Plan, context: ParallelContext, own_tokens: Sequence[OwnTokens | None], build: SharedBuild):
     data, tokenizer = plan.config.data, plan.tokenizers.student
     train_set, valid_set = open_datasets(
         data_path=data.data_path,
@@ -39,7 +60,9 @@ def build_data(
         quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
         teachers=[own and own.text for own in own_tokens],
         is_builder=context.rank == 0,
-        share=context.broadcast_object,
+        share=build.share,
+        progress=build.progress,
+        workers=min(MAX_WORKERS, len(os.sched_getaffinity(0))),
     )
     has_tasks = data.eval_multiple_choice or data.eval_completions
     if valid_set is None and plan.config.training.eval_interval and not has_tasks:

@@ -58,7 +58,7 @@ def find_start(checkpoint: CheckpointConfig, known: Mapping[str, object], contex
 
 
 def build_saver(
-    plan: Plan, context: ParallelContext, known: Mapping[str, object], lock: WriterLock | None, reporter: Reporter
+    plan: Plan, context: ParallelContext, known: Mapping[str, object], reporter: Reporter
 ) -> Saver | None:
     """None without --save."""
     checkpoint = plan.config.checkpoint
@@ -71,7 +71,6 @@ def build_saver(
         fingerprints=known,
         retention=Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval),
         is_async=checkpoint.async_save,
-        lock=lock,
         note=reporter.note,
     )
 
@@ -86,7 +85,6 @@ class Saver:
     fingerprints: Mapping[str, object]
     retention: Retention
     is_async: bool
-    lock: WriterLock | None  # on rank 0
     note: Callable[[str], None]  # called with what has been saved
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
@@ -127,11 +125,6 @@ class Saver:
         thread.join()
         self._done(started)
         return started.write_s
-
-    def close(self) -> None:
-        """The run saves no more: another one may write to the folder. Local."""
-        if self.lock is not None:
-            self.lock.release()
 
     def _done(self, written: Save) -> None:
         self.note(f"saved checkpoint {written.finish()}")

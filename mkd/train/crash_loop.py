@@ -1,7 +1,7 @@
 """A run that its scheduler starts again and again, and that crashes in the same step every time, is ended for good.
 
-`SAVE/RUNNING` is there while a run is under way, with the step it has reached; a run that ends by itself, or is told to,
-removes it. One that finds it at its start comes after a crash.
+`SAVE/RUNNING` is there while a run is under way, with the step it has reached; a run that ends by itself, is told to, or is
+refused, removes it. One that finds it at its start comes after a crash.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mkd.checkpoint.agreement import on_rank_0
 from mkd.config.schema import Config
 from mkd.errors import CheckpointError, CrashLoop
 from mkd.parallel.context import ParallelContext
+from mkd.train.failures import exit_code_of
 
 RUNNING = "RUNNING"
 MAX_CRASHES = 3  # of one step in a row
@@ -57,12 +58,14 @@ class CrashCounter:
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
-    def end(self) -> None:
-        """The run ends without a crash."""
-        if self._file is not None:
-            os.close(self._file)
+    def end(self, error: BaseException | None = None) -> None:
+        """The run ends, with `error` if it fails. An error with an exit code of its own was foreseen: that is no crash."""
+        if self._file is None:
+            return
+        os.close(self._file)
+        self._file = None
+        if not (isinstance(error, Exception) and exit_code_of(error) == 1):
             self.path.unlink(missing_ok=True)
-            self._file = None
 
     def _open(self, before: dict) -> None:
         draft = self.path.with_name(RUNNING + ".new")

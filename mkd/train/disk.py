@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.save_folder import checkpoint_bytes
+from mkd.checkpoint.folders import saved_iterations
+from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
 from mkd.errors import UsageError
@@ -39,10 +40,12 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     """Everything that the run of `config` writes; without the sizes of models where the student's is not known."""
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
-        size = checkpoint_bytes(student, bf16) if student else 0
-        yield Written("a checkpoint", "--save", Path(checkpoint.save), size)
+        count = checkpoints_to_come(config)
+        size = count * checkpoint_bytes(student, bf16) if student else 0
+        yield Written("a checkpoint" if count < 2 else f"{count} checkpoints", "--save", Path(checkpoint.save), size)
     if checkpoint.export_hf:
-        yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf))
+        size = weight_bytes(student, bf16) if student else 0
+        yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
     log_flag = "--save" if checkpoint.save and not log.log_dir else "--log-dir"
     yield Written("metrics", log_flag, log_folder(config))
     if log.tensorboard_dir:
@@ -53,6 +56,19 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     if new_bytes:
         flag = "--data-cache-path" if config.data.data_cache_path else log_flag
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
+
+
+def checkpoints_to_come(config: Config) -> int:
+    """Checkpoints for which there must be room: those that --keep-checkpoints keeps, and the one that is written beside them.
+
+    Of those that are there already none is needed again. Where all stay only the next one counts: people make room by hand.
+    """
+    checkpoint, train_iters = config.checkpoint, config.training.train_iters
+    limits = (checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
+    kept = (checkpoint.keep_checkpoints or 1) if any(limits) else 0
+    saves = -(-train_iters // checkpoint.save_interval) if checkpoint.save_interval else 1
+    present = min(kept, len(saved_iterations(Path(checkpoint.save))))
+    return max(1, min(kept + 1, saves) - present)
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:

@@ -21,6 +21,7 @@ from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.train.schedule import PipelineSchedule
+from mkd.train.stopping import Interruptible, Stopper
 
 MICROBATCHES_PER_STAGE = 16  # of one call of the schedule: so many that filling the pipeline costs little
 
@@ -62,12 +63,14 @@ class RequestBatches:
 
 
 @torch.no_grad()
-def log_likelihoods(models: Sequence[LanguageModel], batches: RequestBatches) -> np.ndarray:
+def log_likelihoods(
+    models: Sequence[LanguageModel], batches: RequestBatches, stopper: Stopper | None = None
+) -> np.ndarray | None:
     """Sum of ln p over the continuation of each request, fp64 [requests], equal on every rank and for every layout.
 
     `models` are the chunks of one model on this rank; no other model runs. Collective (one all-reduce SUM of the result over
-    data and context parallelism, one over the pipeline). Raises NonFiniteError, on every rank, for predictions that are not
-    finite.
+    data and context parallelism, one over the pipeline). None where all ranks agree to stop before a call of the schedule.
+    Raises NonFiniteError, on every rank, for predictions that are not finite.
     """
     context = batches.context
     schedule = PipelineSchedule(
@@ -76,10 +79,13 @@ def log_likelihoods(models: Sequence[LanguageModel], batches: RequestBatches) ->
     were_training = [model.training for model in models]
     stages = [stage.eval() for stage in join_stages(models)]
     scorer = _Scorer(context, torch.zeros(len(batches.requests), dtype=torch.float64, device=context.device))
-    for microbatches in batches:
+    calls = Interruptible(batches, stopper)
+    for microbatches in calls:
         schedule.run(stages, microbatches, scorer, forward_only=True)
     for model, was_training in zip(models, were_training, strict=True):
         model.train(was_training)
+    if calls.stop:
+        return None
     dist.all_reduce(scorer.scores, group=context.dp_cp_group)
     dist.all_reduce(scorer.scores, group=context.pp_group)
     scores = scorer.scores.cpu().numpy()

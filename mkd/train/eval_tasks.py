@@ -20,6 +20,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.eval_scores import RequestBatches, log_likelihoods
 from mkd.train.report import Reporter
 from mkd.train.step import Engine
+from mkd.train.stopping import Stopper
 
 
 def tasks_of(config: Config) -> list[Task]:
@@ -71,9 +72,16 @@ class TaskEvaluator:
             lines.append(f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens")
         return lines
 
-    def evaluate(self, models: Sequence[LanguageModel], label: str = "") -> dict[str, float]:
-        """`eval/<task>/<label><metric>` of the model whose chunks on this rank are `models`. Collective, equal on all ranks."""
-        scores = log_likelihoods(models, self.batches)
+    def evaluate(
+        self, models: Sequence[LanguageModel], label: str = "", stopper: Stopper | None = None
+    ) -> dict[str, float] | None:
+        """`eval/<task>/<label><metric>` of the model whose chunks on this rank are `models`. Collective, equal on all ranks.
+
+        None where `stopper`, asked between batches, has stopped it.
+        """
+        scores = log_likelihoods(models, self.batches, stopper)
+        if scores is None:
+            return None
         num_tokens = np.array([len(request.labels) for request in self.batches.requests])
         return {
             f"eval/{task.name}/{label}{metric}": value
@@ -94,19 +102,28 @@ def build_tasks(config: Config, tokenizer: Tokenizer, vocab_size: int, context: 
     return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
 
 
-def evaluate_tasks(evaluator: TaskEvaluator, engine: Engine) -> dict[str, float]:
-    """Metrics of the student of a run; its teachers do not run."""
+def evaluate_tasks(evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None) -> dict[str, float] | None:
+    """Metrics of the student of a run, None if it was stopped; its teachers do not run."""
     with engine.parameters_gathered():
-        return evaluator.evaluate([get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks])
+        return evaluator.evaluate([get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper)
 
 
-def evaluate_teachers(evaluator: TaskEvaluator, engine: Engine) -> dict[str, float]:
-    """Metrics `eval/<task>/<teacher>/...` of the running teachers that read the student's tokens; they never change."""
+def evaluate_teachers(
+    evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
+) -> dict[str, float] | None:
+    """Metrics `eval/<task>/<teacher>/...` of the running teachers that read the student's tokens; they never change.
+
+    None if it was stopped.
+    """
     metrics: dict[str, float] = {}
     stages = [get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks]  # of each virtual stage, its teachers
     for teacher, models in zip(engine.teachers, zip(*stages, strict=True), strict=False):  # a stored teacher has no model
-        if not teacher.has_own_tokens:
-            metrics |= evaluator.evaluate(models, f"{teacher.name}/")
+        if teacher.has_own_tokens:
+            continue
+        of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
+        if of_teacher is None:
+            return None
+        metrics |= of_teacher
     return metrics
 
 

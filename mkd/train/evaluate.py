@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same stages, schedule and loss as training, forward only."""
+"""Held-out evaluation: when it is due, and how: the same stages, schedule and loss as training, forward only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from mkd.config.schema import TrainingConfig
 from mkd.data.batch import PackedBatch
 from mkd.train.objective import Objective
 from mkd.train.step import Engine
 from mkd.train.sums import LossSums
+
+VALID, TASKS = "valid", "tasks"  # the parts of an evaluation, as their records name them: held-out text and held-out tasks
+
+
+def is_last(iteration: int, training: TrainingConfig) -> bool:
+    """Whether this start of the run ends after `iteration` steps."""
+    return iteration == training.train_iters or is_due(iteration, training.exit_interval)
+
+
+def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
+    """Whether a run evaluates after `iteration` steps: before the first, at every interval, after the last."""
+    if not training.eval_interval:
+        return False
+    return is_due(iteration, training.eval_interval) or is_last(iteration, training)
+
+
+def is_due(iteration: int, interval: int | None) -> bool:
+    return bool(interval) and iteration % interval == 0
 
 
 def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums:

@@ -14,8 +14,10 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mkd.errors import MkdError
+from mkd.errors import ErrorList, MkdError
+from mkd.train.meeting import Meeting, Problem
 
+PATIENCE_S = 60.0  # of a rank that cannot start, for the others to say what keeps them
 WAIT_S = 2.0  # for the report of a peer that has failed first
 POLL_S = 0.1
 GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # in RuntimeErrors
@@ -88,8 +90,10 @@ class FailureReports:
             return None
 
 
-def end_of_rank(error: Exception, reports: FailureReports) -> int:
+def end_of_rank(error: Exception, reports: FailureReports, meeting: Meeting) -> int:
     """Tell the user, and the other ranks, why this rank ends; returns its exit code."""
+    if not meeting.is_over:
+        return _end_before_meeting(error, meeting)
     rank = reports.rank
     if isinstance(error, MkdError) and error.on_all_ranks:
         if rank == 0:
@@ -100,13 +104,27 @@ def end_of_rank(error: Exception, reports: FailureReports) -> int:
         if first:
             _say(f"rank {rank}: {first.describe()}\n  see {reports.path(first.rank)}")
             return first.exit_code
-    exit_code = error.exit_code if isinstance(error, MkdError) else 1
-    details = traceback_of(error)
+    exit_code, details = exit_code_of(error), traceback_of(error)
     if reports.has_peers:
         reports.write(one_line(error), details, exit_code)
         _tell_torchrun(error)
     _say(_own_words(error, details, rank))
     return exit_code
+
+
+def _end_before_meeting(error: Exception, meeting: Meeting) -> int:
+    """Flags, data or a disk: what several ranks have met alike, as they mostly do, only the first of them says."""
+    details, rank = traceback_of(error), meeting.rank
+    own = Problem(exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details)
+    if rank == 0:
+        _say(_own_words(error, details, rank))
+    try:
+        problems = meeting.hold(own, PATIENCE_S)
+    except Exception:  # whatever keeps the ranks apart matters less than what this one has to say
+        problems = {rank: own}
+    if rank and own.text not in [problem.text for other, problem in problems.items() if other < rank]:
+        _say(_own_words(error, details, rank))
+    return problems[min(problems)].exit_code
 
 
 def _tell_torchrun(error: Exception) -> None:
@@ -128,7 +146,13 @@ def is_communication_error(error: BaseException) -> bool:
     return error.__cause__ is not None and is_communication_error(error.__cause__)
 
 
+def exit_code_of(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, MkdError) else 1
+
+
 def one_line(error: BaseException) -> str:
+    if isinstance(error, ErrorList) and len(error.errors) > 1:
+        return f"{one_line(error.errors[0])}, and {len(error.errors) - 1} more"
     first = (str(error).strip() or "no message").splitlines()[0]
     return first if isinstance(error, MkdError) else f"{type(error).__name__}: {first}"
 

@@ -4,48 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mkd.config.options import settings
+from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
 from mkd.data.sources import parse_blend
-from mkd.data.store import StoreFiles, TokenStore
+from mkd.data.store import StoreFiles, TokenStore, sha256_of_file
 from mkd.errors import CheckpointError
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.model_source import ModelSource
 from mkd.train.plan import Plan
 
 END_BYTES = 1 << 20  # read at the beginning and at the end of a large file
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of the tokens of a corpus without description, evenly spaced: 4 MiB
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
 NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
+TEACHER, CONTENT = "teacher.", "data.content"
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every weight file.
+    """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every file of weights or tokens.
 
     A stored teacher's rows are compared with the data pack by pack, which says more than the sizes of its files.
     """
     stores = [] if plan.stored_teacher else [member.store for member in train_set.members]
-    found = {f"teacher.{name}": _weights(source) for name, source in zip(plan.teacher_names, plan.teachers, strict=False)}
+    found = {TEACHER + name: _weights(source) for name, source in zip(plan.teacher_names, plan.teachers, strict=False)}
     if plan.stored_teacher is not None:
-        found |= {f"teacher.{name}": plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
+        found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
     found["tokenizer"] = tokenizer.fingerprint
     found["data.files"] = _sha256([_corpus(store) for store in stores])
+    if not all(store.meta for store in stores):  # a description has hashes of all files
+        found[CONTENT] = _sha256([corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta])
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))  # as it comes back
 
 
 def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:
     """Raise CheckpointError, with every difference by name, unless all of them are accepted.
 
-    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A checkpoint without fingerprints, of
-    an older version, is taken as it is.
+    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have another name, where
+    the one at its place had the same weights. What a checkpoint of an older version lacks, all of them or
+    an option that was not there yet, is taken as it was then.
     """
     if not saved:
         return
+    saved = _as_now(saved, current)
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(name == one or name.startswith(one + ".") for one in accepted)]
     if refused:
@@ -54,6 +61,20 @@ def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str
             "going on would silently mix two different trainings",
             f"restore it, start anew with --student-load {folder}, or go on with --accept-change {' '.join(refused)}",
         )
+
+
+def corpus_sample(files: StoreFiles) -> list[str]:
+    """SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each, the last ones among them.
+
+    Of a larger file than the pieces together, a change between them that leaves all lengths is not seen.
+    """
+    size, digest = files.bin.stat().st_size, hashlib.sha256()
+    last = max(0, size - SAMPLE_BYTES)
+    with files.bin.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(last * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return [sha256_of_file(files.idx), digest.hexdigest()]
 
 
 def ends_fingerprint(files: Iterable[Path]) -> str:
@@ -83,6 +104,24 @@ def _weights(source: ModelSource) -> str:
     else:
         files = [source.hf.directory / name for name in sorted({header.file for header in source.hf.headers.values()})]
     return ends_fingerprint([source.assets / "config.json", *files])
+
+
+def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
+    """`saved` under the names that its teachers have now, with what it could not know yet."""
+    teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
+    names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
+    options = {option.path: option for option in all_options() if option.path.startswith(("kd.", FIRST_TEACHER))}
+    later = {name: options.get(_option_path(name)) for name in current.keys() - saved.keys()}
+    known = {name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None}
+    if CONTENT in current:
+        known[CONTENT] = current[CONTENT]
+    return known | {names.get(name, name): value for name, value in saved.items()}
+
+
+def _option_path(name: str) -> str:
+    """Of a name of `_loss`; options of teachers are described by the first."""
+    field = name.removeprefix("loss.")
+    return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
 
 
 def _corpus(store: TokenStore) -> dict:

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.distributed import TrainingPosition, TrainingState
+from mkd.checkpoint.folders import iteration_folder
 from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
 from mkd.faults import fault_at, poison_next_gradient
 from mkd.train.checkpoints import Saver
 from mkd.train.crash_loop import CrashCounter
+from mkd.train.ending import Ending
 from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
-from mkd.train.evaluate import evaluate
+from mkd.train.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
+from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine, train_step
 from mkd.train.stopping import Interruptible, Stop, Stopper
 from mkd.train.watchdog import UNWATCHED, Watchdog
@@ -39,43 +42,47 @@ class Run:
     profiler: Profiler
     stopper: Stopper
     non_finite: NonFinitePolicy
+    spikes: SpikeWatch
     crashes: CrashCounter
     watchdog: Watchdog
+    ending: Ending  # holds the lock of the save folder, among others
     global_batch_size: int
     hf_dir: Path | None  # configuration and tokenizer files of the student
+    kept_iteration: int  # what there would be if the run ended now: nothing is lost that this has, ...
+    kept_in: Path | None  # ... a checkpoint, or None: the student's own weights
+    due: frozenset[str] = frozenset()  # parts of the evaluation at `position` that are still to be made
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Of an evaluation."""
+        return frozenset({VALID} if self.eval_stream is not None else ()) | frozenset({TASKS} if self.tasks else ())
 
 
 def train(run: Run) -> Stop | None:
     """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; returns what has stopped it before.
 
     Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a run
-    with --save always ends with a checkpoint. One that is stopped saves at once, without an evaluation.
+    with --save always ends with a checkpoint. One that is stopped saves at once, and makes the rest of an evaluation that was
+    due when it goes on.
     """
     training, checkpoint = run.config.training, run.config.checkpoint
-    has_held_out = run.eval_stream is not None or run.tasks is not None
-    evaluates = has_held_out and bool(training.eval_interval)
-    stop = run.stopper.agreed()
-    if evaluates and run.position.iteration == 0 and not stop:
-        stop = evaluate_and_report(run)
-    saved = run.position.iteration  # nothing is lost that a checkpoint, or the student's own weights, do not have
+    stop = run.stopper.agreed() or evaluate_and_report(run)
     while run.position.iteration < training.train_iters and not stop:
         one_step(run)
         iteration = run.position.iteration
-        is_last = iteration == training.train_iters or _due(iteration, training.exit_interval)
-        stop = run.stopper.stop
-        if evaluates and (is_last or _due(iteration, training.eval_interval)) and not stop:
-            stop = evaluate_and_report(run)
-        if run.saver and (is_last or stop or _due(iteration, checkpoint.save_interval)) and iteration > saved:
-            save(run, wait=is_last or bool(stop))
-            saved = iteration
-        elif run.saver:
+        ends = is_last(iteration, training)
+        run.due = run.parts if is_evaluated(iteration, training) else frozenset()
+        stop = run.stopper.stop or evaluate_and_report(run)
+        if run.saver and (ends or stop or is_due(iteration, checkpoint.save_interval)):
+            save(run, wait=ends or bool(stop))
+        elif run.saver and run.saver.pending:
+            run.watchdog.enter("save", iteration)  # publishing may take as long as saving
             run.stopper.took(save_s=run.saver.poll())
-        if is_last:
+        if ends:
             break
     if run.saver:
         run.watchdog.enter("save", run.position.iteration)
         run.saver.finish()
-        run.saver.close()
     run.watchdog.stop()
     run.reporter.flush()
     return stop
@@ -108,6 +115,7 @@ def one_step(run: Run) -> None:
         run.non_finite.judge(iteration, result, batches)
     except NonFiniteError:  # on all ranks: a checkpoint that is still being written can be finished
         if run.saver:
+            run.watchdog.enter("save", iteration)
             run.saver.finish()
         raise
     run.position = TrainingPosition(
@@ -115,23 +123,34 @@ def one_step(run: Run) -> None:
         consumed_samples=run.position.consumed_samples + run.global_batch_size,
         skipped_iterations=run.position.skipped_iterations + (not result.is_applied),
     )
-    run.reporter.train(run.position, result, batches)
+    is_spike = run.spikes.is_spike(iteration, result, run.train_stream.last_samples)
+    run.reporter.train(run.position, result, batches, is_spike)
 
 
 def evaluate_and_report(run: Run) -> Stop | None:
-    """Held-out text, then held-out tasks; teachers, which never change, do the tasks once. Stops between two batches."""
-    if run.eval_stream is not None:
+    """What is due of held-out text, then of held-out tasks; teachers, which never change, do the tasks once.
+
+    Stops between two batches; a part that it has not finished stays due.
+    """
+    if not run.due:
+        return None
+    if VALID in run.due:
         steps = Interruptible(run.watchdog.each("eval", run.position.iteration, run.eval_stream), run.stopper)
         sums = evaluate(run.engine, steps)
         if steps.stop:
             return steps.stop
         run.reporter.valid(run.position, sums)
-    if run.tasks is not None:
+        run.due -= {VALID}
+    if TASKS in run.due:
         run.watchdog.enter(UNWATCHED, run.position.iteration)
-        metrics = evaluate_tasks(run.tasks, run.engine)
-        if run.position.iteration == 0:
-            metrics |= evaluate_teachers(run.tasks, run.engine)
+        metrics = evaluate_tasks(run.tasks, run.engine, run.stopper)
+        if metrics is not None and run.position.iteration == 0:
+            of_teachers = evaluate_teachers(run.tasks, run.engine, run.stopper)
+            metrics = None if of_teachers is None else metrics | of_teachers
+        if metrics is None:
+            return run.stopper.stop
         report_tasks(run.reporter, run.position, metrics)
+        run.due -= {TASKS}
     return run.stopper.agreed()
 
 
@@ -141,8 +160,6 @@ def save(run: Run, wait: bool) -> None:
     run.watchdog.enter("save", run.position.iteration)
     with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
         run.saver.save(run.state, run.position, wait)
-    run.stopper.took(save_s=time.monotonic() - start)
-
-
-def _due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    if run.saver.pending is None:  # else it takes longer than this: `poll` will tell
+        run.stopper.took(save_s=time.monotonic() - start)
+    run.kept_iteration, run.kept_in = run.position.iteration, iteration_folder(run.saver.directory, run.position.iteration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,31 +11,34 @@ from pathlib import Path
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
 from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError
 from mkd.train.failures import FailureReports, end_of_rank
-from mkd.train.signals import Signals, caught_signals
+from mkd.train.meeting import Meeting
+from mkd.train.signals import Signals, caught_signals, ignore_signals
 
 
-def main(argv: list[str]) -> int:
-    """Run `pretrain_kd.py argv`; returns the exit code.
+def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
+    """Run `pretrain_kd.py argv`; returns the exit code. Signals that it has caught are then handled as `caught_signals` says.
 
-    User errors are printed once, on rank 0; one that another rank may have met alone, by that rank with its number. Of a
+    User errors are printed once, on rank 0; one that other ranks have met alone, by the first of them with its number. Of a
     failure that takes other ranks with it, its first rank has the traceback, and the others a line.
     """
     reports = FailureReports(rank=int(os.environ.get("RANK", "0")), world_size=_world_size())
+    meeting = Meeting(reports.rank, reports.world_size)
     try:
         loaded = load_config(argv)
-        with caught_signals() if loaded.config.training.exit_signal_handler else nullcontext() as signals:
-            run(loaded, signals, reports)
+        handler = loaded.config.training.exit_signal_handler
+        with caught_signals(signals_afterwards) if handler else nullcontext() as signals:
+            run(loaded, signals, reports, meeting)
     except Preempted as stop:
         if reports.rank == 0:
             print(f"preempted: {stop}", file=sys.stderr, flush=True)
         return stop.exit_code
     except Exception as error:
-        return end_of_rank(error, reports)
+        return end_of_rank(error, reports, meeting)
     return EXIT_DONE
 
 
-def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports) -> None:
-    """Plan, show, build, train, export. Everything that can be refused is refused before processes talk to each other."""
+def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, meeting: Meeting) -> None:
+    """Plan, show, build, train, export. What can be refused is refused before there is a process group."""
     from mkd.platform import detect, make_deterministic
 
     if loaded.config.training.deterministic_mode:
@@ -43,20 +47,23 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports) 
     from mkd.train.folders import log_folder
     from mkd.train.out_of_memory import memory_explained
     from mkd.train.plan import plan_run
-    from mkd.train.watchdog import Watchdog
+    from mkd.train.watchdog import MARGIN_S, Watchdog
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
         print(format_config(loaded), plan.describe(), plan.loss_card(), platform.describe(), sep="\n", flush=True)
+    parallel, folder = loaded.config.parallel, log_folder(loaded.config)
+    patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S  # the watchdog, which says more, comes first
     if loaded.config.dry_run:
+        meeting.ready(patience_s)
         return
-    folder = log_folder(loaded.config)
     if _is_rank_0():
         make_folders(folder, loaded.config.checkpoint.save, loaded.config.checkpoint.export_hf)
     reports.folder = folder / "errors"
-    watchdog = Watchdog.of(loaded.config.parallel, reports)
+    watchdog = Watchdog.of(parallel, reports)
     watchdog.start()
     try:
+        meeting.ready(patience_s)
         with memory_explained(plan, reports.rank, reports.world_size):
             carry_out(loaded, plan, platform, signals, watchdog, folder)
     finally:
@@ -65,23 +72,25 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports) 
 
 def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, watchdog, folder: Path) -> None:
     """Build, train, export."""
+    from mkd.train.ending import Ending
     from mkd.train.loop import train
     from mkd.train.markers import remove_markers
     from mkd.train.setup import build_run
 
-    current = build_run(plan, platform, signals, watchdog)
-    try:
+    checkpoint = loaded.config.checkpoint
+    with Ending() as ending:
+        current = build_run(plan, platform, signals, watchdog, ending)
         if _is_rank_0():  # not before: the folder may be that of another run
             save_config(loaded, folder / "config.yaml")
             (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
-            if loaded.config.checkpoint.save:
-                remove_markers(Path(loaded.config.checkpoint.save))
-        end(current, train(current))
-        if loaded.config.checkpoint.export_hf:
-            export(current, Path(loaded.config.checkpoint.export_hf))
-    finally:
-        current.profiler.close()
-        current.reporter.close()
+            if checkpoint.save:
+                remove_markers(Path(checkpoint.save))
+        stop = train(current)
+        if stop is not None:
+            current.reporter.note(f"stopped at iteration {current.position.iteration}: {stop.reason}")
+        if checkpoint.export_hf and not (stop and stop.is_preempted):
+            export(current, Path(checkpoint.export_hf))
+        end(current, stop)
     current.engine.context.leave()
 
 
@@ -90,20 +99,31 @@ def end(current, stop) -> None:
     from mkd.train.markers import DONE, PREEMPTED, write_marker
 
     save, position = current.config.checkpoint.save, current.position
-    if stop is not None:
-        current.reporter.note(f"stopped at iteration {position.iteration}: {stop.reason}")
     is_preempted = stop is not None and stop.is_preempted
-    is_done = position.iteration == current.config.training.train_iters
+    is_done = position.iteration == current.config.training.train_iters and not current.due
     if save and _is_rank_0() and (is_preempted or is_done):
         write_marker(Path(save), PREEMPTED if is_preempted else DONE, position, stop.reason if stop else "")
-    current.crashes.end()
     if is_preempted:
-        why = f"iteration {position.iteration} is saved in {save}" if save else "there is no --save: the steps are lost"
-        raise Preempted(stop.reason, why, "start the same command again, with --load")
+        raise Preempted(stop.reason, *what_is_kept(current))
+
+
+def what_is_kept(current) -> tuple[str, str]:
+    """(What there is of a run that was told to end, what to do)."""
+    save, iteration, again = current.config.checkpoint.save, current.position.iteration, "start the same command again"
+    if iteration > current.kept_iteration:
+        return "there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR"
+    if current.kept_in is None:
+        return "no step was done: there is nothing to save", again
+    is_in_save = save is not None and current.kept_in.parent == Path(save)
+    return f"iteration {iteration} is saved in {current.kept_in}", again + (f", with --load {save}" if is_in_save else "")
 
 
 def leave(exit_code: int) -> None:
-    """End the process. After a failure at once: other threads, and groups of ranks that are gone, must not hold it up."""
+    """End the process: nothing changes its exit code any more, though schedulers may go on sending signals.
+
+    After a failure at once: other threads, and groups of ranks that are gone, must not hold it up.
+    """
+    ignore_signals()
     if exit_code in (EXIT_DONE, EXIT_PREEMPTED):
         sys.exit(exit_code)
     sys.stdout.flush()

@@ -36,8 +36,12 @@ def locate_model(
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_checkpoint(Path(source.load))
         if folder is None:
-            what = f"--{role}-load {source.load} holds no checkpoint"
-            raise CheckpointError(what, "", "name a folder that --save or convert_hf_to_mcore.py has written to")
+            place = "--student-load" if isinstance(source, StudentConfig) else "--teacher-load, or load: of a teacher in a file"
+            raise CheckpointError(
+                f"the {role}'s folder {source.load} holds no checkpoint",
+                "its weights are read from there",
+                f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
+            )
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
     except MkdError as error:

@@ -14,16 +14,17 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
+from mkd.data.dataset import BlendedDataset
 from mkd.errors import NonFiniteError
 from mkd.train.folders import log_folder
+from mkd.train.samples import documents_by_sample, shown
 from mkd.train.step import Engine, StepResult
 from mkd.train.sums import LossSums
 
-SHOWN = 16  # sample ids in a message; the file has all
 WHY = "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step"
 DO = (
-    "look at these samples with tools/inspect_data.py, lower --lr, check that the teacher and student weights are finite, or "
-    "let such steps pass without an update: --non-finite skip"
+    "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher and student weights are "
+    "finite, or let such steps pass without an update: --non-finite skip"
 )
 
 
@@ -41,6 +42,7 @@ class NonFinitePolicy:
     """Asked after every step. All ranks have agreed on it, and have left out its update, when a step was not finite."""
 
     engine: Engine
+    dataset: BlendedDataset
     action: str  # abort or skip
     max_skips: int  # in a row
     file: Path | None  # on rank 0: what was found in every such step, a JSON line each
@@ -48,10 +50,12 @@ class NonFinitePolicy:
     skips_in_a_row: int = 0
 
     @classmethod
-    def of(cls, config: Config, engine: Engine, note: Callable[[str], None]) -> NonFinitePolicy:
+    def of(
+        cls, config: Config, engine: Engine, dataset: BlendedDataset, note: Callable[[str], None]
+    ) -> NonFinitePolicy:
         training, is_first = config.training, engine.context.rank == 0
         file = log_folder(config) / "non_finite.jsonl" if is_first else None
-        return cls(engine, training.non_finite, training.max_non_finite_skips, file, note)
+        return cls(engine, dataset, training.non_finite, training.max_non_finite_skips, file, note)
 
     def judge(self, iteration: int, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
         """Nothing after a good step. Collective after a bad one, and raises NonFiniteError on all ranks if it ends the run."""
@@ -82,6 +86,7 @@ class NonFinitePolicy:
             "culprits": {name: sorted(samples) for name, samples in finding.culprits.items()},
             "gradients": finding.gradients,
             "sample_ids": sorted(finding.samples),
+            "documents": documents_by_sample(self.dataset, finding.samples),
         }
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -130,15 +135,10 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
     loss = result.sums.token_sums()["loss"]
     step = f"iteration {iteration}: loss sum {loss}, gradient norm {result.grad_norm}"
     if finding.culprits:
-        parts = [f"{name} in sample {_ids(samples)}" for name, samples in finding.culprits.items()]
+        parts = [f"{name} in sample {shown(samples)}" for name, samples in finding.culprits.items()]
         return f"{step}; logits that are not finite: {', '.join(parts)}"
     where = f" of {finding.gradients[0]} and {len(finding.gradients) - 1} more parameters" if finding.gradients else ""
-    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {_ids(finding.samples)}"
-
-
-def _ids(samples: frozenset[int]) -> str:
-    shown = ", ".join(map(str, sorted(samples)[:SHOWN]))
-    return shown if len(samples) <= SHOWN else f"{shown} and {len(samples) - SHOWN} more"
+    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {shown(finding.samples)}"
 
 
 def _bad_gradients(engine: Engine) -> list[str]:

@@ -16,7 +16,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mkd.config.schema import Config
-from mkd.errors import NonFiniteError
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.train.optimizer_residency import OptimizerResidency
@@ -108,17 +107,17 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, num_samples: int, all_finite: Callable[[bool], bool] | None = None) -> Update:
+    def update(self, loss_sum: float, num_samples: int, all_finite: Callable[[bool], bool] = bool) -> Update:
         """Check, clip, step. Without the consent of `all_finite` parameters, state and schedule stay as they are, bit for bit.
 
-        `all_finite` is told whether the loss and all gradients of this rank are finite, and answers for all ranks. Without it
-        the first step that is not finite raises NonFiniteError.
+        `all_finite` is told whether the loss and all gradients of this rank are finite, and answers for all ranks; a rank that
+        is alone may answer with what it is told.
         """
         with self.state_on_device():
             self.optimizer.prepare_grads()
             grad_norm = self.optimizer.get_grad_norm()
             is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm) and self._rest_is_finite()
-            if not (all_finite or _or_raise)(is_finite):
+            if not all_finite(is_finite):
                 return Update(grad_norm, is_applied=False)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
@@ -136,12 +135,6 @@ class StudentOptimizer:
             rest = [gradient for gradient in gradients if id(gradient) not in counted]
             norms += torch._foreach_norm(rest) if rest else []
         return not norms or bool(torch.stack(norms).isfinite().all())
-
-
-def _or_raise(is_finite: bool) -> bool:
-    if not is_finite:
-        raise NonFiniteError("the loss or a gradient is not finite", "the update would destroy the student's weights")
-    return True
 
 
 def build_optimizer(

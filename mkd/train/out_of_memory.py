@@ -71,10 +71,11 @@ def explain(
     if device:
         why += f"\n       in use: {device.describe()}"
     asked = f" when it asked for {wanted:.2f} GiB more" if wanted else ""
-    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, _what_to_do(forecast, planned, device, wanted))
+    do = "one of these, with predicted step time and memory:\n" + _remedies(forecast, planned, device, wanted)
+    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do)
 
 
-def _what_to_do(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:
+def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:
     """The first changes that make the plan smaller by what is missing, the error of the plan included."""
     _, need = fullest_rank(forecast)
     if device:
@@ -88,7 +89,7 @@ def _what_to_do(forecast: Forecast, planned: RankMemory, device: DeviceMemory | 
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]
     if device and device.reserved - device.allocated > FRAGMENTED * device.total:
         lines.append("  or, since much of it is fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    return "one of these, with predicted step time and memory:\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _planner(forecast: Forecast) -> Callable[[Config], Forecast]:

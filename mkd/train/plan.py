@@ -20,6 +20,7 @@ from mkd.train.eval_tasks import task_problems
 from mkd.train.model_source import ModelSource, locate_model
 from mkd.train.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
 from mkd.train.profiling import profile_problems
+from mkd.train.start import start_problems
 from mkd.train.topk_teacher import StoredTeacher
 
 
@@ -75,10 +76,11 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += validate(config, world_size, student.shape if student else None, shapes)
     tokenizers = open_tokenizers(problems, config, student, sources)
     paths = data_paths(problems, config)
-    problems += data_problems(paths, tokenizers and tokenizers.student, config.data.max_bad_records)
+    problems += data_problems(paths, tokenizers, config)
     problems += task_problems(config)
     problems += missing_packages(config.log)
     problems += profile_problems(config.log, world_size)
+    problems += start_problems(config.checkpoint)
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
     problems += _export_over_source(config, [source for source in (student, *sources) if source])
     if problems:

@@ -55,8 +55,23 @@ def open_tokenizers(
             own.append(None)
             problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         else:
-            own.append(_attempt(problems, lambda source=source: open_tokenizer(str(source.assets))))
+            own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
     return Tokenizers(tokenizer, tuple(own))
+
+
+def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
+    """That of a teacher with tokens of its own. Raises UsageError, which says whose it is."""
+    if not has_tokenizer(teacher.assets):
+        raise UsageError(
+            f"the {role} has no tokenizer in {teacher.assets}",
+            "it is compared with the student on the same text (xtoken), which it reads in tokens of its own",
+            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
+            "remove its xtoken settings",
+        )
+    try:
+        return open_tokenizer(str(teacher.assets))
+    except UsageError as error:
+        raise UsageError(f"the {role}'s tokenizer, {error.what}", error.why, error.do) from error
 
 
 def same_vocabulary_problems(tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource) -> list[MkdError]:
@@ -103,41 +118,60 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
     return found
 
 
-def data_problems(paths: Mapping[str, str], tokenizer: Tokenizer | None, max_bad_records: int) -> list[MkdError]:
-    """One for each corpus (path -> flag) where nothing is, of an unknown kind, without records, damaged or of other ids."""
+def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
+    """What is wrong with each corpus (path -> flag): nothing there, of an unknown kind, without records, damaged, of other ids.
+
+    Or with its conversations: that some tokenizer has no template for them.
+    """
     problems: list[MkdError] = []
     for path, flag in paths.items():
-        _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizer, max_bad_records))
+        kind = _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records))
+        if kind == "messages" and tokenizers is not None and not config.data.max_bad_records:
+            problems += _template_problems(f"{flag} {path}", tokenizers, config)
     return problems
 
 
-def _look_at(flag: str, path: str, tokenizer: Tokenizer | None, max_bad_records: int) -> None:
-    """Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say."""
+def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> str | None:
+    """The kind of the first record, None without records but tokens.
+
+    Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say.
+    """
     if is_raw(path):
         require_file(path, flag)
-        _look_at_records(flag, path, max(LOOKED_AT, max_bad_records + 1))
-    elif Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
+        return _look_at_records(flag, path, max(LOOKED_AT, max_bad_records + 1))
+    if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         raise DataError(
             f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
             "the suffix says how a file is read",
             f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
         )
-    else:
-        store = TokenStore.open(find_prefix(path, flag))
-        if tokenizer is not None:
-            require_vocabulary(store, tokenizer, f"{flag} {path}")
+    store = TokenStore.open(find_prefix(path, flag))
+    if tokenizers is not None:
+        require_vocabulary(store, tokenizers.student, f"{flag} {path}")
+    return None
 
 
-def _look_at_records(flag: str, path: str, looked_at: int) -> None:
-    """One good record among the first is enough: how many bad ones are too many is for those who read them all."""
+def _look_at_records(flag: str, path: str, looked_at: int) -> str:
+    """The kind of the first good record: one is enough, how many bad ones are too many is for those who read them all."""
     refused = None
     for number, row in islice(read_rows(path), looked_at):
         try:
-            parse_row(row)
-            return
+            return parse_row(row).kind
         except DataError as error:
             refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
     raise refused or DataError(f"{flag} {path} is empty", "there is nothing to train on", "check how it was made")
+
+
+def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
+    """One for every model that has to read conversations and cannot."""
+    for role, tokenizer in zip(("student", *teacher_roles(config)), (tokenizers.student, *tokenizers.teachers), strict=False):
+        if tokenizer is not None and not tokenizer.has_chat_template:
+            yield DataError(
+                f"the {role}'s tokenizer has no chat template",
+                f"{corpus} has conversations, which become its tokens by that",
+                "put the chat_template of its instruction-tuned version into tokenizer_config.json"
+                + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
+            )
 
 
 def _attempt(problems: list[MkdError], compute):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mkd.config.schema import LogConfig
-from mkd.errors import UsageError
+from mkd.errors import Preempted, UsageError
 
 MEMORY_EVENTS = 100_000  # the latest allocations that a history keeps
 
@@ -42,9 +42,10 @@ class Profiler:
     last: int  # ... up to this one
     traces: bool = False  # by torch.profiler
     marks: bool = False  # for Nsight Systems
-    remembers: bool = False  # GPU memory
+    remembers: bool = False  # GPU memory, to the end of the run
     _trace: Any = None  # the running torch.profiler.profile
     _is_marking: bool = False
+    _is_remembered: bool = False  # the history of the steps is written
 
     @classmethod
     def of(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
@@ -68,10 +69,20 @@ class Profiler:
         if self.first <= iteration < self.last:
             self._start()
         elif iteration >= self.last:
-            self.close()
+            self._end_steps()
 
-    def close(self) -> None:
-        """End what is running, and write it. Also for a run that ends, or fails, before the last of the steps."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End what is running, and write it. The history of a run that fails with `error`, whenever, is that of its end."""
+        if self.remembers:
+            has_failed = error is not None and not isinstance(error, Preempted)
+            self._is_remembered = self._is_remembered and not has_failed
+            self._write_history()
+            self.remembers = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._end_steps()
+
+    def _end_steps(self) -> None:
+        self._write_history()
         if self._trace is not None:
             self._trace.stop()
             self._trace.export_chrome_trace(str(self._file("trace_rank{}.json.gz")))
@@ -79,10 +90,11 @@ class Profiler:
         if self._is_marking:
             torch.cuda.cudart().cudaProfilerStop()
             self._is_marking = False
-        if self.remembers:
+
+    def _write_history(self) -> None:
+        if self.remembers and not self._is_remembered:
             torch.cuda.memory._dump_snapshot(str(self._file("memory_rank{}.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self.remembers = False
+            self._is_remembered = True
 
     def _start(self) -> None:
         if self.traces and self._trace is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,6 @@ from mkd.log.writers import MetricLogger
 from mkd.parallel.context import ParallelContext
 from mkd.plan.flops import distillation_flops
 from mkd.plan.model_shape import ModelShape
-from mkd.train.spikes import SpikeDetector
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 
@@ -42,11 +41,13 @@ class Reporter:
     seq_length: int
     has_own_tokens: bool = False  # some teacher has
     initial_kd: float | None = None  # held-out kd_loss before the first step, where it was evaluated
+    take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage; asked at the end of a log interval
     interval: IntervalAverager = field(default_factory=IntervalAverager)
-    spikes: SpikeDetector = field(default_factory=SpikeDetector)
     _steps: int = 0  # in the interval
 
-    def train(self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
+    def train(
+        self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch], is_spike: bool = False
+    ) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
 
         `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device. Of a step without
@@ -55,7 +56,6 @@ class Reporter:
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
         token_sums = self._computed(result.sums, with_ce=self.kd_ratio < 1)
-        is_spike = result.is_applied and self._note_spike(position.iteration, token_sums)
         self.interval.add(
             token_sums if result.is_applied else {"num_loss_tokens": 0},
             self._per_teacher(result.sums) if result.is_applied else {},
@@ -74,21 +74,17 @@ class Reporter:
         if position.iteration % self.log_interval == 0:
             self.flush()
 
-    def _note_spike(self, iteration: int, token_sums: dict[str, float]) -> bool:
-        """Whether the loss of this step stands out; says so."""
-        loss = token_sums["loss"] / max(1, token_sums["num_loss_tokens"])
-        ratio = self.spikes.add(loss)
-        if ratio is not None:
-            self.note(f"loss spike at iteration {iteration}: {loss:.6g} is {ratio:.1f} times the median of the steps before it")
-        return ratio is not None
-
     def flush(self) -> None:
         """Write the record and print the line of the steps since the last one, if there are any."""
         if not self._steps:
             return
-        self._steps = 0
         record = self.interval.flush() | self._peak_memory()
-        self._write(record, progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size))
+        teacher_ms = self.take_teacher_ms()
+        if teacher_ms is not None:
+            record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps)
+        self._steps = 0
+        line = progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
+        self._write({"teacher_share": math.nan} | record, line)
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:
         """Write and print one evaluation over the held-out set."""

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
+from mkd.checkpoint.save_folder import checkpoint_bytes
 from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
-from mkd.log.records import curve, read_records
+from mkd.errors import DataError
+from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
+from mkd.models.stage import take_teacher_ms
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
 from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
-from mkd.train.crash_loop import count_crashes
+from mkd.train.crash_loop import CrashCounter, count_crashes
+from mkd.train.ending import Ending
 from mkd.train.eval_tasks import build_tasks
+from mkd.train.evaluate import is_evaluated
 from mkd.train.folders import log_folder
 from mkd.train.loop import Run
 from mkd.train.nonfinite import NonFinitePolicy
@@ -23,6 +31,8 @@ from mkd.train.plan import Plan
 from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
 from mkd.train.signals import Signals
+from mkd.train.spikes import SpikeWatch
+from mkd.train.step import Engine
 from mkd.train.stopping import Stopper
 from mkd.train.watchdog import MARGIN_S, Watchdog
 
@@ -41,25 +51,76 @@ def join(plan: Plan, platform: Platform) -> ParallelContext:
 
 
 def build_run(
-    plan: Plan, platform: Platform, signals: Signals | None = None, watchdog: Watchdog | None = None
+    plan: Plan,
+    platform: Platform,
+    signals: Signals | None = None,
+    watchdog: Watchdog | None = None,
+    ending: Ending | None = None,  # which the caller enters before, so that a failure in here is ended too
 ) -> Run:
     """Join the process group, then build data, models, optimizer and reporter, and resume if there is something to resume."""
-    config = plan.config
+    config, ending = plan.config, ending or Ending()
     context = join(plan, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     watchdog.meet_peers()
-    profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
-    lock = lock_save(config.checkpoint, context)
-    crashes = count_crashes(config, context)
+    crashes, profiler = begin(plan, context, ending)
     tokenizer = plan.tokenizers.student
     own_tokens = find_own_tokens(plan, tokenizer, context)
-    train_set, valid_set = build_data(plan, context, own_tokens)
+    train_set, valid_set = build_data(plan, context, own_tokens, signals, watchdog)
     tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
     known = take_fingerprints(plan, tokenizer, train_set, context)
     start_folder = find_start(config.checkpoint, known, context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
     with engine.optimizer.state_on_device():
         position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()
+    train_stream, eval_stream = build_streams(plan, context, train_set, valid_set, position.consumed_samples)
+    reporter = build_reporter(plan, context, position, engine)
+    ending.add(lambda error: reporter.close())
+    for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
+        reporter.note(line)
+    run = Run(
+        config=config,
+        engine=engine,
+        train_stream=train_stream,
+        eval_stream=eval_stream,
+        tasks=tasks,
+        state=state,
+        position=position,
+        reporter=reporter,
+        saver=build_saver(plan, context, known, reporter),
+        profiler=profiler,
+        stopper=build_stopper(plan, context, signals or Signals()),
+        non_finite=NonFinitePolicy.of(config, engine, train_set, reporter.note),
+        spikes=SpikeWatch(train_set, log_folder(config) / "loss_spikes.jsonl" if context.rank == 0 else None, reporter.note),
+        crashes=crashes,
+        watchdog=watchdog,
+        ending=ending,
+        global_batch_size=plan.batch.global_batch_size,
+        hf_dir=plan.student.assets,
+        kept_iteration=position.iteration,
+        kept_in=start_folder,
+    )
+    run.due = still_due(run)
+    return run
+
+
+def begin(plan: Plan, context: ParallelContext, ending: Ending) -> tuple[CrashCounter, Profiler]:
+    """Take the save folder, count crashes, record the memory: what a run begins with, and ends with. Collective."""
+    config = plan.config
+    lock = lock_save(config.checkpoint, context)
+    if lock is not None:
+        ending.add(lambda error: lock.release())
+    crashes = count_crashes(config, context)
+    ending.add(crashes.end)
+    profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
+    ending.add(profiler.close)
+    return crashes, profiler
+
+
+def build_streams(
+    plan: Plan, context: ParallelContext, train_set, valid_set, consumed_samples: int
+) -> tuple[TrainStream, EvalStream | None]:
+    """This rank's batches for training, after `consumed_samples`, and of the held-out set."""
+    data, training = plan.config.data, plan.config.training
     sizes = dict(
         micro_batch_size=plan.batch.micro_batch_size,
         global_batch_size=plan.batch.global_batch_size,
@@ -67,36 +128,29 @@ def build_run(
         data_parallel_size=context.dp_size,
         context_parallel_rank=context.cp_rank,
         context_parallel_size=context.cp_size,
-        num_workers=config.data.num_workers,
+        num_workers=data.num_workers,
         pin_memory=context.platform.is_cuda,
     )
-    reporter = build_reporter(plan, context, position)
-    for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
-        reporter.note(line)
-    return Run(
-        config=config,
-        engine=engine,
-        train_stream=TrainStream(
-            train_set,
-            seed=config.training.seed,
-            shuffle=config.data.shuffle,
-            consumed_samples=position.consumed_samples,
-            **sizes,
-        ),
-        eval_stream=None if valid_set is None else EvalStream(valid_set, eval_iters=config.training.eval_iters, **sizes),
-        tasks=tasks,
-        state=state,
-        position=position,
-        reporter=reporter,
-        saver=build_saver(plan, context, known, lock, reporter),
-        profiler=profiler,
-        stopper=Stopper(context, signals or Signals(), config.training.exit_duration_in_mins),
-        non_finite=NonFinitePolicy.of(config, engine, reporter.note),
-        crashes=crashes,
-        watchdog=watchdog,
-        global_batch_size=plan.batch.global_batch_size,
-        hf_dir=plan.student.assets,
-    )
+    order = dict(seed=training.seed, shuffle=data.shuffle, consumed_samples=consumed_samples)
+    held_out = None if valid_set is None else EvalStream(valid_set, eval_iters=training.eval_iters, **sizes)
+    return TrainStream(train_set, **order, **sizes), held_out
+
+
+def build_stopper(plan: Plan, context: ParallelContext, signals: Signals) -> Stopper:
+    training, size = plan.config.training, 0
+    if plan.config.checkpoint.save:
+        size = checkpoint_bytes(plan.student.shape, training.bf16)
+    return Stopper(context, signals, training.exit_duration_in_mins, first_save_bytes=size)
+
+
+def still_due(run: Run) -> frozenset[str]:
+    """Parts of an evaluation at the position of the start that have no record: the run was stopped before them. Collective."""
+    iteration = run.position.iteration
+    if not is_evaluated(iteration, run.config.training):
+        return frozenset()
+    records = on_rank_0(lambda: read_records(log_folder(run.config)), lambda error: DataError(f"cannot read metrics: {error}"))
+    recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}
+    return run.parts - run.engine.context.broadcast_object(recorded)
 
 
 def describe_data(train_set, valid_set, tasks) -> list[str]:
@@ -106,7 +160,7 @@ def describe_data(train_set, valid_set, tasks) -> list[str]:
     return lines + (tasks.describe() if tasks else [])
 
 
-def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition) -> Reporter:
+def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine) -> Reporter:
     """Writers on rank 0 only; lines after the resumed iteration are dropped, they will be written again."""
     config = plan.config
     writers = []
@@ -115,7 +169,7 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
         if config.log.wandb_project:
-            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config)))
+            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config), position.iteration > 0))
     logger = MetricLogger(writers)
     logger.truncate_after(position.iteration or -1)  # a fresh run also replaces the evaluation before the first step
     return Reporter(
@@ -130,4 +184,5 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         seq_length=config.training.seq_length,
         has_own_tokens=any(one.xtoken for one in config.teachers),
         initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0) if writers else None,
+        take_teacher_ms=partial(take_teacher_ms, engine.chunks),
     )

@@ -20,8 +20,11 @@ class Signals:
 
 
 @contextmanager
-def caught_signals() -> Iterator[Signals]:
-    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C interrupts as ever."""
+def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signals]:
+    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C interrupts as ever.
+
+    Then they are handled as before or, without a gap, as `afterwards` says.
+    """
     signals = Signals()
 
     def note(number, frame) -> None:
@@ -37,4 +40,10 @@ def caught_signals() -> Iterator[Signals]:
         yield signals
     finally:
         for number, handler in earlier.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if afterwards is None else afterwards)
+
+
+def ignore_signals() -> None:
+    """From now on. Unlike a handler of Python's, this lasts until the process is gone, also while the interpreter ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+
+from mkd.data.dataset import BlendedDataset
+from mkd.train.samples import documents_by_sample, shown
+from mkd.train.step import StepResult
 
 WINDOW = 64  # steps
 MIN_STEPS = 16  # before that nothing is flagged
@@ -33,3 +40,30 @@ class SpikeDetector:
         deviation = SIGMA * median(abs(one - middle) for one in self.losses)
         is_spike = middle > 0 and loss > max(FACTOR * middle, middle + DEVIATIONS * deviation)
         return loss / middle if is_spike else None
+
+
+@dataclass
+class SpikeWatch:
+    """Asked after every step; a spike is said, and listed, with the samples of its step."""
+
+    dataset: BlendedDataset
+    file: Path | None  # on rank 0: the spikes, a JSON line each
+    note: Callable[[str], None]
+    detector: SpikeDetector = field(default_factory=SpikeDetector)
+
+    def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
+        """Whether the loss of this step stands out. `samples` are those of all ranks, asked for in that case alone."""
+        sums = result.sums.token_sums()
+        loss = sums["loss"] / max(1, sums["num_loss_tokens"])
+        ratio = self.detector.add(loss) if result.is_applied else None
+        if ratio is None:
+            return False
+        if self.file is not None:
+            ids = samples()
+            what = f"{loss:.6g} is {ratio:.1f} times the median of the steps before it"
+            self.note(f"loss spike at iteration {iteration}: {what}; samples of the step: {shown(ids)}")
+            record = {"iteration": iteration, "loss": loss, "ratio": ratio, "sample_ids": sorted(ids)}
+            record["documents"] = documents_by_sample(self.dataset, ids)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        return True

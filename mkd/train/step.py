@@ -59,7 +59,7 @@ def train_step(
     engine: Engine,
     microbatches: Sequence[PackedBatch],
     num_samples: int,
-    all_finite: Callable[[bool], bool] | None = None,  # see StudentOptimizer.update
+    all_finite: Callable[[bool], bool] = bool,  # see StudentOptimizer.update
 ) -> StepResult:
     """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
 

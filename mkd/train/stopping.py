@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
 SAFETY = 1.5  # of the longest step and save so far: the next ones may take longer
+SAVE_BYTES_PER_S = 250e6  # that a save is trusted with before one was timed: one disk, or a file server that others use too
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Stopper:
     start: float = field(default_factory=time.time)  # s since the epoch
     step_s: float = 0.0  # the longest so far ...
     save_s: float = 0.0  # ... of each
+    first_save_bytes: float = 0.0  # size of the checkpoint that the run makes first; 0: it makes none
     stop: Stop | None = None  # what the ranks last agreed on
 
     def agreed(self) -> Stop | None:
@@ -69,6 +71,12 @@ class Stopper:
         """Take note of how long a step or a save took."""
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
+    def _next_save_s(self) -> float:
+        """A guess until one was made, and nothing before the first step: every start of a run gets on."""
+        if self.save_s or not self.step_s:
+            return self.save_s
+        return self.first_save_bytes / SAVE_BYTES_PER_S
+
     def _own_end(self) -> float | None:
         """None before the first step: every start of a run gets on, however short its time."""
         if self.exit_duration_in_mins is None or not self.step_s:
@@ -81,7 +89,7 @@ class Stopper:
 
     def _is_over(self, end: float | None) -> bool:
         """Whether one more step, and a save, might not fit before `end`."""
-        return end is not None and time.time() + SAFETY * (self.step_s + self.save_s) >= end
+        return end is not None and time.time() + SAFETY * (self.step_s + self._next_save_s()) >= end
 
 
 @dataclass
@@ -89,12 +97,12 @@ class Interruptible(Iterable[T]):
     """The same steps, until all ranks agree to stop before one of them; then `stop` says why."""
 
     steps: Iterable[T]
-    stopper: Stopper
+    stopper: Stopper | None  # None: nothing stops them
     stop: Stop | None = None
 
     def __iter__(self) -> Iterator[T]:
         for step in self.steps:
-            self.stop = self.stopper.agreed()
+            self.stop = self.stopper and self.stopper.agreed()
             if self.stop:
                 return
             yield step

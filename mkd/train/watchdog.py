@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mkd.config.schema import ParallelConfig
+from mkd.platform.processes import is_alive, process_space
 from mkd.train.failures import Failure, FailureReports
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Watchdog:
     def meet_peers(self) -> None:
         """Learn the process ids of the ranks on this machine, to notice when one is killed. Collective."""
         places: list[tuple[str, int, str] | None] = [None] * self.reports.world_size
-        dist.all_gather_object(places, (_container(), os.getpid(), uuid.uuid4().hex))
+        dist.all_gather_object(places, (process_space(), os.getpid(), uuid.uuid4().hex))
         self.reports.run = places[0][2]
         own = places[self.reports.rank]
         others = {rank: place[1] for rank, place in enumerate(places) if place[0] == own[0] and place[1] != own[1]}
@@ -146,24 +146,7 @@ class Watchdog:
         _end(f"rank {rank}: {what}\n  do:  look into the system's log (dmesg) and the scheduler's", 1)
 
     def _missing_peers(self) -> list[int]:
-        return [rank for rank, process in self._peers.items() if not _is_alive(process)]
-
-
-def _container() -> str:
-    """Where process ids mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+        return [rank for rank, process in self._peers.items() if not is_alive(process)]
 
 
 def _end(text: str, exit_code: int) -> None:

@@ -44,4 +44,10 @@ def _line(tokenizer: Tokenizer, ids: np.ndarray, ranges: np.ndarray, colour: boo
 
 def _shown(tokenizer: Tokenizer, token: int) -> str:
     piece = tokenizer.token_bytes[token]
-    return tokenizer.decode([token]) if piece is None else repr(piece.decode("utf-8", "backslashreplace"))[1:-1]
+    if piece is None:
+        return tokenizer.decode([token])
+    return "".join(map(_escaped, piece.decode("utf-8", "surrogateescape")))  # where a byte is no text it becomes a surrogate
+
+
+def _escaped(character: str) -> str:
+    return f"\\x{ord(character) - 0xDC00:02x}" if "\udc80" <= character <= "\udcff" else repr(character)[1:-1]

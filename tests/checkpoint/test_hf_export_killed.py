@@ -68,9 +68,14 @@ def models(tmp_path_factory):
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(
-    "shard_bytes", [pytest.param(60_000, id="shards", marks=pytest.mark.slow), pytest.param(5_000_000_000, id="one file")]
+    "shard_bytes, step",
+    [
+        pytest.param(5_000_000_000, 3, id="one file, every third"),
+        pytest.param(5_000_000_000, 1, id="one file", marks=pytest.mark.slow),
+        pytest.param(60_000, 1, id="shards", marks=pytest.mark.slow),
+    ],
 )
-def test_killed_before_every_change(shard_bytes, models, tmp_path):
+def test_killed_before_every_change(shard_bytes, step, models, tmp_path):
     """What is left is the old model, none at all, or the new one, in this order; and the next export does not mind."""
     tensors = {name: all_tensors(folder) for name, folder in models.items()}
     before = tmp_path / "before"
@@ -81,9 +86,9 @@ def test_killed_before_every_change(shard_bytes, models, tmp_path):
         folder = shutil.copytree(before, tmp_path / str(changes))
         ((code, _),) = run_forked(1, export_and_die, models["new"], folder, shard_bytes, changes)
         seen.append(what_is_in(folder, tensors))
-        changes += 1
+        changes += step
     assert code == 0 and changes > 10
     assert seen == sorted(seen, key=["old", None, "new"].index) and set(seen) == {"old", None, "new"}
-    wreck = tmp_path / str(seen.index(None))
+    wreck = tmp_path / str(seen.index(None) * step)
     assert run_forked(1, export_and_die, models["new"], wreck, shard_bytes, -1) == [(0, None)]
     assert what_is_in(wreck, tensors) == "new" and not list(wreck.glob("*.partial"))

@@ -79,6 +79,12 @@ def test_names(problem, problems):
 def test_stored_probabilities(problem, problems):
     assert problem("[{topk: a}, {hf: b}]").what == "--teacher-topk is given, and 2 teachers"
     assert problem("[{hf: b}, {topk: a}]").what == "teachers[1].topk is given, and 2 teachers"
+    both = problems("[{topk: a, residency: host}, {topk: b, residency: host}]", "--kd-divergence", "jsd")
+    assert [error.what for error in both] == [
+        "--teacher-topk and teachers[1].topk are given, and 2 teachers",
+        "kd-divergence jsd cannot be computed from --teacher-topk and teachers[1].topk",
+        "teacher-residency host would have no effect",
+    ]
     assert problem("[{topk: a, xtoken: {}}]").what == "--teacher-topk is given for a teacher with xtoken settings"
     assert problem("[{topk: a, residency: host}]").what == "teacher-residency host would have no effect"
     error = problem("[{topk: a}]", "--kd-divergence", "jsd")

@@ -125,3 +125,15 @@ def test_blended_packs_are_numbered_through(make_store):
     assert [blend[i].sample_id for i in range(len(blend))] == list(range(6))
     assert [line.split(":")[0][-2:] for line in blend.describe()] == ["m0", "m1", "m2"]
     assert "2 packs of 8 tokens, 4 tokens, 2 loss tokens, fill 0.250" in blend.describe()[0]
+
+
+def test_the_documents_of_a_pack_have_their_number_in_their_corpus(make_store):
+    """The second member leaves its first two documents to others; a document that was cut is in several packs."""
+    stores = [make_store([[1, 2, 3], [4, 5], [6] * 12], name="m0"), make_store([[1, 2]] * 2 + [[3, 4]], name="m1")]
+    blend = BlendedDataset(
+        [PackedDataset(stores[0], **OPTIONS), PackedDataset(stores[1], documents=(2, 3), **OPTIONS)], [1, 1]
+    )
+    found = [blend.documents_of(i) for i in range(len(blend))]
+    assert [set(of_pack) for of_pack in found] == [{str(stores[0].prefix)}] * (len(found) - 1) + [{str(stores[1].prefix)}]
+    numbers = [documents for of_pack in found for documents in of_pack.values()]
+    assert sorted(sum(numbers[:-1], [])) == [0, 1, 2, 2] and numbers[-1] == [2]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 import torch
 
-from mkd.data.encoding import ROWS_PER_CHUNK, encode_files
+from mkd.data.encoding import ROWS_PER_CHUNK, WORKER_BYTES, encode_files, useful_workers
 
 
 def joined(chunks):
@@ -24,6 +29,43 @@ def test_order_and_errors_do_not_depend_on_workers(tokenizer, write_jsonl):
     assert len(alone[2]) == 3 * ROWS_PER_CHUNK + 14
     assert errors == shared_errors and errors[0].startswith(f"{second}:10: not valid JSON")
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "expected"),
+    [(0, 8, 0), (2, 8, 2), (1.99, 8, 0), (5.5, 8, 5), (100, 8, 8), (100, 1, 0), (100, 0, 0)],
+)
+def test_processes_are_for_large_files(size, most, expected):
+    assert useful_workers(int(size * WORKER_BYTES), most) == expected
+
+
+GROUP = """
+import os, signal, sys
+from mkd.data.encoding import in_workers
+
+class Slow:
+    def __call__(self, number):
+        import time
+        time.sleep(0.01)
+        return number
+
+if __name__ == "__main__":
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    for number in in_workers(range(100), Slow(), 2):
+        if number == 5:
+            os.killpg(0, signal.SIGTERM)
+    print(number, received)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_leaves_the_workers(tmp_path):
+    (tmp_path / "group.py").write_text(GROUP)
+    command = [sys.executable, str(tmp_path / "group.py")]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, start_new_session=True)
+    assert (ended.returncode, ended.stdout) == (0, "99 [1]\n"), ended.stderr
 
 
 def test_a_document_is_where_its_line_is(tokenizer, write_jsonl):

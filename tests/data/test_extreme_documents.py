@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data import joining
+from mkd.data import documents, joining
 from mkd.data.dataset import PackedDataset
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
+from mkd.errors import ErrorList
 from mkd.tokenizers.load import load_tokenizer
+from tests.data.pairs import chat_tokenizer
 from tests.tokenizers.trained import write_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,7 @@ HUGE = 20_000_000  # characters
 BUILD = """
 import resource, sys, time
 from mkd.data.store_builder import build_store
+from mkd.errors import ErrorList
 from mkd.tokenizers.load import load_tokenizer
 tokenizer = load_tokenizer("HuggingFaceTokenizer", sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -87,3 +90,27 @@ def test_a_huge_text_becomes_documents_that_join_to_it(kind, write_jsonl, hf_dir
     for i in range(3):
         assert np.array_equal(store.document(i)[0][:-1], tokenizer.encode(texts[i]))
     assert dataset.num_loss_tokens == summary.tokens - 3
+
+
+def records_of(size: int) -> list[dict]:
+    """A conversation, and a prompt with its completion, of so many characters."""
+    answer = "a" * (size - len("user" + "fox?" + "assistant"))
+    chat = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": answer}]
+    return [{"messages": chat}, {"prompt": "a" * (size // 2), "completion": "a" * (size - size // 2)}]
+
+
+@pytest.mark.fault(25)
+def test_huge_conversations_and_completions_are_bad_records(write_jsonl, tmp_path, monkeypatch):
+    """Unlike text they are not cut: what is too long is left out and listed, or refused; what just fits is trained on."""
+    monkeypatch.setattr(documents, "MAX_CHARACTERS", 1000)
+    path = write_jsonl("long.jsonl", *records_of(1001), *records_of(1000), {"text": "fox"})
+    tokenizer, prefix = chat_tokenizer(350), str(tmp_path / "corpus")
+    summary = build_store([path], prefix, tokenizer, True, max_bad_records=2)
+    assert (summary.documents, summary.bad_records) == (3, 2)
+    listed = [json.loads(line) for line in Path(prefix + ".quarantine.jsonl").read_text().splitlines()]
+    assert [(entry["line"], entry["reason"]) for entry in listed] == [
+        (1, "a conversation of 1001 characters, more than 1000"),
+        (2, "a prompt and completion of 1001 characters, more than 1000"),
+    ]
+    with pytest.raises(ErrorList, match="(?s)long.jsonl:1: a conversation of 1001 .*more than --max-bad-records 1"):
+        build_store([path], prefix, tokenizer, True, max_bad_records=1)

@@ -58,6 +58,16 @@ def test_samples_are_dealt_out_as_megatron_does(dataset):
     assert rank1 == [[tuple(whole[2:4]), tuple(whole[6:8])]]
 
 
+@pytest.mark.parametrize("consumed", [0, 16])
+def test_the_last_samples_are_those_of_all_ranks(dataset, consumed):
+    """Also where workers have read ahead, and in the next epoch."""
+    options = dict(micro_batch_size=2, global_batch_size=8, seed=5, data_parallel_size=2, consumed_samples=consumed)
+    streams = [TrainStream(dataset, data_parallel_rank=rank, num_workers=rank, **options) for rank in range(2)]
+    for _ in range(5):
+        had = [i for stream in streams for batch in stream.next_step() for i in batch.sample_ids]
+        assert sorted(streams[0].last_samples()) == sorted(streams[1].last_samples()) == sorted(had)
+
+
 @pytest.mark.parametrize("consumed", [8, 40, 24_000])
 def test_resuming_anywhere_goes_on_with_the_same_samples(dataset, consumed):
     before = consumed - 8

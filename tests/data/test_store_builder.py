@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,32 @@ def test_a_failure_keeps_the_old_corpus_and_leaves_nothing_else(tokenizer, write
     with pytest.raises(DataError, match="b.jsonl:2: not valid JSON"):
         build_store([write_jsonl("b.jsonl", {"text": "ok"}, b"{")], prefix, tokenizer, True)
     assert files_of(tmp_path / "c") == before
+
+
+def test_what_a_killed_build_has_left_goes(tokenizer, write_jsonl, tmp_path):
+    prefix, path = str(tmp_path / "c" / "c"), write_jsonl("a.jsonl", *[{"text": "fox " * 50}] * 20000)
+    code = f"""if True:
+        import os, sys
+        from mkd.data.store_builder import build_store
+        from tests.tokenizers.trained import train_hf_tokenizer
+        from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+        tokenizer = HuggingFaceTokenizer(train_hf_tokenizer())
+        build_store([{path!r}], {prefix!r}, tokenizer, True, progress=lambda: os.kill(os.getpid(), 9))
+    """
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    assert len(files_of(tmp_path / "c")) >= 2 and all(".partial-" in name for name in files_of(tmp_path / "c"))
+    build_store([write_jsonl("b.jsonl", {"text": "fox"})], prefix, tokenizer, True)
+    assert set(files_of(tmp_path / "c")) == {"c.bin", "c.idx", "c.meta.json"}
+
+
+def test_what_progress_raises_ends_the_build(tokenizer, write_jsonl, tmp_path):
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store([write_jsonl("a.jsonl", {"text": "fox"})], str(tmp_path / "c" / "c"), tokenizer, True, progress=stop)
+    assert not files_of(tmp_path / "c")
 
 
 def test_replacing_a_masked_corpus_removes_its_mask(tokenizer, write_jsonl, tmp_path):

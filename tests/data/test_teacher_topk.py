@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +134,19 @@ def test_a_failed_shard_leaves_nothing(dataset, cache):
         raise RuntimeError
     assert list(cache.iterdir()) == []
     assert meta.missing_shards(cache, "train") == list(range(meta.num_shards("train")))
+
+
+def test_what_a_killed_export_has_left_goes(dataset, cache):
+    meta = describe(len(dataset))
+    if (child := os.fork()) == 0:
+        with ShardWriter(meta.shard_path(cache, "train", 0), meta):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = cache.iterdir()
+    assert left.name.startswith("train-00000.parquet.partial-")
+    with ShardWriter(meta.shard_path(cache, "train", 0), meta):
+        assert not left.exists()
+    assert [path.name for path in cache.iterdir()] == ["train-00000.parquet"]
 
 
 def assert_refused(call, *texts):

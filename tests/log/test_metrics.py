@@ -13,7 +13,8 @@ CONTRACT_KEYS = [
 
 
 def test_registry_holds_the_contract_keys_once_in_order():
-    assert [metric.name for metric in METRICS] == [*CONTRACT_KEYS, "loss_spikes", "gap_closed", "peak_memory_gib"]
+    more = ["teacher_share", "loss_spikes", "gap_closed", "peak_memory_gib"]
+    assert [metric.name for metric in METRICS] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS)
 
 

@@ -7,8 +7,8 @@ NOW = datetime(2030, 1, 2, 3, 4, 5)
 RECORD = {
     "iteration": 5, "consumed_samples": 40, "consumed_tokens": 20480, "loss": 3.0, "ce_loss": 2.123456, "kd_loss": 4.0,
     "teacher_ce": 1.5, "teacher_entropy": 1.2, "top1_agreement": 0.5125, "grad_norm": 1.2341, "learning_rate": 5e-4,
-    "num_loss_tokens": 3900, "step_time_ms": 812.34, "tokens_per_s_per_gpu": 2521.1, "tflops_per_gpu": 1.26,
-    "skipped_iterations": 0,
+    "num_loss_tokens": 3900, "step_time_ms": 812.34, "teacher_share": 0.25, "tokens_per_s_per_gpu": 2521.1,
+    "tflops_per_gpu": 1.26, "skipped_iterations": 0,
 }  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def test_progress_line_is_megatrons_with_our_fields():
         " learning rate: 5.000000E-04 | global batch size:     8 | loss: 3.000000E+00 | lm loss: 2.123456E+00 |"
         " ce loss: 2.123456E+00 | kd loss: 4.000000E+00 | teacher ce: 1.500000E+00 | top-1 agreement: 0.5125 |"
         " grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-        " tokens per second per GPU: 2521.1 | ETA: 0:00:20 |"
+        " teacher share: 0.250 | tokens per second per GPU: 2521.1 | ETA: 0:00:20 |"
     )
 
 
@@ -30,7 +30,7 @@ def test_progress_line_shows_zero_negative_and_non_finite_losses():
 
 
 def test_progress_line_without_a_teacher_has_no_teacher_fields():
-    absent = ("kd_loss", "teacher_ce", "top1_agreement", "tflops_per_gpu")
+    absent = ("kd_loss", "teacher_ce", "teacher_share", "top1_agreement", "tflops_per_gpu")
     record = {key: value for key, value in RECORD.items() if key not in absent}
     line = progress_line(record, train_iters=30, global_batch_size=8)
     assert "lm loss: " in line

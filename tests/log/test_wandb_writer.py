@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from mkd.config.schema import LogConfig
 from mkd.errors import UsageError
 from mkd.log.wandb_writer import WandbWriter, run_id
 from mkd.log.writers import is_installed, missing_packages
+from tests.train.command import flags, make_files, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = LogConfig(wandb_project="test", name="offline")
@@ -47,8 +49,11 @@ def test_the_folder_that_wandb_leaves_is_no_installation(tmp_path, monkeypatch):
     assert not is_installed("left_behind") and is_installed("json") and not is_installed("no_such_package")
 
 
-def test_a_run_keeps_its_id(tmp_path):
-    assert run_id(tmp_path) == run_id(tmp_path) and len(run_id(tmp_path)) == 8
+def test_a_run_keeps_its_id_until_one_starts_anew(tmp_path):
+    first = run_id(tmp_path, resumes=True)  # of a run whose first start wrote none
+    assert run_id(tmp_path, resumes=True) == first and len(first) == 8
+    fresh = run_id(tmp_path, resumes=False)
+    assert fresh != first and run_id(tmp_path, resumes=True) == fresh
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
@@ -60,7 +65,32 @@ def test_records_go_to_an_offline_run(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()
-    assert run_id(tmp_path) in file.name
+    assert run_id(tmp_path, resumes=True) in file.name
     for name in (b"train/loss", b"valid/loss", b"kd.kd_ratio"):
         assert name in content
     assert b"train/ce_loss" not in content  # W&B has no NaN in a curve
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_a_run_with_every_writer(tmp_path, monkeypatch):
+    """pretrain_kd.py sends to W&B and TensorBoard what metrics.jsonl has. Started again without --load it is another run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    argv = flags(make_files(tmp_path), "run", "--wandb-project", "real", "--tensorboard-dir", tmp_path / "events")
+    command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    records = read_metrics(tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    for key in ("loss", "kd_loss", "teacher_ce", "grad_norm"):
+        assert [(one.step, one.value) for one in events.Scalars(f"train/{key}")] == [
+            (record["iteration"], pytest.approx(record[key], rel=1e-6)) for record in records
+        ]
+    (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert run_id(tmp_path / "run", resumes=True) in file.name
+    assert all(json.dumps(record["kd_loss"]).encode() in content for record in records)
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120, check=True)
+    assert run_id(tmp_path / "run", resumes=True) not in file.name

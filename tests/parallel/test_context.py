@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from mkd.parallel.context import ParallelContext
@@ -14,6 +15,7 @@ def grid(tp, pp):
     return context.tp_rank, context.pp_rank, context.dp_rank, context.dp_size, shared
 
 
+@pytest.mark.slow  # eight processes
 def test_megatron_grid_order(ranks):
     results = ranks.run(grid, 8, 2, 2)
     assert [r[:3] for r in results] == [
@@ -28,6 +30,7 @@ def context_grid():
     return context.tp_rank, context.cp_rank, context.dp_rank, [torch.distributed.get_process_group_ranks(g) for g in groups]
 
 
+@pytest.mark.slow
 def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
     results = ranks.run(context_grid, 8)
     assert [r[:3] for r in results] == [(tp, cp, dp) for dp in range(2) for cp in range(2) for tp in range(2)]

@@ -52,8 +52,19 @@ def test_description():
     assert lines[3].count(" + ") == 1 + 4 and "forward + backward ms" in lines[3]
     assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
     assert "on 4 GPUs: predicted MFU 0." in lines[5]
-    assert [line.split(":")[0] for line in lines[6:]] == [f"memory of pipeline rank {rank}" for rank in range(4)]
-    assert "teacher" not in forecast(teachers=()).describe().splitlines()[1]
+    assert lines[6] == "share of the teachers in these FLOPs: 0.591"
+    assert [line.split(":")[0] for line in lines[7:]] == [f"memory of pipeline rank {rank}" for rank in range(4)]
+    alone = forecast(teachers=()).describe()
+    assert "teacher layers" not in alone and "share of the teachers" not in alone
+
+
+def test_the_share_of_the_teachers_is_what_a_run_without_them_saves():
+    one, two = forecast(), forecast(teachers=(TEACHER, TEACHER), settings=several({"hf": "a"}, {"hf": "b"}))
+    alone = forecast(teachers=()).flops_per_step()
+    of_teacher = 8 * forward_flops(TEACHER, [1024] * 8)
+    assert one.teacher_share() == pytest.approx(of_teacher / (of_teacher + alone))
+    assert two.teacher_share() == pytest.approx(2 * of_teacher / (2 * of_teacher + alone))
+    assert forecast(teachers=()).teacher_share() == 0
 
 
 def test_padded_attention_is_named():

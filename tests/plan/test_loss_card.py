@@ -45,7 +45,7 @@ def test_parts_that_do_not_exist_are_left_out():
 def test_vocabularies_of_two_sizes():
     found = card(teacher=replace(TEACHER, vocab_size=152064))
     assert found["vocabulary"] == "student 151936 rows, teacher 152064: the first 151936, both softmaxes renormalised there"
-    assert found["same in ModelOpt"] == "nothing: both models must have vocabularies of one size"
+    assert found["same in other engines"] == "nothing: both models must have vocabularies of one size"
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
@@ -87,7 +87,17 @@ def test_several_teachers_have_a_line_each():
     assert found["KD big"].startswith("weight 0.75: 4 x KL(p_t || p_s)")
     assert found["KD own"].startswith("weight 0.25: 1 x sum |sorted p_t - sorted p_s|")
     assert "32000 rows of another tokenizer" in found["vocabulary own"] and "chunks" in found["normaliser"]
-    assert found["same in TRL GKD"] == "nothing: one teacher only"
+    assert found["same in other engines"] == "nothing: one teacher only"
+    assert not found.keys() & {"same in TRL GKD", "vocabulary"}
+
+
+def test_what_teachers_have_in_common_is_said_once():
+    names = dict(name="a"), dict(name="b")
+    found = rows(loss_card(several(*names), STUDENT, [TEACHER, TEACHER]))
+    assert found["vocabulary"] == "all 151936 rows of both models" and not [label for label in found if "vocabulary " in label]
+    assert found["KD a"] == found["KD b"]
+    differ = rows(loss_card(several(*names), STUDENT, [TEACHER, replace(TEACHER, vocab_size=152064)]))
+    assert "vocabulary" not in differ and differ["vocabulary a"] != differ["vocabulary b"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

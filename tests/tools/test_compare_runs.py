@@ -66,3 +66,16 @@ def test_runs_without_a_common_step_are_refused(run, tmp_path, capsys):
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     assert main([a, str(tmp_path / "b")]) == 65 and "no figure of the same step" in capsys.readouterr().err
     assert main([a, str(tmp_path / "c")]) == 65
+
+
+def test_a_run_that_is_no_number_any_more_differs(run, capsys):
+    a, b = run("a", [3.0, 2.0, 1.0]), run("b", [3.0, None, None])
+    assert main([a, b]) == 1
+    shown = capsys.readouterr().out
+    assert "train loss at iteration 2" in shown and row(shown, "train", "loss")[:2] == ["1", "nan"]
+    assert main([b, b]) == 0
+
+
+def test_where_one_run_ends_is_said(run, capsys):
+    assert main([run("a", [3.0, 2.0]), run("b", [3.0])]) == 0
+    assert "compared up to iteration 1, where one of them ends" in capsys.readouterr().out

@@ -47,6 +47,29 @@ def test_errors_are_found_with_their_texts_and_exit_codes():
     assert {error.exit_code for error in found.values()} >= {64, 65, 66, 70}
 
 
+def test_texts_in_variables_functions_and_callers_are_found():
+    """Set before the raise, in branches, by a function, or given to the one that raises; in mkd/, tools/ and launch/."""
+    found = {(error.file, error.what): error for error in make_docs.raised_errors()}
+    for file, what in (
+        ("mkd/train/profiling.py", "--profile-ranks ... do not exist"),
+        ("mkd/train/disk.py", "cannot make ...: ... is a file"),
+        ("mkd/train/disk.py", "cannot write to ...: ... is read-only for this user"),
+        ("mkd/train/nonfinite.py", "...; logits that are not finite: ..."),
+        ("mkd/xtoken/loss_settings.py", "xtoken top-k is ..."),
+        ("mkd/checkpoint/verifying.py", "... is missing"),
+        ("tools/make_student.py", "--num-layers ... cannot be picked from ... layers"),
+        ("launch/submit.py", "--time ... is not a time that Slurm reads"),
+    ):
+        assert (file, what) in found
+    missing = found["mkd/checkpoint/pickles.py", "... is missing"]
+    assert missing.why == "it says what kind of checkpoint this is"
+    assert missing.do == "choose another checkpoint with --ckpt-step N"  # a constant of the file
+    memory = found["mkd/train/out_of_memory.py", "GPU memory is not enough on rank ..."]
+    assert memory.why.startswith("planned for pipeline rank") and memory.do.startswith("one of these")
+    for error in found.values():
+        assert "\n" not in error.entry().replace("  \n", "") and "......" not in error.entry()
+
+
 def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
     """On copies: the pages of the repository stay as they are."""
     (tmp_path / "docs").mkdir()

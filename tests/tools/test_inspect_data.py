@@ -78,7 +78,10 @@ def test_bytes_that_are_no_text_are_escaped():
     tokenizer = HuggingFaceTokenizer(train_hf_tokenizer())
     ids = np.array(tokenizer.encode("\u4f60"))
     aligned = AlignedText(ids, ids, np.array([[0, 1, 0, 1], [1, 3, 1, 3]]))
-    assert view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\\xe4|\\xbd+\\xa0|"
+    assert view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\xe4|\xbd+\xa0|"
+    ids = np.array(tokenizer.encode("\x01\t\\"))
+    aligned = AlignedText(ids, ids, np.array([[0, 1, 0, 1], [1, 2, 1, 2], [2, 3, 2, 3]]))
+    assert view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\x01|\t|\\|"
 
 
 def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
@@ -114,6 +117,17 @@ def test_packs_with_borders_masks_and_sizes(packs, capsys):
     assert main([*packs, "--pack", "none", "--limit", "1"]) == EXIT_DONE
     output = capsys.readouterr().out
     assert "packing efficiency 0.400" in output and output.count("pack 0:") == 1 and "pack 1:" not in output
+
+
+def test_packs_by_their_number(packs, capsys):
+    """As the files of a run name them, which has left the last document, a pack by itself, to validation."""
+    run = [*packs, "--seq-length", "4", "--pack", "none", "--split", "1,1,0"]
+    assert main([*run, "--samples", "1", "0"]) == EXIT_DONE
+    output = capsys.readouterr().out
+    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("pack ")] == ["pack 1", "pack 0"]
+    assert main([*run, "--samples", "2"]) == EXIT_USAGE
+    assert "--samples 2: the file becomes packs 0 to 1\n  why: " in capsys.readouterr().err
+    assert main([*packs, "--no-append-eod"]) == EXIT_DONE and "endoftext" not in capsys.readouterr().out
 
 
 def test_tokens_without_loss_have_another_colour(packs, capsys):

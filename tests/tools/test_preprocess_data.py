@@ -47,6 +47,7 @@ def test_files_become_a_corpus(model, tmp_path):
     [
         ((), EXIT_DATA, "bad.jsonl:2: text is a number\n  why: "),
         (("--tokenizer-type", "Unknown"), EXIT_USAGE, "--tokenizer-type Unknown is not known"),
+        (("--characters-per-sample", "0"), EXIT_USAGE, "--characters-per-sample 0 is not a number of characters"),
         (("--workers", "0"), EXIT_USAGE, "--workers 0 is not a number of processes"),
     ],
 )
@@ -65,3 +66,23 @@ def test_eos_can_be_left_out(model, tmp_path):
     assert main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *options]) == EXIT_DONE
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     assert TokenStore.open(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")
+
+
+def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("The fox\n\nlazy dog\nbrown\n")
+    options = ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer", "--no-append-eod"]
+    command = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "c"), *options]
+    processor = sentencepiece.SentencePieceProcessor(model_file=model)
+    for more, texts in (
+        ([], ["The fox", "lazy dog", "brown"]),
+        (["--characters-per-sample", "10"], ["The fox\n\nlazy dog", "brown"]),
+    ):
+        assert main([*command, *more]) == EXIT_DONE
+        store = TokenStore.open(str(tmp_path / "c"))
+        assert [store.document(i)[0].tolist() for i in range(len(store))] == [processor.encode(text) for text in texts]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of a .txt file every line that is not blank is a document" in said
+    assert "join consecutive text records (of a .txt file its lines, blank ones too) with a newline" in said

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,14 @@ class Ended:
     output: str
 
 
-def run_processes(folder: Path, argv: list[str], processes: int, timeout_s: float = 240, **environment: str) -> list[Ended]:
+def run_processes(
+    folder: Path,
+    argv: list[str],
+    processes: int,
+    timeout_s: float = 240,
+    machines: Sequence[Path] = (),  # where each rank is started: relative paths then lead to files of its own
+    **environment: str,
+) -> list[Ended]:
     """`pretrain_kd.py argv` on every rank of a gloo world, until all have ended, or `STRAGGLER_S` after the first one.
 
     Those that have not by then are killed.
@@ -38,7 +46,8 @@ def run_processes(folder: Path, argv: list[str], processes: int, timeout_s: floa
         own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", **environment}
         with (folder / f"rank-{rank}.out").open("w") as output:
             command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
-            started.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
+            place = machines[rank] if machines else None
+            started.append(subprocess.Popen(command, env=own, cwd=place, stdout=output, stderr=subprocess.STDOUT))
     ends: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
     while len(ends) < processes and time.monotonic() < deadline:

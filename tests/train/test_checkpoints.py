@@ -127,6 +127,28 @@ def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, 
     assert "was saved by a run with other" in result.stderr and f" {what} (" in result.stderr
 
 
+def test_a_teacher_in_another_folder_is_the_same(files, folder, ranks):
+    shutil.copytree(files / "teacher", files / "moved teacher")
+    (result,) = go_on(ranks, files, folder, teacher_hf="moved teacher")
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.fault(28)
+def test_a_corpus_without_description(files, ranks):
+    """Row 28, of what Megatron's own tools write: other tokens of the same number."""
+    cached = next((files / "cache").glob("text-*.bin"))
+    for end in (".bin", ".idx"):
+        shutil.copy(cached.with_suffix(end), files / f"plain{end}")
+    argv = flags(files, "plain", "--save", files / "plain", data_path="plain")
+    assert [result.exit_code for result in run_main(ranks, argv)] == [0]
+    tokens = bytearray((files / "plain.bin").read_bytes())
+    tokens[100:102] = tokens[200:202]
+    assert bytes(tokens) != (files / "plain.bin").read_bytes()
+    (files / "plain.bin").write_bytes(tokens)
+    (result,) = go_on(ranks, files, files / "plain", data_path="plain")
+    assert result.exit_code == 66 and " data.content (" in result.stderr, result.stderr
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
 

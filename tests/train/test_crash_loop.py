@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.schema import Config, TrainingConfig
-from mkd.errors import CrashLoop
+from mkd.errors import CheckpointError, CrashLoop, DataError, NonFiniteError, OutOfMemory, Preempted, UsageError
 from mkd.train.crash_loop import RUNNING, CrashCounter
-from tests.train.command import flags, make_files, read_metrics
+from tests.train.command import flags, make_files, read_metrics, run_main
 from tests.train.processes import run_processes
 
 
@@ -58,6 +58,7 @@ def test_a_marker_that_cannot_be_read_is_none(content, tmp_path):
     CrashCounter.start(tmp_path, Config())
 
 
+@pytest.mark.slow
 @pytest.mark.fault(16)
 def test_the_command_stops_with_76(files, tmp_path):
     """Real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
@@ -70,3 +71,39 @@ def test_the_command_stops_with_76(files, tmp_path):
     assert codes == [-9, 1, -9, 76]
     assert f"error: the last 3 runs in {save} all crashed in step 3\n  why: " in result.output
     assert [line["iteration"] for line in read_metrics(files / "loop")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_crash"),
+    [
+        (None, False),
+        (RuntimeError(), True),
+        (OutOfMemory(""), True),
+        (UsageError(""), False),
+        (DataError(""), False),
+        (CheckpointError(""), False),
+        (NonFiniteError(""), False),
+        (Preempted(""), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=repr,
+)
+def test_which_ends_are_crashes(error, is_crash, tmp_path):
+    """Those with exit code 1; what was refused or told to end was not."""
+    for _ in range(3):
+        counter = CrashCounter.start(tmp_path, Config())
+        counter.reached(7)
+        counter.end(error)
+        assert (tmp_path / RUNNING).exists() == is_crash
+    if is_crash:
+        with pytest.raises(CrashLoop):
+            CrashCounter.start(tmp_path, Config())
+
+
+def test_refused_starts_never_become_a_crash_loop(files, ranks):
+    save = files / "refused"
+    argv = flags(files, "refused", "--save", save, "--load", save)
+    (first,) = run_main(ranks, argv)
+    again = [run_main(ranks, [*argv, "--train-iters", "3", "--kd-ratio", "0.1"])[0].exit_code for _ in range(5)]
+    assert first.exit_code == 0 and again == [66] * 5, first.stderr
+    assert not (save / RUNNING).exists()

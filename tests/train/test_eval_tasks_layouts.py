@@ -63,7 +63,9 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     from mkd.train.eval_scores import log_likelihoods
     from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers
     from mkd.train.plan import plan_run
+    from mkd.train.signals import Signals
     from mkd.train.step import train_step
+    from mkd.train.stopping import Stopper
 
     config = load_config(argv).config
     plan = plan_run(config, dist.get_world_size())
@@ -92,6 +94,8 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
         for name, models in (("student", students), ("teacher", teachers)):
             found[name] = log_likelihoods(models, evaluator.batches).tolist()
         found["of teachers"] = evaluate_teachers(evaluator, engine)
+        stopper = Stopper(context, Signals(15 if context.rank == 0 else 0))
+        found["stopped"] = [evaluate_tasks(evaluator, engine, stopper), evaluate_teachers(evaluator, engine, stopper)]
     steps = []
     for _ in range(2):
         result = train_step(engine, stream.next_step(), 4)
@@ -127,6 +131,7 @@ def test_every_layout_gives_the_numbers_of_transformers(name, reference, run):
     names = {f"{key.rpartition('/')[0]}/teacher/{key.rpartition('/')[2]}" for key in found["before"]}
     assert set(found["of teachers"]) == names
     assert found["after"] == pytest.approx(single["after"], rel=1e-4)
+    assert found["stopped"] == [None, None]
     change = found["after"]["eval/foxes/ce"] - found["before"]["eval/foxes/ce"]
     assert abs(change) > 1e-3, "the weights after the steps are the ones to score"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mkd.data.store import StoreFiles
 from mkd.errors import CheckpointError
-from mkd.train.fingerprints import END_BYTES, ends_fingerprint, require_same
+from mkd.train.fingerprints import END_BYTES, SAMPLE_BYTES, SAMPLES, corpus_sample, ends_fingerprint, require_same
 
 SIZE = 4 * END_BYTES
 
@@ -110,3 +111,41 @@ def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
 def test_same_and_unknown_pass(tmp_path):
     require_same(tmp_path, SAVED, json.loads(json.dumps(SAVED)), [])
     require_same(tmp_path, {}, SAVED, [])
+
+
+@pytest.mark.parametrize("size", [1, SAMPLE_BYTES, SAMPLES * SAMPLE_BYTES, 3 * SAMPLES * SAMPLE_BYTES + 7])
+def test_a_sample_of_a_corpus(size, tmp_path):
+    """All of a small file, both ends of a large one, and a change of the index alone."""
+    files = StoreFiles(str(tmp_path / "c"))
+    files.bin.write_bytes(bytes(size))
+    files.idx.write_bytes(b"index")
+    found = [corpus_sample(files)]
+    places = {0, size // 2, size - 1} if size <= SAMPLES * SAMPLE_BYTES else {0, SAMPLE_BYTES - 1, size - 1}
+    for place in places:
+        flip(files.bin, place)
+        found.append(corpus_sample(files))
+        flip(files.bin, place)
+    files.idx.write_bytes(b"xedni")
+    found.append(corpus_sample(files))
+    assert len(set(map(tuple, found))) == len(places) + 2
+
+
+def test_a_renamed_teacher_is_the_same(tmp_path):
+    weights = {"teacher.a": "sha256:1", "teacher.b": "sha256:2"}
+    require_same(tmp_path, SAVED | weights, SAVED | {"teacher.new": "sha256:1", "teacher.a": "sha256:2"}, [])
+    for now in ({"teacher.a": "sha256:2", "teacher.b": "sha256:1"}, {"teacher.new": "sha256:3", "teacher.b": "sha256:2"}):
+        with pytest.raises(CheckpointError, match="teacher.a"):
+            require_same(tmp_path, SAVED | weights, SAVED | now, [])
+
+
+def test_an_option_that_was_not_there_yet_had_its_default(tmp_path):
+    default, other = {"loss.kd_temperature": 1.0}, {"loss.kd_temperature": 2.0}
+    of_teacher = {"loss.teachers[3].weight": 1.0, "data.content": "sha256:1"}
+    require_same(tmp_path, SAVED, SAVED | default | of_teacher, [])
+    for now in (other, {"loss.teachers[3].weight": 2.0}):
+        (name,) = now
+        with pytest.raises(CheckpointError) as caught:
+            require_same(tmp_path, SAVED, SAVED | now, [])
+        assert f"{name} (1.0 then, 2.0 now)" in str(caught.value)
+    with pytest.raises(CheckpointError, match="data.content"):
+        require_same(tmp_path, SAVED | {"data.content": "sha256:2"}, SAVED | of_teacher, [])

@@ -40,5 +40,6 @@ def test_there_is_none_without_a_teacher_or_a_first_evaluation(files, ranks):
     (continued,) = run_main(ranks, flags(files, "other", *more, "--load", files / "unseen", "--train-iters", 3,
                                          "--accept-change", "data"))  # fmt: skip
     assert (unseen.exit_code, continued.exit_code) == (0, 0), continued.stderr
-    (record,) = evaluations(files / "other")
-    assert record["iteration"] == 3 and record["kd_loss"] > 0 and "gap_closed" not in record
+    records = evaluations(files / "other")  # that of the start is due too: nobody has made it
+    assert [record["iteration"] for record in records] == [2, 3]
+    assert all(record["kd_loss"] > 0 and "gap_closed" not in record for record in records)

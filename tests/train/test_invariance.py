@@ -14,7 +14,6 @@ QUICK = {
     "PP4 VPP2",
     "PP2, full recomputation",
     "PP2 VPP2 CP2 micro-batch 2",
-    "TP2 PP2 VPP2 DP2 + SP, distributed",
     "DP4 + distributed optimizer",
     "CP2 DP2 micro-batch 2 + overlapped communication",
     "CP2 micro-batch 4, documents permuted",

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LOSS_KEYS = {"loss", "ce_loss", "kd_loss", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens"}
 POSITION_KEYS = {"iteration", "consumed_samples", "consumed_tokens"}
 STEP_KEYS = {
-    "grad_norm", "learning_rate", "step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "skipped_iterations",
+    "grad_norm", "learning_rate", "step_time_ms", "teacher_share", "tokens_per_s_per_gpu", "tflops_per_gpu",
+    "skipped_iterations",
 }  # fmt: skip
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(0))
 
@@ -94,6 +95,8 @@ def test_metrics_hold_every_key_of_the_contract(kd_ratio, files, ranks):
         assert line["loss"] == pytest.approx((1 - kd_ratio) * ce + kd_ratio * kd, rel=1e-6)
         assert (line["kd_loss"] is None) == (line["teacher_ce"] is None) == (kd_ratio == 0)
         assert (line["ce_loss"] is None) == (kd_ratio == 1 and "split" not in line)
+    for line in steps:
+        assert (line["teacher_share"] is None) if kd_ratio == 0 else (0 < line["teacher_share"] < 1)
     assert steps[1]["consumed_samples"] == 2 * BATCH and steps[1]["consumed_tokens"] == 2 * BATCH * 32
 
 

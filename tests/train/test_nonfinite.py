@@ -16,6 +16,7 @@ from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, call_main, flags, make_files, read_metrics, run_main, write_records
 
 RARE = "@"  # in one document, so in one pack
+RARE_DOCUMENT = 40
 STEPS = 12
 
 
@@ -24,7 +25,7 @@ def files(tmp_path_factory):
     """Models that are NaN wherever they read `RARE`, for its embedding is."""
     folder = make_files(tmp_path_factory.mktemp("nonfinite"))
     add_tokenizer(make_model(folder / "untied", **{**STUDENT, "tie_word_embeddings": False}))
-    texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) + (RARE if i == 40 else "") for i in range(60)]
+    texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) + (RARE if i == RARE_DOCUMENT else "") for i in range(60)]
     write_records(folder / "rare.jsonl", *({"text": text} for text in texts))
     for source, name in (("untied", "nan student"), ("teacher", "nan teacher")):
         poison_embedding(folder / source, shutil.copytree(folder / source, folder / name))
@@ -116,6 +117,9 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
     for one, step in zip(found, bad, strict=True):
         assert one["culprits"] == {"the student": rare} and one["action"] == "skip"
         assert one["sample_ids"] == sorted(results[0][2][step] + results[1][2][step])
+        assert one["documents"].keys() == set(map(str, one["sample_ids"]))
+        ((corpus, documents),) = one["documents"][str(rare[0])].items()
+        assert corpus.startswith(str(files / "rare cache")) and RARE_DOCUMENT in documents
 
 
 @pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2")])

@@ -119,8 +119,6 @@ def test_training_and_resuming_are_bitwise(layout, folder, ranks):
 
 def places(folder, flags):
     """Where the state is: (bytes at home, bytes expected, moved during an update, back after a refused update)."""
-    from mkd.errors import NonFiniteError
-
     context, chunks, optimizer, _ = build(folder, (*flags, "--optimizer-residency", "host"))
     one_step(context, chunks, optimizer, 0)
     num_parameters = sum(parameter.numel() for parameter in chunks[0].parameters())
@@ -134,8 +132,7 @@ def places(folder, flags):
     with optimizer.state_on_device():
         inside = at_home()
     before = digest(chunks, optimizer)
-    with pytest.raises(NonFiniteError):
-        one_step(context, chunks, optimizer, 1, loss_sum=float("nan"))
+    assert not one_step(context, chunks, optimizer, 1, loss_sum=float("nan")).is_applied
     unchanged = digest(chunks, optimizer) == before and at_home() == between
     assert moved == {id(home) for home in optimizer.residency._homes.values()}, "memory was allocated anew"
     return optimizer.residency.host_bytes / num_parameters, between, inside, unchanged

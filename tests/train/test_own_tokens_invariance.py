@@ -66,7 +66,7 @@ def single(folder, ranks):
             flags,
             layout,
             id=f"{loss} {' '.join(flags[1:2])} {layout.name}",
-            marks=pytest.mark.slow if layout.name in SLOW else [],
+            marks=pytest.mark.slow if layout.name in SLOW or (layout.pp > 1 and loss != "partition_kl") else [],
         )
         for loss, flags, layout in CASES
     ],

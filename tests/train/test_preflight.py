@@ -122,7 +122,30 @@ def test_a_model_without_tokenizer(files, tmp_path):
     (student,) = problems_of(flags(files, "bare", student_hf=bare))
     assert student.what == f"{bare} holds no tokenizer" and "--tokenizer-model" in student.do
     (own,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
-    assert own.what == f"{bare} holds no tokenizer"
+    assert own.what == f"the teacher has no tokenizer in {bare}" and "copy tokenizer.json" in own.do
+    (bare / "tokenizer.json").write_text("{")
+    (damaged,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
+    assert damaged.what.startswith(f"the teacher's tokenizer, {bare}: no Hugging Face tokenizer could be loaded")
+
+
+def test_folders_without_checkpoints_are_named_with_their_flag(files, tmp_path):
+    (student,) = problems_of(flags(files, "empty", "--student-load", tmp_path))
+    assert student.what == f"the student's folder {tmp_path} holds no checkpoint" and student.do.endswith(": --student-load")
+    (tmp_path / "run.yaml").write_text(json.dumps({"teachers": [{"hf": str(files / "teacher")}, {"load": str(tmp_path)}]}))
+    (teacher,) = problems_of(flags(files, "empty", "--config", tmp_path / "run.yaml", teacher_hf=None))
+    assert teacher.what.startswith("the teacher test_folders") and "--teacher-load, or load: of a teacher" in teacher.do
+
+
+def test_conversations_for_a_tokenizer_without_chat_template(files, tmp_path):
+    """The models of these tests have none: each that reads the text itself is named."""
+    chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
+    path = write_records(tmp_path / "chat.jsonl", chat, chat)
+    (student,) = problems_of(flags(files, "chat", data_path=path))
+    assert student.what == "the student's tokenizer has no chat template" and "--tokenizer-model" in student.do
+    assert student.why.startswith(f"--data-path {path} has conversations")
+    student, teacher = problems_of(flags(files, "chat", "--xtoken-loss", "partition_kl", data_path=path))
+    assert teacher.what == "the teacher's tokenizer has no chat template" and "--tokenizer-model" not in teacher.do
+    assert problems_of(flags(files, "chat", "--max-bad-records", 2, data_path=path)) == []
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
+from mkd.errors import Preempted
 from mkd.losses.objective import TEMPERATURE_SCALINGS
 from mkd.plan.loss_card import Term
 from mkd.train.profiling import Profiler, profile_problems
@@ -64,6 +66,76 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
         assert not (tmp_path / "profile").exists()
     else:
         assert operations(tmp_path / "profile" / "trace_rank0.json.gz").count("aten::sinh") == steps
+
+
+class Recorder:
+    """CUDA's recorder, which machines without a GPU lack: what it was asked for, and a snapshot that says how much."""
+
+    def __init__(self, monkeypatch):
+        import torch
+
+        self.calls = []
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled="all", max_entries=0):
+        self.calls.append("on" if enabled else "off")
+
+    def dump(self, path):
+        self.calls.append("written")
+        Path(path).write_text(str(len(self.calls)))
+
+
+@pytest.mark.parametrize(
+    ("iterations", "error", "calls"),
+    [
+        (5, None, ["on", "written", "off"]),  # when the steps are done
+        (5, RuntimeError(), ["on", "written", "written", "off"]),  # the failure after them replaces that
+        (5, Preempted(""), ["on", "written", "off"]),
+        (2, RuntimeError(), ["on", "written", "off"]),
+        (0, RuntimeError(), ["on", "written", "off"]),
+        (2, None, ["on", "written", "off"]),
+    ],
+)
+def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    log = LogConfig(record_memory_history=True, profile_step_start=1, profile_step_end=3)
+    profiler = Profiler.of(log, tmp_path, rank=0)
+    for iteration in range(iterations):
+        profiler.at(iteration)
+        assert "off" not in recorder.calls
+    profiler.close(error)
+    profiler.close(error)
+    assert recorder.calls == calls
+    assert (tmp_path / "memory_rank0.pickle").read_text() == str(len(calls) - 1)
+
+
+def fail_in_build(argv):
+    """What the recorder was asked for in a run whose GPU is too small for its models."""
+    import torch
+
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train import setup
+    from mkd.train.ending import Ending
+    from mkd.train.plan import plan_run
+
+    def build_engine(*args):
+        raise torch.OutOfMemoryError("models")
+
+    plan = plan_run(load_config(argv).config, 1)
+    config = replace(plan.config, log=replace(plan.config.log, record_memory_history=True))
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        patch.setattr(setup, "build_engine", build_engine)
+        with pytest.raises(torch.OutOfMemoryError, match="models"), Ending() as ending:
+            setup.build_run(replace(plan, config=config), detect(), ending=ending)
+    return recorder.calls
+
+
+def test_the_memory_history_of_models_that_do_not_fit(files, ranks):
+    assert ranks.run(fail_in_build, 1, flags(files, "small GPU")) == [["on", "written", "off"]]
+    assert (files / "small GPU" / "profile" / "memory_rank0.pickle").exists()
 
 
 def test_what_cannot_be_profiled_is_said_before_the_run():

@@ -70,6 +70,7 @@ LAYOUTS = {
     "one process": (1, ()),
     "TP2": (2, ("--tensor-model-parallel-size", 2)),
     "PP2": (2, ("--pipeline-model-parallel-size", 2)),
+    "TP2xPP2": (4, ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2)),
     "DP2": (2, ()),
     "CP2": (2, ("--context-parallel-size", 2)),
     "DP2 distributed optimizer": (2, ("--use-distributed-optimizer",)),
@@ -77,7 +78,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "TP2 distributed optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in LAYOUTS if name not in ("TP2 distributed optimizer", "TP2xPP2")),
+        pytest.param("TP2xPP2", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.fault(1)
 def test_resume_is_bitwise(name, files, ranks):
     world, layout = LAYOUTS[name]
@@ -114,8 +121,8 @@ def test_resume_at_another_layout(first, second, more, files, ranks):
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
 
     ranks.run(train_and_hash, world, argv(files, f"{run} c", *more, *layout, "--load", files / run), files / f"{run} c hf")
-    ranks.run(train_and_hash, 1, argv(files, "whole reference", *more), files / "whole hf")
-    resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", "whole hf"))
+    ranks.run(train_and_hash, 1, argv(files, f"{run} whole", *more), files / f"{run} whole hf")
+    resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", f"{run} whole hf"))
     for name in straight:
         assert (resumed[name] - straight[name]).norm() <= 1e-4 * straight[name].norm(), name
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import random
 
 import pytest
+import torch
 
 from mkd.train.spikes import MIN_STEPS, SpikeDetector
 from tests.train.command import flags, make_files, read_metrics
@@ -54,15 +56,25 @@ def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
 
 
 def train_with_a_broken_weight(argv, step):
-    """A real run whose final norm is made 40 times larger for one step; what it prints."""
+    """A run whose final norm is made 40 times larger for one step; what it prints, and this rank's samples of that step."""
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.train.loop import one_step
     from mkd.train.plan import plan_run
     from mkd.train.setup import build_run
 
+    samples, world_size = [], torch.distributed.get_world_size()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        run = build_run(plan_run(load_config(argv).config, 1), detect())
+        run = build_run(plan_run(load_config(argv).config, world_size), detect())
+        next_step = run.train_stream.next_step
+
+        def recorded():
+            batches = next_step()
+            if run.position.iteration + 1 == step:
+                samples.extend(one for batch in batches for one in batch.sample_ids)
+            return batches
+
+        run.train_stream.next_step = recorded
         norm = run.state.models[-1].decoder.final_layernorm.weight
         while run.position.iteration < run.config.training.train_iters:
             factor = 40.0 if run.position.iteration + 1 == step else 1.0
@@ -70,16 +82,23 @@ def train_with_a_broken_weight(argv, step):
             one_step(run)
             norm.data.div_(factor)
         run.reporter.close()
-    return output.getvalue()
+    return output.getvalue(), samples
 
 
 @pytest.mark.fault(21)
-def test_a_real_run_flags_its_spike_alone(files, ranks):
-    (output,) = ranks.run(train_with_a_broken_weight, 1, flags(files, "spike", "--train-iters", 60), 41)
-    lines = read_metrics(files / "spike")
+def test_a_real_run_flags_its_spike_alone_and_names_the_samples(files, ranks):
+    """Of both data-parallel ranks, and the documents that they are made of."""
+    results = ranks.run(train_with_a_broken_weight, 2, flags(files, "spike", "--train-iters", 60), 41)
+    lines, (output, _) = read_metrics(files / "spike"), results[0]
     flagged = {line["iteration"]: line["loss_spikes"] for line in lines if "loss_spikes" in line}
     assert flagged == {41: 1} and lines[40]["loss"] > 5 * lines[39]["loss"]
-    assert "loss spike at iteration 41: " in output and output.count("| loss spikes: 1 |") == 1
+    assert output.count("| loss spikes: 1 |") == 1
+    samples = sorted(one for _, of_rank in results for one in of_rank)
+    assert f"the steps before it; samples of the step: {', '.join(map(str, samples))}\n" in output and len(samples) == 4
+    (spike,) = map(json.loads, (files / "spike" / "loss_spikes.jsonl").read_text().splitlines())
+    assert spike["iteration"] == 41 and spike["loss"] == pytest.approx(lines[40]["loss"]) and spike["ratio"] > 5
+    assert spike["sample_ids"] == samples and spike["documents"].keys() == set(map(str, samples))
+    assert all(min(documents) >= 0 for of_pack in spike["documents"].values() for documents in of_pack.values())
 
 
 @pytest.mark.slow

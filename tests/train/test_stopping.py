@@ -22,10 +22,13 @@ def files(tmp_path_factory):
     return make_files(tmp_path_factory.mktemp("stopping"))
 
 
-def run_and_signal(files, run: str, number: int, *more, processes: int = 2, after: str = "iteration        2/", to_group=False):
+def run_and_signal(
+    files, run: str, number: int, *more, processes: int = 2, after="iteration        2/", to_group=False, until_gone=False
+):
     """(exit code or -signal of each process, output of rank 0) of a long run that gets a signal once it has printed `after`.
 
-    The signal goes to the last rank alone, or to all processes and their data workers.
+    Or, where `after` is a function, once that is true.
+    The signal goes to the last rank alone, or to all processes and their data workers; once, or again and again.
     """
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
     argv += ["--num-workers", "1"] if to_group else []
@@ -40,11 +43,14 @@ def run_and_signal(files, run: str, number: int, *more, processes: int = 2, afte
             subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         )
     deadline = time.monotonic() + 120
-    while after not in (files / f"{run}-0.out").read_text():
+    while not (after() if callable(after) else after in (files / f"{run}-0.out").read_text()):
         assert time.monotonic() < deadline and all(process.poll() is None for process in started), "it never got there"
         time.sleep(0.05)
     for process in started if to_group else started[-1:]:
         os.killpg(process.pid, number) if to_group else process.send_signal(number)
+    while until_gone and started[-1].poll() is None:
+        started[-1].send_signal(number)
+        time.sleep(0.001)
     codes = [process.wait(timeout=60) for process in started]
     return codes, (files / f"{run}-0.out").read_text()
 
@@ -52,13 +58,12 @@ def run_and_signal(files, run: str, number: int, *more, processes: int = 2, afte
 @pytest.mark.parametrize(
     ("number", "to_group", "after"),
     [
-        (signal.SIGTERM, False, "iteration        2/"),
-        (signal.SIGUSR1, True, "iteration        1/"),
-        (signal.SIGINT, False, "CPU platform"),  # while data and models are built
+        pytest.param(signal.SIGTERM, False, "iteration        2/", marks=pytest.mark.fault(13)),
+        pytest.param(signal.SIGUSR1, True, "iteration        1/", marks=pytest.mark.fault(13, 14)),
+        pytest.param(signal.SIGINT, False, "CPU platform", marks=pytest.mark.fault("13 first step")),  # or data are built
     ],
     ids=["SIGTERM to one rank", "SIGUSR1 to all and their workers", "SIGINT before the first step"],
 )
-@pytest.mark.fault(13, 14)
 def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, after):
     run = f"{signal.Signals(number).name}"
     codes, output = run_and_signal(files, run, number, to_group=to_group, after=after)
@@ -73,7 +78,16 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
         assert int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.fault(13)
+def test_signals_that_go_on_until_the_process_is_gone(files, number):
+    """The exit code has been decided before the interpreter ends: none of them changes it."""
+    run = f"{number.name} until gone"
+    codes, output = run_and_signal(files, run, number, processes=1, until_gone=True)
+    assert codes == [75] and "preempted: received" in output, output[-2000:]
+
+
+@pytest.mark.fault("13 evaluation")
 def test_a_signal_ends_an_evaluation(files):
     more = ("--valid-data-path", files / "text.jsonl", "--eval-interval", 1, "--eval-iters", 3000)
     lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()] * 200
@@ -129,6 +143,33 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
     assert results == [expected, expected]
 
 
+def ends_before_a_first_save(num_bytes, save_s):
+    """Whether a job that ends in 60 s stops: (before its first step, after one of 2 s)."""
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.signals import Signals
+    from mkd.train.stopping import Stopper
+
+    environment = {"SLURM_JOB_END_TIME": str(int(time.time() + 60))}
+    stopper = Stopper(ParallelContext.create(detect()), Signals(), environment=environment, first_save_bytes=num_bytes)
+    before = stopper.agreed()
+    stopper.took(step_s=2.0, save_s=save_s)
+    return before is not None, stopper.agreed() is not None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "save_s", "expected"),
+    [
+        (0, 0.0, (False, False)),  # no --save
+        (24e9, 0.0, (False, True)),  # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        (5e9, 0.0, (False, False)),
+        (24e9, 5.0, (False, False)),  # one was timed
+    ],
+)
+def test_the_first_save_of_a_start_needs_time_too(num_bytes, save_s, expected, ranks):
+    assert ranks.run(ends_before_a_first_save, 1, num_bytes, save_s) == [expected]
+
+
 @pytest.mark.fault(13)
 def test_signals_are_noted_once_and_handlers_come_back():
     from mkd.train.signals import caught_signals
@@ -139,6 +180,10 @@ def test_signals_are_noted_once_and_handlers_come_back():
         signal.raise_signal(signal.SIGTERM)
         assert signals.received == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) == before
+    with caught_signals(afterwards=signal.SIG_IGN):
+        pass
+    assert signal.signal(signal.SIGTERM, before) == signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), caught_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

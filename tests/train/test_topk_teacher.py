@@ -79,7 +79,7 @@ def single(cache, files, ranks):
     return trained(ranks, files, argv)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * ("workers" in one)) for one in LAYOUTS])
 def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
     world_size, layout = LAYOUTS[name]
     argv = offline(files, name, cache, *T2, *EVALUATED, *LINEAR, *layout, "--export-hf", files / f"{name} hf")

@@ -17,6 +17,7 @@ def files(tmp_path_factory):
     return make_files(tmp_path_factory.mktemp("watchdog"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_stopped_rank(files, tmp_path):
     """SIGSTOP: it cannot answer, its peer says so."""

@@ -1,0 +1,86 @@
+"""Ranks meet once before they build anything: what one machine alone cannot do, of a disk or a file, ends all of them.
+
+They meet at the store of torchrun's environment, which takes no process group and no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from mkd.errors import MkdError
+
+PREFIX = "mkd/start"
+LINGER_S = 5.0  # that rank 0, which may hold the store, stays for ranks that have not read yet
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a rank cannot start."""
+
+    exit_code: int
+    what: str  # one line
+    text: str  # all of it, the same on ranks that have met the same problem
+
+
+class PeerCannotStart(MkdError):
+    """Another rank has a problem, which it says itself; all end with its exit code."""
+
+    on_all_ranks = True
+
+    def __init__(self, rank: int, problem: Problem):
+        super().__init__(f"stopped because rank {rank} cannot start: {problem.what}", do="see what that rank says")
+        self.exit_code = problem.exit_code
+
+
+@dataclass
+class Meeting:
+    """Of the ranks of a run that has just been started."""
+
+    rank: int
+    world_size: int
+    is_over: bool = False  # or under way
+    _store: object = None  # kept: the process group is going to use the same one
+
+    def ready(self, timeout_s: float) -> None:
+        """Say that this rank can start. Raises PeerCannotStart where another one cannot. Collective, as `hold`."""
+        problems = self.hold(None, timeout_s)
+        if problems:
+            rank = min(problems)
+            raise PeerCannotStart(rank, problems[rank])
+
+    def hold(self, problem: Problem | None, timeout_s: float) -> dict[int, Problem]:
+        """Say what keeps this rank from starting (None: nothing), and hear the same of all others: {rank: problem}. Collective.
+
+        Raises an error of torch.distributed where the others are not there within `timeout_s`.
+        """
+        self.is_over = True
+        if self.world_size == 1:
+            return {} if problem is None else {0: problem}
+        import torch.distributed as dist
+
+        if dist.is_initialized():  # by the caller
+            answers: list[Problem | None] = [None] * self.world_size
+            dist.all_gather_object(answers, problem)
+        else:
+            answers = self._at_store(problem, timedelta(seconds=timeout_s))
+        return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+
+    def _at_store(self, problem: Problem | None, timeout: timedelta) -> list[Problem | None]:
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        self._store, _, _ = next(rendezvous("env://", timeout=timeout))
+        place = dist.PrefixStore(PREFIX, self._store)
+        place.set(str(self.rank), json.dumps(problem and asdict(problem)))
+        texts = place.multi_get([str(rank) for rank in range(self.world_size)])
+        answers = [Problem(**answer) if (answer := json.loads(text)) else None for text in texts]
+        deadline = time.monotonic() + LINGER_S
+        num_done = place.add("done", 1)
+        while self.rank == 0 and any(answers) and num_done < self.world_size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            num_done = place.add("done", 0)
+        return answers

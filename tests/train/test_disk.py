@@ -1,0 +1,47 @@
+"""The room that must be on a disk before a run begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
+from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
+from mkd.train.disk import checkpoints_to_come, writes_of
+from tests.plan.shapes import STUDENT
+
+
+def settings(folder, train_iters=100, bf16=True, **checkpoint) -> Config:
+    training = TrainingConfig(train_iters=train_iters, bf16=bf16)
+    return Config(checkpoint=CheckpointConfig(save=str(folder), **checkpoint), training=training)
+
+
+@pytest.mark.parametrize(
+    ("present", "checkpoint", "count"),
+    [
+        (0, {}, 1),
+        (0, {"save_interval": 10}, 1),  # all stay: nobody knows how often people make room
+        (0, {"save_interval": 10, "keep_checkpoints": 3}, 4),
+        (2, {"save_interval": 10, "keep_checkpoints": 3}, 2),
+        (3, {"save_interval": 10, "keep_checkpoints": 3}, 1),
+        (7, {"save_interval": 10, "keep_checkpoints": 3}, 1),
+        (0, {"save_interval": 50, "keep_checkpoints": 3}, 2),
+        (0, {"keep_checkpoints": 3}, 1),
+        (0, {"save_interval": 10, "save_retain_interval": 50}, 2),
+    ],
+)
+def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count, tmp_path):
+    for iteration in range(present):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    config = settings(tmp_path, **checkpoint)
+    assert checkpoints_to_come(config) == count
+    write = next(iter(writes_of(config, STUDENT, [])))
+    assert write.num_bytes == count * checkpoint_bytes(STUDENT, bf16=True)
+    assert write.what == ("a checkpoint" if count == 1 else f"{count} checkpoints")
+
+
+@pytest.mark.parametrize(("bf16", "width", "with_optimizer"), [(True, 2, 14), (False, 4, 12)])
+def test_the_export_has_the_weights_alone(bf16, width, with_optimizer, tmp_path):
+    config = settings(tmp_path, bf16=bf16, export_hf=str(tmp_path / "hf"))
+    sizes = {write.flag: write.num_bytes for write in writes_of(config, STUDENT, []) if write.num_bytes}
+    assert sizes["--export-hf"] == weight_bytes(STUDENT, bf16) > 1.7e9 * width
+    assert sizes["--save"] / sizes["--export-hf"] == with_optimizer / width

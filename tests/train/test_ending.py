@@ -1,0 +1,160 @@
+"""How runs end: everything is ended, in order, and what is said of what was saved is true."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mkd.train.ending import Ending
+from tests.train.command import flags, make_files, run_main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("ending"))
+
+
+def begin(ending: Ending, failing=()) -> list:
+    """Actions 1, 2 and 3, which note what they are told; those of `failing` then fail."""
+    told = []
+
+    def action(number):
+        def act(error):
+            told.append((number, str(error)))
+            if number in failing:
+                raise OSError(f"action {number}")
+
+        return act
+
+    for number in (1, 2, 3):
+        ending.add(action(number))
+    return told
+
+
+def test_the_last_begun_is_ended_first():
+    with Ending() as ending:
+        told = begin(ending)
+    assert told == [(3, "None"), (2, "None"), (1, "None")]
+
+
+def test_nothing_hides_why_the_run_failed(capsys):
+    with pytest.raises(ValueError, match="the run"), Ending() as ending:
+        told = begin(ending, failing=(3, 2))
+        raise ValueError("the run")
+    assert told == [(3, "the run"), (2, "the run"), (1, "the run")]
+    shown = capsys.readouterr().err
+    assert "OSError: action 3" in shown and "OSError: action 2" in shown
+
+
+def test_what_fails_at_the_end_of_a_good_run_is_its_error(capsys):
+    with pytest.raises(OSError, match="action 3"), Ending() as ending:
+        told = begin(ending, failing=(3, 1))
+    assert told == [(3, "None"), (2, "action 3"), (1, "action 3")]
+    assert "OSError: action 1" in capsys.readouterr().err
+
+
+def stopped(argv, in_step):
+    """A run that gets SIGTERM before its first step, or in it.
+
+    (Text of the lock when training is over, text when all is, the error with which it ended.)
+    """
+    from pathlib import Path
+
+    from mkd.config.load import load_config
+    from mkd.errors import Preempted
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.main import end
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
+    from mkd.train.signals import Signals
+
+    config, signals = load_config(argv).config, Signals()
+    lock = Path(config.checkpoint.save or "nowhere") / "writer.lock"
+    texts, caught = [], None
+
+    def look():
+        texts.append(lock.read_text() if lock.exists() else None)
+
+    try:
+        with Ending() as ending:
+            run = build_run(plan_run(config, 1), detect(), signals, ending=ending)
+            signals.received, next_step = 0 if in_step else signal.SIGTERM, run.train_stream.next_step
+
+            def with_signal():
+                signals.received = signal.SIGTERM
+                return next_step()
+
+            run.train_stream.next_step = with_signal
+            stop = train(run)
+            look()
+            end(run, stop)
+    except Preempted as error:
+        caught = error.why, error.do
+    look()
+    return *texts, caught
+
+
+def test_what_is_said_of_what_was_saved(files, ranks):
+    """And the folder is the run's until it has ended."""
+    def end_of(run, in_step, *more):
+        ((held, released, said),) = ranks.run(stopped, 1, flags(files, run, *more), in_step)
+        assert (held is None) == (released is None) == ("--save" not in more)
+        assert held is None or ('"pid"' in held and released == "")
+        return said
+
+    save, other = files / "save", files / "other"
+    again, go_on = "start the same command again", ("--save", save, "--load", save)
+    nothing = "no step was done: there is nothing to save"
+    assert end_of("none", False) == (nothing, again)
+    lost = ("there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR")
+    assert end_of("none", True) == lost
+    assert end_of("save", False, *go_on) == (nothing, again)
+    assert not list(save.glob("iter_*"))
+    saved = (f"iteration 1 is saved in {save / 'iter_0000001'}", f"{again}, with --load {save}")
+    assert end_of("save", True, *go_on) == saved and (save / "iter_0000001").is_dir()
+    assert end_of("save", False, *go_on) == saved
+    assert end_of("other", False, "--save", other, "--load", save) == (saved[0], again)
+    assert not list(other.glob("iter_*")) and (other / "PREEMPTED").exists()
+
+
+def test_a_run_whose_export_failed_is_not_done(files, ranks):
+    """Started again, it exports, and is done."""
+    save, exported = files / "export", files / "export hf"
+    (exported / "config.json" / "in the way").mkdir(parents=True)
+    argv = flags(files, "export", "--save", save, "--load", save, "--export-hf", exported)
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code != 0 and "config.json" in result.stderr, result.stderr
+    assert (save / "iter_0000002").is_dir() and not (save / "DONE").exists()
+    (exported / "config.json" / "in the way").rmdir()
+    (exported / "config.json").rmdir()
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0 and (save / "DONE").exists() and (exported / "config.json").is_file(), result.stderr
+
+
+def phases_of_publishing(argv):
+    """Phases of the watchdog in which the run asked whether a save in the background can be published."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
+
+    with Ending() as ending:
+        run = build_run(plan_run(load_config(argv).config, 1), detect(), ending=ending)
+        phases, poll = [], run.saver.poll
+
+        def noted():
+            phases.extend([run.watchdog.phase] if run.saver.pending else [])
+            return poll()
+
+        run.saver.poll = noted
+        train(run)
+    return phases
+
+
+def test_publishing_a_background_save_has_the_time_of_a_save(files, ranks):
+    more = ("--save", files / "background", "--async-save", "--save-interval", 2, "--train-iters", 9)
+    (phases,) = ranks.run(phases_of_publishing, 1, flags(files, "background", *more))
+    assert len(phases) == 3 and set(phases) == {"save"}  # in steps 3, 5 and 7

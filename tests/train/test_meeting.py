@@ -1,0 +1,80 @@
+"""What one machine alone cannot do at the start ends all ranks: said by the first rank that has met it, with its exit code."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.train.command import flags, make_files
+from tests.train.processes import run_processes
+
+DATA, USAGE = 65, 64
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("meeting"))
+
+
+@pytest.fixture
+def start(files, tmp_path):
+    """Start a run of relative paths with each rank on a machine of its own, given the names of what `files` there are there."""
+
+    def start_on(*machines: tuple[str, ...]):
+        places = [tmp_path / f"machine {rank}" for rank in range(len(machines))]
+        for place, names in zip(places, machines, strict=True):
+            place.mkdir()
+            for name in names:
+                shutil.copy(files / "text.jsonl", place / name)
+        more = ("--data-path", "text.jsonl", "--save", "checkpoints", "--global-batch-size", 6)
+        argv = flags(files, "shared log", *more, data_path=None)
+        return run_processes(tmp_path, argv, len(machines), machines=places)
+
+    return start_on
+
+
+def test_a_file_that_one_machine_does_not_have(start):
+    first, second = start(("text.jsonl",), ())
+    assert (first.code, second.code) == (DATA, DATA) and max(first.after_s, second.after_s) < 10
+    assert second.output.endswith(
+        "rank 1: error: --data-path text.jsonl: nothing found\n"
+        "  why: looked for a file of this name\n"
+        "  do:  check the path\n"
+    )
+    said = "error: stopped because rank 1 cannot start: --data-path text.jsonl: nothing found\n"
+    assert said in first.output and "Traceback" not in first.output + second.output
+
+
+@pytest.mark.slow
+def test_a_disk_that_one_machine_cannot_write_to(start):
+    first, second = start(("text.jsonl",), ("text.jsonl", "checkpoints"))
+    assert (first.code, second.code) == (USAGE, USAGE)
+    assert "rank 1: error: cannot make checkpoints: " in second.output and "do:  choose another --save" in second.output
+    assert "error: stopped because rank 1 cannot start: cannot make checkpoints: " in first.output
+
+
+@pytest.mark.slow
+def test_what_the_first_machine_alone_has_met(start):
+    first, second = start((), ("text.jsonl",))
+    assert (first.code, second.code) == (DATA, DATA)
+    assert "error: --data-path text.jsonl: nothing found\n" in first.output and "error" not in second.output
+
+
+@pytest.mark.slow
+def test_each_problem_is_said_once(start):
+    """Ranks 0 and 1 have met the same one, rank 2 another one besides."""
+    outputs = [one.output for one in start((), (), ("checkpoints",))]
+    assert outputs[0].count("error: --data-path text.jsonl: nothing found\n") == 1 and "error" not in outputs[1]
+    assert "rank 2: error: 2 problems:\n[1] --data-path" in outputs[2] and "[2] cannot make checkpoints" in outputs[2]
+
+
+def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch):
+    from mkd.errors import ErrorList, UsageError
+    from mkd.train.failures import FailureReports, end_of_rank
+    from mkd.train.meeting import Meeting
+
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    error = ErrorList([UsageError("what", "why", "do"), UsageError("more")])
+    assert end_of_rank(error, FailureReports(1, 2), Meeting(1, 2)) == USAGE
+    assert capsys.readouterr().err == "rank 1: error: 2 problems:\n[1] what\n  why: why\n  do:  do\n[2] more\n"

@@ -1,0 +1,142 @@
+"""While rank 0 builds: the others wait for as long as it gets on, and a signal to any of them ends all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.train.command import flags, make_files, run_main, write_records
+from tests.train.processes import run_processes
+from tests.train.test_stopping import run_and_signal
+
+LIMIT_S = 9.0  # of a phase without progress
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("shared_build"))
+
+
+def long_text(files, megabytes: float):
+    """A file that takes about a third of a second a megabyte, and whether its tokens are being written."""
+    texts = (f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950)))
+    path = write_records(files / f"{megabytes}.jsonl", *({"text": text} for text in texts))
+    return path.name, lambda: any(one.stat().st_size for one in files.glob(f"cache/{path.stem}-*.partial-*.loss_mask.bin"))
+
+
+def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
+    """(what was shared or raised, the seconds since the start, those since this rank's watchdog has last seen progress)."""
+    from mkd.data.build import _prepare_once
+    from mkd.errors import MkdError
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.train.shared_build import SharedBuild
+    from mkd.train.signals import Signals
+    from mkd.train.watchdog import Watchdog
+
+    context = ParallelContext.create(detect())
+    signals = Signals(signal.SIGUSR1 if context.rank == signalled_rank else 0)
+    build = SharedBuild(context, signals, Watchdog.idle(context.rank, context.world_size))
+    start = time.monotonic()
+
+    def prepare():
+        while time.monotonic() - start < seconds:
+            time.sleep(0.01)
+            build.progress()
+        if fails:
+            raise OSError("no space")
+        return "prefix"
+
+    try:
+        outcome = _prepare_once(prepare, context.rank == 0, build.share)
+    except MkdError as error:
+        outcome = type(error).__name__, error.exit_code, error.what
+    now = time.monotonic()
+    return outcome, now - start, now - build.watchdog._since
+
+
+def test_all_have_the_result(ranks):
+    for outcome, seconds, idle in ranks.run(build_together, 2, 1.5, None, False):
+        assert outcome == "prefix" and 1 < seconds < 5 and idle < 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.fault("13 data build")
+def test_a_signal_to_any_rank_ends_all(rank, ranks):
+    for outcome, seconds, _ in ranks.run(build_together, 2, 30, rank, False):
+        assert outcome == ("Preempted", 75, "received SIGUSR1") and seconds < 2
+
+
+def test_an_error_is_raised_by_all(ranks):
+    for outcome, *_ in ranks.run(build_together, 2, 0.1, None, True):
+        assert outcome == ("DataError", 65, "preparing the data failed: OSError: no space")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("13 data build")
+def test_a_signal_while_data_are_tokenised(files):
+    """Nothing is left behind, no crash is counted, and what an earlier run left in the save folder is replaced."""
+    name, is_tokenised = long_text(files, 20)
+    folder, told = files / "tokenising", []
+    folder.mkdir()
+    (folder / "DONE").write_text("{}")
+
+    def after():
+        told.append(time.monotonic())
+        return is_tokenised()
+
+    codes, output = run_and_signal(files, folder.name, signal.SIGTERM, "--data-path", files / name, after=after)
+    assert codes == [75, 75] and time.monotonic() - told[-1] < 5, output[-2000:]
+    assert "preempted: received SIGTERM" in output and "data were being prepared" in output and "Traceback" not in output
+    marker = json.loads((folder / "PREEMPTED").read_text())
+    assert marker["iteration"] == 0 and marker["reason"] == "received SIGTERM"
+    assert not (folder / "DONE").exists() and not (folder / "RUNNING").exists()
+    assert not list(files.glob("cache/*.partial-*"))
+
+
+@pytest.mark.slow
+def test_a_long_build_is_no_hang(files, tmp_path):
+    """Three times as long as the limit of a phase."""
+    name, _ = long_text(files, 3 * LIMIT_S * 3.2)
+    argv = flags(files, "long", "--distributed-timeout-minutes", LIMIT_S / 60, "--data-path", files / name)
+    start = time.time()
+    results = run_processes(tmp_path, argv, 2)
+    assert [one.code for one in results] == [0, 0], results[0].output[-2000:]
+    assert results[0].at - start > 2 * LIMIT_S, "the build was too short to show anything"
+
+
+def count_workers(argv: list[str]) -> tuple[int, int]:
+    """(exit code, the most processes that tokenised at a time) of a run for which any file is worth a process."""
+    import multiprocessing
+
+    from mkd.data import encoding
+    from mkd.train.shared_build import SharedBuild
+    from tests.train.command import call_main
+
+    found, progress, limit = [], SharedBuild.progress, encoding.WORKER_BYTES
+
+    def look(self):
+        found.append(len(multiprocessing.active_children()))
+        progress(self)
+
+    SharedBuild.progress, encoding.WORKER_BYTES = look, 100
+    try:
+        return call_main(argv)[0], max(found)
+    finally:
+        SharedBuild.progress, encoding.WORKER_BYTES = progress, limit
+
+
+@pytest.mark.slow
+def test_a_run_tokenises_with_the_cores_that_it_has(files, ranks):
+    """And makes the same cache as with one."""
+    import os
+
+    plain, shared = (files / name for name in ("cache", "cache of several"))
+    (alone,) = run_main(ranks, flags(files, "one process"))
+    ((code, workers),) = ranks.run(count_workers, 1, flags(files, "processes", data_cache_path=shared.name))
+    assert (alone.exit_code, code, workers) == (0, 0, min(16, len(os.sched_getaffinity(0))))
+    made = sorted(shared.glob("text-*"))
+    assert made and all(path.read_bytes() == (plain / path.name).read_bytes() for path in made)
