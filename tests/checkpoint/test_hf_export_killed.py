@@ -70,7 +70,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize(
     "shard_bytes, step",
     [
-        pytest.param(5_000_000_000, 3, id="one file, every third"),
+        pytest.param(5_000_000_000, 7, id="one file, every seventh"),
         pytest.param(5_000_000_000, 1, id="one file", marks=pytest.mark.slow),
         pytest.param(60_000, 1, id="shards", marks=pytest.mark.slow),
     ],

@@ -51,6 +51,7 @@ def test_a_tokenised_corpus_gives_the_same_without_its_text(path, student, tmp_p
         assert text.chunks(document).tolist() == ids.chunks(document).tolist()
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_workers(path, tmp_path):
     """Joined texts: all workers have to join them in the same way."""
     student = str(tmp_path / "student")

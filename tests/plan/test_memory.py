@@ -76,7 +76,9 @@ def pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name == "TP2")) for one in LAYOUTS]
+)
 def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, ranks):
     for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):
         for part, expected in zip(held, predicted, strict=True):

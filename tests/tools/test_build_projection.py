@@ -110,6 +110,7 @@ def test_bad_and_missing_records_are_named(paths, tmp_path, capsys):
     assert "bad.jsonl:2: text is a number" in errors and "empty.jsonl holds no record" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.download
 def test_real_vocabularies_take_seconds_and_little_memory(tokenizer_paths):  # noqa: F811
     command = [sys.executable, TOOL, "--student", tokenizer_paths["qwen3"], "--teacher", tokenizer_paths["mistral"]]

@@ -63,6 +63,7 @@ def test_parity_of_a_checkpoint_with_transformers(original, checkpoint):
     assert "top-1 agreement 1.000000" in result.stdout
 
 
+@pytest.mark.slow
 def test_parity_fails_for_another_model(original, tmp_path):
     other = make_model(tmp_path / "other", "llama", seed=1)
     result = start("check_parity.py", "--hf", original, "--hf-b", other)

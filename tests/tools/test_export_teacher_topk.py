@@ -104,7 +104,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * ("TP2 PP2" in one)) for one in LAYOUTS])
 def test_every_layout_writes_the_same(name, single, files, ranks):
     world_size, layout = LAYOUTS[name]
     cache = exported(ranks, files, name, "--k", 16, *T2, *layout, world_size=world_size)

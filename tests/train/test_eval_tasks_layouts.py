@@ -120,7 +120,7 @@ def run(ranks, files):
     return of
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "TP2 CP2 SP")) for one in LAYOUTS])
 def test_every_layout_gives_the_numbers_of_transformers(name, reference, run):
     found, single = run(name), run("one process")
     for model, scores in zip(("student", "teacher"), reference, strict=True):

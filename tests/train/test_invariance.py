@@ -9,7 +9,6 @@ from tests.train.invariance import LAYOUTS, SINGLE, TOLERANCE, errors_of, make_p
 UPDATES = 2  # the table has more
 QUICK = {
     "TP2 + SP, all logits at once, micro-batch 4",
-    "TP4 + sequence parallel, micro-batch 4",
     "PP2 uneven",
     "PP4 VPP2",
     "PP2, full recomputation",
@@ -18,8 +17,6 @@ QUICK = {
     "CP2 DP2 micro-batch 2 + overlapped communication",
     "CP2 micro-batch 4, documents permuted",
     "TP2 CP2 + sequence parallel, micro-batch 4",
-    "CP4 micro-batch 2",
-    "selective recomputation",
     "micro-batch 4",
 }
 """Each kind of parallelism and of memory saving, mostly in company."""

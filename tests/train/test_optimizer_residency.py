@@ -19,6 +19,7 @@ LAYOUTS = {
     "DP2 distributed bf16": (2, DISTRIBUTED + BF16),
     "TP2 distributed bf16": (2, TP2 + DISTRIBUTED + BF16),
 }
+PARTS = "TP2 bf16", "DP2 distributed bf16"  # of another
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def train(folder, flags, load=None, save=None, until=STEPS):
     return norms, digest(chunks, optimizer)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in PARTS)) for one in LAYOUTS])
 def test_training_and_resuming_are_bitwise(layout, folder, ranks):
     """Also where one kind of residency saves and the other loads."""
     world, device = LAYOUTS[layout]

@@ -21,6 +21,14 @@ WEIGHING = (
     Layout("CP2, micro-batch 2", 2, cp=2, micro=2),
 )
 SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "TP2 PP2 DP2"}  # parts of others, or 8 processes
+
+
+def is_slow(loss, flags, layout):
+    """What another case has parts of: each loss has one layout, each way of weighing too."""
+    others = loss == "p_kl" or (flags == BY_ENTROPY and layout.cp > 1) or (flags == SELECT and layout.tp > 1)
+    return layout.name in SLOW or (layout.pp > 1 and loss != "partition_kl") or others
+
+
 CASES = (
     *(("partition_kl", (), layout) for layout in LAYOUTS),
     *((loss, (), layout) for loss in ("prefix_kl", "p_kl", "gold") for layout in MIXED),
@@ -66,7 +74,7 @@ def single(folder, ranks):
             flags,
             layout,
             id=f"{loss} {' '.join(flags[1:2])} {layout.name}",
-            marks=pytest.mark.slow if layout.name in SLOW or (layout.pp > 1 and loss != "partition_kl") else [],
+            marks=pytest.mark.slow if is_slow(loss, flags, layout) else [],
         )
         for loss, flags, layout in CASES
     ],

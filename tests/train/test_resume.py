@@ -81,8 +81,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "name",
     [
-        *(name for name in LAYOUTS if name not in ("TP2 distributed optimizer", "TP2xPP2")),
-        pytest.param("TP2xPP2", marks=pytest.mark.slow),
+        *(name for name in LAYOUTS if name not in ("TP2 distributed optimizer", "TP2xPP2", "PP2", "CP2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP2xPP2", "PP2", "CP2")),
     ],
 )
 @pytest.mark.fault(1)
@@ -101,7 +101,7 @@ def test_resume_is_bitwise(name, files, ranks):
     "first, second, more",
     [
         ("TP2", "PP2", ()),
-        ("PP2", "TP2", ()),
+        pytest.param("PP2", "TP2", (), marks=pytest.mark.slow),
         ("DP2 distributed optimizer", "TP2 distributed optimizer", ()),
         ("CP2", "one process", ("--pack", "none")),  # context parallelism pads documents and would pack them differently
     ],

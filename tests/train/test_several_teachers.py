@@ -111,6 +111,7 @@ def test_what_a_run_writes(files, ranks):
         assert record["kd_loss/cross"] != record["kd_loss/same"]
 
 
+@pytest.mark.slow
 def test_resuming_is_bitwise(files, ranks):
     whole, half, rest = (files / name for name in ("whole", "half", "rest"))
     for run, more in (

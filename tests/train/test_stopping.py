@@ -60,7 +60,9 @@ def run_and_signal(
     [
         pytest.param(signal.SIGTERM, False, "iteration        2/", marks=pytest.mark.fault(13)),
         pytest.param(signal.SIGUSR1, True, "iteration        1/", marks=pytest.mark.fault(13, 14)),
-        pytest.param(signal.SIGINT, False, "CPU platform", marks=pytest.mark.fault("13 first step")),  # or data are built
+        pytest.param(  # or data are built
+            signal.SIGINT, False, "CPU platform", marks=[pytest.mark.fault("13 first step"), pytest.mark.slow]
+        ),
     ],
     ids=["SIGTERM to one rank", "SIGUSR1 to all and their workers", "SIGINT before the first step"],
 )
@@ -78,7 +80,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
         assert int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 @pytest.mark.fault(13)
 def test_signals_that_go_on_until_the_process_is_gone(files, number):
     """The exit code has been decided before the interpreter ends: none of them changes it."""
