@@ -14,11 +14,12 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.config.validate import validate
@@ -47,35 +48,30 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "", "see --help")
-
-
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this tool, and the command line of the run."""
-    parser = _Parser(
+    parser = FlagParser(
         prog="submit.py",
         description=__doc__.splitlines()[0],
         epilog="The flags of pretrain_kd.py follow, --config FILE.yaml first of all.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--nodes", type=whole_number, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument(
         "--gpus-per-node",
-        type=_count_or_0,
+        type=partial(whole_number, least=0),
         default=8,
         metavar="N",
         help="GPUs of a machine, a process each (default: 8). 0: a CPU run, with NPROC of the environment as its processes",
     )
-    parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores of a machine (default: as in slurm.sbatch)")
+    parser.add_argument("--cpus-per-task", type=whole_number, metavar="N", help="cores of a machine (default: slurm.sbatch)")
     parser.add_argument("--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)")
     parser.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's)")
     parser.add_argument("--account", metavar="NAME", help="who pays (default: your own account)")
     parser.add_argument("--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)")
     parser.add_argument(
         "--signal-lead-s",
-        type=_count,
+        type=whole_number,
         default=120,
         metavar="S",
         help="seconds before the time limit at which the run is told to save and end; longer than a step and a save take "
@@ -90,17 +86,6 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     return parser.parse_known_args(argv)
-
-
-def _count(text: str, least: int = 1) -> int:
-    number = int(text) if text.isdecimal() else -1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    return number
-
-
-def _count_or_0(text: str) -> int:
-    return _count(text, least=0)
 
 
 def render(own: argparse.Namespace, run: list[str]) -> str:

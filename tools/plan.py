@@ -12,15 +12,15 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mkd.config.flags import FlagParser, whole_number
 from mkd.config.forecast import describe, forecast_of
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import validate
-from mkd.errors import EXIT_DONE, CheckpointError, ErrorList, MkdError, UsageError
+from mkd.errors import EXIT_DONE, CheckpointError, ErrorList, MkdError
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
@@ -37,24 +37,19 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "", "see --help")
-
-
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags of this tool, and the rest of the command line, which is that of pretrain_kd.py."""
-    parser = _Parser(
+    parser = FlagParser(
         prog="plan.py",
         description=__doc__.splitlines()[0],
         epilog="The flags of pretrain_kd.py follow.",
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--world-size", type=_count, default=1, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="processes of the run, one per GPU")
     parser.add_argument(
         "--document-length",
-        type=_count,
+        type=whole_number,
         default=DOCUMENT_LENGTH,
         metavar="N",
         help="tokens of a typical document, for the cost of attention. A run with --pipeline-layout auto assumes "
@@ -63,13 +58,6 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--help" in argv:
         parser.print_help()
     return parser.parse_known_args(argv)
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:

@@ -30,14 +30,24 @@ class CommandLine:
     errors: list[MkdError] = field(default_factory=list)
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """argparse whose errors are `UsageError`s: main prints them, beside what else is wrong."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, "", "see --help")
 
 
+def whole_number(text: str, least: int = 1) -> int:
+    """The `type` of a flag. Raises argparse.ArgumentTypeError below `least`."""
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return number
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser, with one group of flags per section. It keeps values as text: `parse_command_line` reads them."""
-    parser = _Parser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument("--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/")
     groups = {"": run}
