@@ -67,7 +67,8 @@ def one_step(context, chunks, optimizer, step, loss_sum=1.0):
     tokens = torch.randint(307, (1, sum(LENGTHS)), generator=generator).to(context.device)
     positions = torch.arange(sum(LENGTHS), device=context.device)[None]
     optimizer.zero_grad()
-    hidden = chunks[0](StageInput(tokens, positions, pack(LENGTHS, 0)))
+    documents = pack(LENGTHS, 0, context.platform.transformer_engine, context.device)
+    hidden = chunks[0](StageInput(tokens, positions, documents))
     chunks[0].module.student.logits(hidden).float().square().mean().backward()
     chunks[0].module.config.finalize_model_grads_func(chunks, None)
     return optimizer.update(loss_sum, num_samples=2)

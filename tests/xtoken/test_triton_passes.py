@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
 from types import SimpleNamespace
 
 import pytest
@@ -100,11 +101,11 @@ def test_a_loss_on_a_gpu(settings):
     from tests.xtoken.chunk_cases import random_case
     from tests.xtoken.test_fused import arguments
 
-    (hidden, weight, *rest), shared = arguments(random_case(), **settings)
+    (hidden, weight, teacher_hidden, teacher_weight, chunks), shared = arguments(random_case(), **settings)
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         own = [t.detach().to(device, dtype).requires_grad_() for t in (hidden, weight)]
-        others = [t.to(device, dtype) for t in rest[:2]] + [t.to(device) for t in rest[2:]]
+        others = teacher_hidden.to(device, dtype), teacher_weight.to(device, dtype), chunks.map(methodcaller("to", device))
         moved = shared | dict(vocabulary=shared["vocabulary"].to(device))
         output = fused_chunk_kd(*own, *others, **moved, fp32_logits=True)
         output.loss.backward()
