@@ -39,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     head = _add(commands, "head", run_head, "LM heads and loss in one: R4 R5 R6; under torchrun strong scaling, R7")
     head.add_argument("--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary")
     head.add_argument("--chunk-rows", type=int, help="rows of a chunk of our head; not given: the engine's")
+    chunks = _add(commands, "chunks", run_chunks, "losses between tokenizers, heads included, beside the bare products")
+    chunks.add_argument("--shape", nargs="+", type=sizes(5), metavar="C,HS,HT,VS,VT", help="chunks, hidden sizes, vocabularies")
+    chunks.add_argument("--losses", nargs="+", help="of --xtoken-loss; all if not given")
     step = _add(commands, "step", run_step, "a training step of the engine, beside SFT and the teacher's forward: R10")
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
     packing.add_argument("--documents", type=int, help="documents of a step")
@@ -120,6 +123,14 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
     benchmark = head_tp.benchmark if is_parallel() else head.benchmark
     return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])
+
+
+def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
+    from mkd.bench.chunks import ChunkShape, benchmark
+    from mkd.xtoken.loss_settings import LOSSES
+
+    shapes = args.shape or [(8192, 2048, 4096, 32000, 151936) if machine.is_cuda else (64, 32, 48, 400, 700)]
+    return merge([benchmark(machine, ChunkShape(*shape), tuple(args.losses or LOSSES)) for shape in shapes])
 
 
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:

@@ -17,11 +17,16 @@ from mkd.losses.statistics import MergedStatistics, add_terms, gather_statistics
 
 def passes_for(logits: Tensor) -> ModuleType:
     """The module whose `local_statistics`, `merge_statistics`, `divergence_terms` and `write_gradient` run on these logits."""
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if use_triton(logits):
         from mkd.losses import triton_rows
 
         return triton_rows
     return torch_rows
+
+
+def use_triton(logits: Tensor) -> bool:
+    """Whether Triton kernels run on these logits; their arithmetic is fp32."""
+    return logits.is_cuda and logits.dtype != torch.float64 and _has_triton()
 
 
 @cache

@@ -24,7 +24,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _load_tile(row, columns, width, count, PARTIAL: tl.constexpr):
+def load_tile(row, columns, width, count, PARTIAL: tl.constexpr):
     """fp32 logits of a tile. A PARTIAL one has LOWEST from column `count` on; `width` (loadable columns, a multiple of the
     vector size) keeps its loads wide."""
     if PARTIAL:
@@ -34,7 +34,7 @@ def _load_tile(row, columns, width, count, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def _add_to_softmax(maximum, total, tile, scale):
+def add_to_softmax(maximum, total, tile, scale):
     """One model's running (maximum, total) of every lane after one more tile; `scale` is log2(e) / T."""
     new = tl.maximum(maximum, tl.max(tile, axis=1))
     centred = tile - new[:, None]
@@ -51,8 +51,8 @@ def _add_tile(
     """The running state of both models' lanes after the tile that begins at column `first`."""
     old_m_s, old_s_s, old_m_t, old_s_t, c_t, c_s, plain_s, plain_t, mean_t, top = state
     columns = first + tile
-    m_s, s_s, u_s, e_s, f_s = _add_to_softmax(old_m_s, old_s_s, _load_tile(student, columns, width, shared, PARTIAL), scale)
-    m_t, s_t, u_t, e_t, f_t = _add_to_softmax(old_m_t, old_s_t, _load_tile(teacher, columns, width, shared, PARTIAL), scale)
+    m_s, s_s, u_s, e_s, f_s = add_to_softmax(old_m_s, old_s_s, load_tile(student, columns, width, shared, PARTIAL), scale)
+    m_t, s_t, u_t, e_t, f_t = add_to_softmax(old_m_t, old_s_t, load_tile(teacher, columns, width, shared, PARTIAL), scale)
     top = tl.where(m_t > old_m_t, first, top)
     d = u_t - u_s
     delta = (old_m_t - m_t) - (old_m_s - m_s)
@@ -163,9 +163,9 @@ def statistics_kernel(
             first_extra = shared // WIDTH * WIDTH  # aligned loads; columns before `shared` are known already
             for first in range(first_extra, student_columns, LANES * WIDTH):
                 columns = first + tile
-                z_s = _load_tile(student, columns, width, student_columns, True)
+                z_s = load_tile(student, columns, width, student_columns, True)
                 z_s = tl.where(columns < shared, LOWEST, z_s)
-                m_s, plain_s, _u, _e, _f = _add_to_softmax(m_s, plain_s, z_s, LOG2E)
+                m_s, plain_s, _u, _e, _f = add_to_softmax(m_s, plain_s, z_s, LOG2E)
             ce_max = tl.max(m_s, axis=0)
             tl.store(out, ce_max)
             tl.store(out + n, tl.sum(plain_s * tl.exp2((m_s - ce_max) * LOG2E), axis=0))
@@ -211,14 +211,14 @@ def terms_kernel(
     to_student = tl.zeros((LANES,), tl.float32)
     whole = shared // (LANES * WIDTH) * (LANES * WIDTH)
     for first in range(0, whole, LANES * WIDTH):
-        a = (_load_tile(student, first + tile, width, shared, False) - m_s) * scale - l_s
-        b = (_load_tile(teacher, first + tile, width, shared, False) - m_t) * scale - l_t
+        a = (load_tile(student, first + tile, width, shared, False) - m_s) * scale - l_s
+        b = (load_tile(teacher, first + tile, width, shared, False) - m_t) * scale - l_t
         in_t, in_s = _mixture_terms(a, b, beta)
         to_teacher += in_t
         to_student += in_s
     if whole < shared:
-        a = (_load_tile(student, whole + tile, width, shared, True) - m_s) * scale - l_s
-        b = (_load_tile(teacher, whole + tile, width, shared, True) - m_t) * scale - l_t
+        a = (load_tile(student, whole + tile, width, shared, True) - m_s) * scale - l_s
+        b = (load_tile(teacher, whole + tile, width, shared, True) - m_t) * scale - l_t
         in_t, in_s = _mixture_terms(a, b, beta)
         to_teacher += in_t
         to_student += in_s
@@ -232,14 +232,14 @@ def _mixture_terms(a, b, beta):
 
     Over the whole vocabulary Q - p adds nothing; see `divergences._kl_terms`.
     """
-    p_s, p_t, log_q = _mixture(a, b, beta)
+    p_s, p_t, log_q = mixture(a, b, beta)
     q = beta * p_t + (1.0 - beta) * p_s
     to_teacher = p_t * (b - log_q) + (q - p_t) * LOG2E
     return tl.sum(to_teacher, axis=1), tl.sum(p_s * (a - log_q) + (q - p_s) * LOG2E, axis=1)
 
 
 @triton.jit
-def _mixture(a, b, beta):
+def mixture(a, b, beta):
     """(p_s, p_t, log2(beta p_t + (1 - beta) p_s)) from a = log2 p_s and b = log2 p_t.
 
     The larger probability is factored out: the fast logarithm then sees values between min(beta, 1 - beta) and 1 only, where
@@ -292,7 +292,7 @@ def gradient_kernel(
         a = (z_s - tl.load(student_max_pointer + row)) * scale - tl.load(student_log_sum_pointer + row) * LOG2E
         b = (z_t - tl.load(teacher_max_pointer + row)) * scale - tl.load(teacher_log_sum_pointer + row) * LOG2E
         if JENSEN_SHANNON:
-            p_s, p_t, log_q = _mixture(a, b, forward)
+            p_s, p_t, log_q = mixture(a, b, forward)
             gradient += (1.0 - forward) * p_s * ((a - log_q) * LN2 - tl.load(residual_pointer + row))
         else:
             p_s, p_t = tl.exp2(a), tl.exp2(b)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
-from mkd.xtoken.loss_call import LossCall, log_rest, log_split, write_scaled
+from mkd.xtoken.loss_call import LossCall, log_rest, log_split
+from mkd.xtoken.passes import passes_for
 from mkd.xtoken.segments import log_sum_exp_by, sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
@@ -27,45 +28,42 @@ from mkd.xtoken.slices import ChunkSlice, SideRows
 def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] the student's become scale * dL/d(z/T).
 
-    Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
+    The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
     """
-    ours = _Entries.of(student, piece.student, piece.pair_chunks, piece.pair_student, call.student_real, call)
-    theirs = _Entries.of(teacher, piece.teacher, piece.pair_chunks, piece.pair_teacher, call.teacher_real, call)
-    gathered = call.gather(s=ours.local_sums(), s_found=ours.found, t=theirs.local_sums(), t_found=theirs.found)
+    ours = _Entries.of(student, piece.student, piece.pair_chunks, piece.pair_student, call)
+    theirs = _Entries.of(teacher, piece.teacher, piece.pair_chunks, piece.pair_teacher, call)
+    passes = passes_for(student)
+    s_local = passes.log_sums(student, call.student_codes, call)
+    t_local = passes.log_sums(teacher, call.teacher_codes, call)
+    gathered = call.gather(s=s_local, s_found=ours.found, t=t_local, t_found=theirs.found)
     s = _Scores.of(ours, gathered["s"].logsumexp(dim=0), gathered["s_found"].amax(dim=0))
     t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
     of_pairs, of_rest = call.rule.parts(t.pairs, s.pairs), call.rule.parts(t.rest, s.rest)
     count = len(piece.student.base)
     sums = torch.stack([sum_segments(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)])
     if scale is not None:
-        gradient = _gradient(ours, s, t, call.rule.mean_slope(sums), call)
-        write_scaled(student, gradient, scale[piece.student.chunks])
+        _write_gradient(student, ours, s, t, call.rule.mean_slope(sums), scale, call)
     return call.rule.value(sums)
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """One side's logits on this rank, and e columns singled out: the realised tokens of the prefix, then those of the pairs."""
+    """One side's e columns singled out: the realised tokens of the prefix, then those of the pairs."""
 
     side: SideRows
     pair_chunks: Tensor  # [p]
     rows: Tensor  # [e]
     columns: Tensor  # [e] w where the column is another rank's
     found: Tensor  # [e] z / T, LOWEST where the column is another rank's
-    others: Tensor  # [n, w + 1] z / T, LOWEST in the columns singled out, those that are not real, and the last one
 
     @classmethod
-    def of(cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, real: Tensor, call: LossCall) -> _Entries:
-        rows = torch.cat([side.others, side.base[pair_chunks]])
-        columns = call.local_columns(torch.cat([side.places[side.others], pairs]), real.shape[0])
-        values = torch.nn.functional.pad(call.heated(logits).masked_fill(~real, LOWEST), (0, 1), value=LOWEST)
-        found = values[rows, columns]
-        values[rows, columns] = LOWEST
-        return cls(side, pair_chunks, rows, columns, found, values)
-
-    def local_sums(self) -> Tensor:
-        """[n], ln sum exp of the columns that are not singled out."""
-        return self.others.logsumexp(dim=1)
+    def of(cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall) -> _Entries:
+        """Takes them out of the logits: what stays there has no probability, so that sums over the others lose nothing."""
+        rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
+        columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
+        found = call.heated(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)
+        passes_for(logits).fill(logits, rows, columns, torch.full_like(found, max(LOWEST, torch.finfo(logits.dtype).min)))
+        return cls(side, pair_chunks, rows, columns, found)
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,22 @@ class _Scores:
         return cls(torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest)
 
 
-def _gradient(ours: _Entries, s: _Scores, t: _Scores, mean: Tensor, call: LossCall) -> Tensor:
-    """[n, w_s], over `ours.others`."""
-    side, chunks = ours.side, ours.pair_chunks
+def _write_gradient(
+    student: Tensor, ours: _Entries, s: _Scores, t: _Scores, mean: Tensor, scale: Tensor, call: LossCall
+) -> None:
+    """Overwrites the logits [n, w_s] without their entries."""
+    side, chunks, passes = ours.side, ours.pair_chunks, passes_for(student)
     slope = call.rule.slope(t.rest, s.rest)
     background = slope - mean
-    result = ours.others.sub_(s.totals[:, None]).exp_().mul_(background[side.chunks][:, None])
     of_prefix = -s.outside[side.others].exp() * background[side.other_chunks]
     of_last = (-torch.expm1(s.prefixes) * slope - mean)[chunks]
     of_pairs = call.rule.mass_slope(t.pairs, s.pairs) + s.entries[len(side.others) :].exp() * of_last
-    result[ours.rows, ours.columns] = torch.cat([of_prefix, of_pairs])
-    return result[:, :-1]
+    factor = _scaled(background, scale)[side.chunks]
+    entries = _scaled(torch.cat([of_prefix, of_pairs]), scale[torch.cat([side.other_chunks, chunks])])
+    passes.write_softmax_gradient(student, call.student_codes, s.totals, factor, call)
+    passes.fill(student, ours.rows, ours.columns, entries)
+
+
+def _scaled(values: Tensor, scale: Tensor) -> Tensor:
+    """values * scale, exactly 0 where the scale is."""
+    return (values * scale).masked_fill_(scale == 0, 0.0)

@@ -114,17 +114,15 @@ def _chunk_rows(
 def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool, limit: int | None) -> dict[int, int]:
     """Most rows of a slice for each kind of chunk that counts.
 
-    The 1-1 chunks of partition_kl go through their logits a few rows at a time. The other losses have up to four more tensors
-    of the slice's size in the compute dtype at once, and the dense ones those of all ranks.
+    partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that size in the compute
+    dtype at once, and the dense ones those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
-    width = call.vocabulary.teacher_width
-    whole, part = (limit or head_chunk_rows(rows, columns, dtype.itemsize, on_gpu) for columns in (width, 4 * ranks * width))
-    of_single = whole if call.settings.loss == "partition_kl" else part
-    if call.settings.exact_token_match_only:
-        return {ONE_TO_ONE: of_single}
-    return {ONE_TO_ONE: of_single, ONE_TO_MANY: part, MANY_TO_ONE: part, MANY_TO_MANY: part}
+    tensors = 1 if call.settings.loss == "partition_kl" else 4 * ranks
+    most = limit or head_chunk_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
+    kinds = (ONE_TO_ONE,) if call.settings.exact_token_match_only else (ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY)
+    return dict.fromkeys(kinds, most)
 
 
 @dataclass(frozen=True)

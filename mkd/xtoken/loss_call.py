@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from mkd.xtoken.loss_settings import ChunkLossSettings
 
 # Stands for ln 0 where a difference with it must stay finite: exp of it is 0, and 0 times it is 0.
 FLOOR = -1e4
+
+OTHER, COMMON = 1, 2  # codes of columns: a row of the model without a twin, a common token; 0 is no row of the model
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,17 @@ class LossCall:
     def common(self) -> Tensor:
         """[w_s] bool, this rank's."""
         return self.vocabulary.common[self.vocabulary.rank]
+
+    @cached_property
+    def student_codes(self) -> Tensor:
+        """[w_s] int8, this rank's."""
+        return self.student_real.to(torch.int8) + self.common.to(torch.int8)
+
+    @cached_property
+    def teacher_codes(self) -> Tensor:
+        """[w_t] int8, this rank's."""
+        real = self.teacher_real.to(torch.int8)
+        return real + torch.nn.functional.pad(self.common.to(torch.int8), (0, len(real) - len(self.common)))
 
     @property
     def is_split(self) -> bool:

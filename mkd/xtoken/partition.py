@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.losses.torch_rows import row_chunks
-from mkd.xtoken.loss_call import LossCall, log_split, log_sum_exp, write_scaled
+from mkd.xtoken.loss_call import LossCall, log_split
+from mkd.xtoken.passes import passes_for
 
 
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:
@@ -25,20 +26,17 @@ def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: Los
 
     Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another all-gather of [k, c].
     """
-    lowest = _lowest_of_top_k(teacher, call)
-    rows = [_Rows(student[r], teacher[r], None if lowest is None else lowest[r], call) for r in row_chunks(teacher)]
-    sizes = [r.student.shape[0] for r in rows]
-    local = torch.cat([r.log_sums() for r in rows], dim=1)
-    sums = call.gather(sums=local)["sums"].logsumexp(dim=0)
-    masses = [_Masses.of(s, call) for s in sums.split(sizes, dim=1)]
-    totals = call.sum(torch.cat([r.parts(m) for r, m in zip(rows, masses, strict=True)], dim=1))
+    passes, lowest = passes_for(student), _lowest_of_top_k(teacher, call)
+    sums = call.gather(sums=passes.support_sums(student, teacher, lowest, call))["sums"].logsumexp(dim=0)
+    masses = _Masses.of(sums, call)
+    normalisers = masses.student_total, masses.teacher_total
+    totals = call.sum(passes.support_parts(student, teacher, lowest, normalisers, call))
     if has_rest(call):
-        rest = _Masses.of(sums, call)
-        totals = totals + torch.stack(call.rule.parts(rest.teacher_rest, rest.student_rest))
+        totals = totals + torch.stack(call.rule.parts(masses.teacher_rest, masses.student_rest))
     if scale is not None:
-        means = call.rule.mean_slope(totals).expand(student.shape[0])
-        for r, m, mean, factor in zip(rows, masses, means.split(sizes), scale.split(sizes), strict=True):
-            write_scaled(r.student, r.gradient(m, mean), factor)
+        mean = call.rule.mean_slope(totals) + torch.zeros_like(normalisers[0])
+        beside = call.rule.slope(masses.teacher_rest, masses.student_rest) - mean if has_rest(call) else torch.zeros_like(mean)
+        passes.write_support_gradient(student, teacher, lowest, normalisers, (-mean, beside), scale, call)
     return call.rule.value(totals)
 
 
@@ -78,52 +76,3 @@ class _Masses:
             return cls(sums[0], sums[2], sums[1], sums[3])
         totals = torch.logaddexp(sums[0], sums[1]), torch.logaddexp(sums[2], sums[3])
         return cls(*totals, log_split(sums[0], sums[1])[1], log_split(sums[2], sums[3])[1])
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a slice on this rank's columns."""
-
-    student: Tensor  # [n, w_s] logits
-    teacher: Tensor  # [n, w_t]
-    lowest: Tensor | None  # [n] smallest logit of the teacher in the support
-    call: LossCall
-
-    def support(self) -> Tensor:
-        """[w_s] or [n, w_s] bool."""
-        if self.lowest is None:
-            return self.call.common
-        return self.call.common & (self.teacher[:, : self.call.common.shape[0]] >= self.lowest[:, None])
-
-    def log_sums(self) -> Tensor:
-        """[4, n]."""
-        call, support = self.call, self.support()
-        student, teacher = call.heated(self.student), call.heated(self.teacher)
-        wide = torch.nn.functional.pad(support, (0, teacher.shape[1] - support.shape[-1]))
-        ours = support, call.student_real & ~support
-        theirs = wide, call.teacher_real & ~wide
-        return torch.stack([*(log_sum_exp(student, c) for c in ours), *(log_sum_exp(teacher, c) for c in theirs)])
-
-    def parts(self, masses: _Masses) -> Tensor:
-        """[k, n], this rank's sums over the support."""
-        outside = ~self.support()
-        return torch.stack([part.masked_fill_(outside, 0.0).sum(dim=1) for part in self.call.rule.parts(*self._logs(masses))])
-
-    def gradient(self, masses: _Masses, mean: Tensor) -> Tensor:
-        """dL/d(z/T), [n, w_s]."""
-        rule, call, support = self.call.rule, self.call, self.support()
-        log_t, log_s = self._logs(masses)
-        result = rule.mass_slope(log_t, log_s).masked_fill_(~support, 0.0)
-        factor = (-mean)[:, None]
-        if has_rest(call):
-            background = rule.slope(masses.teacher_rest, masses.student_rest) - mean
-            factor = torch.where(support, factor, background[:, None])
-            columns = call.student_real
-        else:
-            columns = support
-        return result.add_((log_s.exp_().mul_(factor)).masked_fill_(~columns, 0.0))
-
-    def _logs(self, masses: _Masses) -> tuple[Tensor, Tensor]:
-        """ln of both distributions, [n, w_s]; outside the support the teacher's means nothing."""
-        teacher = self.call.heated(self.teacher[:, : self.student.shape[1]]) - masses.teacher_total[:, None]
-        return teacher, self.call.heated(self.student) - masses.student_total[:, None]

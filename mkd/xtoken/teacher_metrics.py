@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mkd.losses.softmax import LOWEST, compute_dtype
-from mkd.losses.torch_rows import row_chunks
 from mkd.xtoken.chunks import ONE_TO_ONE
 from mkd.xtoken.loss_call import LossCall, at_columns
+from mkd.xtoken.passes import passes_for
 from mkd.xtoken.slices import ChunkSlice
 
 
@@ -17,10 +16,7 @@ def slice_metrics(student: Tensor, teacher: Tensor, counts: Tensor, piece: Chunk
 
     Tensor-parallel group: one all-gather of [<= 6, m].
     """
-    local = _teacher_local(teacher, piece, call)
-    if piece.kind == ONE_TO_ONE:
-        local |= _student_local(student, teacher, call)
-    gathered = call.gather(**local)
+    gathered = call.gather(**_local(student, teacher, piece, call))
     normaliser = gathered["sums"].logsumexp(dim=0)
     log_share = gathered["sums"] - normaliser
     ce = normaliser - gathered["label"].amax(dim=0)
@@ -40,25 +36,18 @@ def slice_metrics(student: Tensor, teacher: Tensor, counts: Tensor, piece: Chunk
     return metrics
 
 
-def _teacher_local(teacher: Tensor, piece: ChunkSlice, call: LossCall) -> dict[str, Tensor]:
-    """[m] each: ln sum exp, entropy of the shard's own softmax, logit of the token (LOWEST on other ranks); at T = 1."""
-    columns = call.local_columns(piece.teacher.places, teacher.shape[1])
-    parts = []
-    for rows in row_chunks(teacher):
-        values = teacher[rows].to(compute_dtype(teacher)).masked_fill(~call.teacher_real, LOWEST)
-        logs = torch.log_softmax(values, dim=1)
-        label = at_columns(values, columns[rows])
-        parts.append(torch.stack([values.logsumexp(dim=1), -(logs.exp() * logs).sum(dim=1), label]))
-    return dict(zip(("sums", "entropy", "label"), torch.cat(parts, dim=1).unbind(), strict=True))
-
-
-def _student_local(student: Tensor, teacher: Tensor, call: LossCall) -> dict[str, Tensor]:
-    """[c] each: both models' largest logit; the student's at the teacher's first maximum, -inf if that is no common token."""
-    parts = []
-    for rows in row_chunks(teacher):
-        ours = student[rows].to(compute_dtype(student)).masked_fill(~call.student_real, LOWEST)
-        top = teacher[rows].to(compute_dtype(teacher)).masked_fill(~call.teacher_real, LOWEST).max(dim=1)
-        twins = torch.nn.functional.pad(ours.masked_fill(~call.common, float("-inf")), (0, 1), value=float("-inf"))
-        there = twins.gather(1, top.indices.clamp(max=ours.shape[1])[:, None]).squeeze(1)
-        parts.append(torch.stack([top.values, ours.amax(dim=1), there]))
-    return dict(zip(("teacher_max", "student_max", "student_there"), torch.cat(parts, dim=1).unbind(), strict=True))
+def _local(student: Tensor, teacher: Tensor, piece: ChunkSlice, call: LossCall) -> dict[str, Tensor]:
+    """This rank's part at T = 1. [m] each: ln sum exp, entropy of the shard's own softmax, logit of the token (LOWEST on other
+    ranks). For 1-1 chunks also both models' largest logit, and the student's at the teacher's first maximum, -inf if that is no
+    common token."""
+    passes = passes_for(teacher)
+    sums, entropy, maximum, column = passes.token_statistics(teacher, call.teacher_codes)
+    label = at_columns(teacher, call.local_columns(piece.teacher.places, teacher.shape[1])).to(sums.dtype)
+    local = {"sums": sums, "entropy": entropy, "label": label}
+    if piece.kind == ONE_TO_ONE:
+        column = column.long()
+        is_common = torch.nn.functional.pad(call.common, (0, teacher.shape[1] - len(call.common)))[column]
+        there = student.gather(1, column.clamp(max=student.shape[1] - 1)[:, None]).squeeze(1)
+        local["teacher_max"], local["student_max"] = maximum, passes.largest(student, call.student_codes)
+        local["student_there"] = there.to(sums.dtype).masked_fill(~is_common, float("-inf"))
+    return local

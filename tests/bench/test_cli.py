@@ -48,6 +48,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("ceilings",), set()),
         (("logits", "--shape", "24,400", "5,37"), {"R8", "R12"}),
         (("head", "--shape", "24,16,24,400", "--chunk-rows", "8"), {"R6"}),
+        (("chunks", "--shape", "40,16,24,60,90"), set()),
         (("packing", "--documents", "9", "--seq-length", "256"), {"R9"}),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
         (("pipeline",), {"R11"}),
