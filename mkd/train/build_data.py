@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from mkd.data.build import open_datasets
 from mkd.errors import DataError, Preempted
+from mkd.operations.folders import cache_folder, log_folder
+from mkd.operations.shared_build import SharedBuild, leave_preempted
+from mkd.operations.signals import Signals
+from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
-from mkd.train.folders import cache_folder, log_folder
 from mkd.train.own_tokens import OwnTokens
 from mkd.train.plan import Plan
-from mkd.train.shared_build import SharedBuild, leave_preempted
-from mkd.train.signals import Signals
-from mkd.train.watchdog import Watchdog
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
 MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them would wait for that

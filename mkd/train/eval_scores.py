@@ -18,10 +18,10 @@ from mkd.losses.scores import token_scores
 from mkd.models.builder import join_stages
 from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage
+from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.train.schedule import PipelineSchedule
-from mkd.train.stopping import Interruptible, Stopper
 
 MICROBATCHES_PER_STAGE = 16  # of one call of the schedule: so many that filling the pipeline costs little
 

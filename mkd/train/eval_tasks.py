@@ -15,12 +15,12 @@ from mkd.data.eval_requests import encode_pairs
 from mkd.data.eval_tasks import Task, read_tasks
 from mkd.errors import ErrorList, MkdError
 from mkd.models.language_model import LanguageModel
+from mkd.operations.stopping import Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.eval_scores import RequestBatches, log_likelihoods
 from mkd.train.report import Reporter
 from mkd.train.step import Engine
-from mkd.train.stopping import Stopper
 
 
 def tasks_of(config: Config) -> list[Task]:

@@ -12,18 +12,18 @@ from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
 from mkd.faults import fault_at, poison_next_gradient
+from mkd.operations.crash_loop import CrashCounter
+from mkd.operations.ending import Ending
+from mkd.operations.profiling import Profiler
+from mkd.operations.stopping import Interruptible, Stop, Stopper
+from mkd.operations.watchdog import UNWATCHED, Watchdog
 from mkd.train.checkpoints import Saver
-from mkd.train.crash_loop import CrashCounter
-from mkd.train.ending import Ending
 from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
 from mkd.train.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.train.nonfinite import NonFinitePolicy
-from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine, train_step
-from mkd.train.stopping import Interruptible, Stop, Stopper
-from mkd.train.watchdog import UNWATCHED, Watchdog
 
 
 @dataclass

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
 from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError
-from mkd.train.failures import FailureReports, end_of_rank
-from mkd.train.meeting import Meeting
-from mkd.train.signals import Signals, caught_signals, ignore_signals
+from mkd.operations.failures import FailureReports, end_of_rank
+from mkd.operations.meeting import Meeting
+from mkd.operations.signals import Signals, caught_signals, ignore_signals
 
 
 def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
@@ -44,10 +44,10 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, 
     if loaded.config.training.deterministic_mode:
         make_deterministic()
     platform = detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.train.folders import log_folder
+    from mkd.operations.folders import log_folder
+    from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.train.out_of_memory import memory_explained
     from mkd.train.plan import plan_run
-    from mkd.train.watchdog import MARGIN_S, Watchdog
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
@@ -72,9 +72,9 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, 
 
 def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, watchdog, folder: Path) -> None:
     """Build, train, export."""
-    from mkd.train.ending import Ending
+    from mkd.operations.ending import Ending
+    from mkd.operations.markers import remove_markers
     from mkd.train.loop import train
-    from mkd.train.markers import remove_markers
     from mkd.train.setup import build_run
 
     checkpoint = loaded.config.checkpoint
@@ -96,7 +96,7 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
 
 def end(current, stop) -> None:
     """Leave a marker of how the run ended. Raises Preempted where it should be started again."""
-    from mkd.train.markers import DONE, PREEMPTED, write_marker
+    from mkd.operations.markers import DONE, PREEMPTED, write_marker
 
     save, position = current.config.checkpoint.save, current.position
     is_preempted = stop is not None and stop.is_preempted

@@ -16,7 +16,7 @@ from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.errors import NonFiniteError
-from mkd.train.folders import log_folder
+from mkd.operations.folders import log_folder
 from mkd.train.samples import documents_by_sample, shown
 from mkd.train.step import Engine, StepResult
 from mkd.train.sums import LossSums

@@ -8,9 +8,9 @@ from functools import partial
 
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.teacher_text import TeacherText
+from mkd.operations.folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.train.folders import cache_folder
 from mkd.train.model_source import ModelSource
 from mkd.train.plan import Plan
 from mkd.xtoken import build_projection

@@ -10,17 +10,17 @@ from mkd.config.schema import Config
 from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.errors import ErrorList, MkdError, UsageError
 from mkd.log.writers import missing_packages
+from mkd.operations.disk import disk_problems, writes_of
+from mkd.operations.profiling import profile_problems
+from mkd.operations.start import start_problems
 from mkd.plan.batch import BatchPlan
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.teachers import teacher_names, teacher_roles
-from mkd.train.disk import disk_problems, writes_of
 from mkd.train.eval_tasks import task_problems
 from mkd.train.model_source import ModelSource, locate_model
 from mkd.train.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
-from mkd.train.profiling import profile_problems
-from mkd.train.start import start_problems
 from mkd.train.topk_teacher import StoredTeacher
 
 

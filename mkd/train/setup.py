@@ -14,27 +14,27 @@ from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
 from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
 from mkd.models.stage import take_teacher_ms
+from mkd.operations.crash_loop import CrashCounter, count_crashes
+from mkd.operations.ending import Ending
+from mkd.operations.folders import log_folder
+from mkd.operations.profiling import Profiler
+from mkd.operations.signals import Signals
+from mkd.operations.stopping import Stopper
+from mkd.operations.watchdog import MARGIN_S, Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
 from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
-from mkd.train.crash_loop import CrashCounter, count_crashes
-from mkd.train.ending import Ending
 from mkd.train.eval_tasks import build_tasks
 from mkd.train.evaluate import is_evaluated
-from mkd.train.folders import log_folder
 from mkd.train.loop import Run
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.own_tokens import find_own_tokens, with_seq_lengths
 from mkd.train.plan import Plan
-from mkd.train.profiling import Profiler
 from mkd.train.report import Reporter
-from mkd.train.signals import Signals
 from mkd.train.spikes import SpikeWatch
 from mkd.train.step import Engine
-from mkd.train.stopping import Stopper
-from mkd.train.watchdog import MARGIN_S, Watchdog
 
 
 def join(plan: Plan, platform: Platform) -> ParallelContext:

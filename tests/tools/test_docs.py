@@ -51,9 +51,9 @@ def test_texts_in_variables_functions_and_callers_are_found():
     """Set before the raise, in branches, by a function, or given to the one that raises; in mkd/, tools/ and launch/."""
     found = {(error.file, error.what): error for error in make_docs.raised_errors()}
     for file, what in (
-        ("mkd/train/profiling.py", "--profile-ranks ... do not exist"),
-        ("mkd/train/disk.py", "cannot make ...: ... is a file"),
-        ("mkd/train/disk.py", "cannot write to ...: ... is read-only for this user"),
+        ("mkd/operations/profiling.py", "--profile-ranks ... do not exist"),
+        ("mkd/operations/disk.py", "cannot make ...: ... is a file"),
+        ("mkd/operations/disk.py", "cannot write to ...: ... is read-only for this user"),
         ("mkd/train/nonfinite.py", "...; logits that are not finite: ..."),
         ("mkd/xtoken/loss_settings.py", "xtoken top-k is ..."),
         ("mkd/checkpoint/verifying.py", "... is missing"),

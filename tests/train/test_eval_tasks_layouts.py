@@ -55,6 +55,8 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
 
     from mkd.config.load import load_config
     from mkd.data.loader import TrainStream
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.tokenizers.load import load_tokenizer
@@ -63,9 +65,7 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     from mkd.train.eval_scores import log_likelihoods
     from mkd.train.eval_tasks import TaskEvaluator, evaluate_tasks, evaluate_teachers
     from mkd.train.plan import plan_run
-    from mkd.train.signals import Signals
     from mkd.train.step import train_step
-    from mkd.train.stopping import Stopper
 
     config = load_config(argv).config
     plan = plan_run(config, dist.get_world_size())

@@ -31,12 +31,12 @@ def command(files, run, *more):
 def stopped(argv, iteration, where):
     """A run that gets SIGTERM in the evaluation after `iteration` steps, or just before; (why it ended, what is still due)."""
     from mkd.config.load import load_config
+    from mkd.operations.ending import Ending
+    from mkd.operations.signals import Signals
     from mkd.platform import detect
-    from mkd.train.ending import Ending
     from mkd.train.loop import train
     from mkd.train.plan import plan_run
     from mkd.train.setup import build_run
-    from mkd.train.signals import Signals
 
     signals = Signals()
 

@@ -14,7 +14,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList, UsageError
-from mkd.train import disk
+from mkd.operations import disk
 from mkd.train.plan import plan_run
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records

@@ -14,8 +14,8 @@ from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
 from mkd.errors import UsageError
+from mkd.operations.folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
-from mkd.train.folders import cache_folder, log_folder
 
 GIB = 2**30
 CACHE_SHARE = 1 / 3  # of the size of raw text, at least: six bytes a token and two bytes an id

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.checkpoint.folders import POINTER
 from mkd.config.schema import CheckpointConfig
-from mkd.train.start import start_problems
+from mkd.operations.start import start_problems
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 

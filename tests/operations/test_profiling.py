@@ -12,8 +12,8 @@ import pytest
 from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
 from mkd.errors import Preempted
 from mkd.losses.objective import TEMPERATURE_SCALINGS
+from mkd.operations.profiling import Profiler, profile_problems
 from mkd.plan.loss_card import Term
-from mkd.train.profiling import Profiler, profile_problems
 from mkd.train.teacher_loss import TeacherLoss
 from tests.train.command import flags, make_files, run_main
 
@@ -115,9 +115,9 @@ def fail_in_build(argv):
     import torch
 
     from mkd.config.load import load_config
+    from mkd.operations.ending import Ending
     from mkd.platform import detect
     from mkd.train import setup
-    from mkd.train.ending import Ending
     from mkd.train.plan import plan_run
 
     def build_engine(*args):

@@ -45,7 +45,7 @@ def test_errors_of_communication_are_told_from_others():
     import torch.distributed as dist
 
     from mkd.errors import CheckpointError
-    from mkd.train.failures import is_communication_error
+    from mkd.operations.failures import is_communication_error
 
     def wrapped(cause):
         try:
@@ -61,7 +61,7 @@ def test_errors_of_communication_are_told_from_others():
 
 
 def test_reports_of_other_runs_are_not_believed(tmp_path):
-    from mkd.train.failures import FailureReports
+    from mkd.operations.failures import FailureReports
 
     first, second = (FailureReports(rank, 2, tmp_path, run="now") for rank in range(2))
     FailureReports(1, 2, tmp_path, run="earlier").write("old", "")

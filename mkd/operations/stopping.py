@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
-from mkd.train.signals import Signals
 
 T = TypeVar("T")
 

@@ -115,10 +115,10 @@ def test_the_next_start_goes_on_and_is_done(files, ranks):
 
 def answers(end_in_s: float, minutes: float | None, received: int):
     """What both ranks are told when rank 1 alone knows of the end or has received a signal."""
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.signals import Signals
-    from mkd.train.stopping import Stopper
 
     context = ParallelContext.create(detect())
     knows = context.rank == 1
@@ -147,10 +147,10 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
 
 def ends_before_a_first_save(num_bytes, save_s):
     """Whether a job that ends in 60 s stops: (before its first step, after one of 2 s)."""
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.signals import Signals
-    from mkd.train.stopping import Stopper
 
     environment = {"SLURM_JOB_END_TIME": str(int(time.time() + 60))}
     stopper = Stopper(ParallelContext.create(detect()), Signals(), environment=environment, first_save_bytes=num_bytes)
@@ -174,7 +174,7 @@ def test_the_first_save_of_a_start_needs_time_too(num_bytes, save_s, expected, r
 
 @pytest.mark.fault(13)
 def test_signals_are_noted_once_and_handlers_come_back():
-    from mkd.train.signals import caught_signals
+    from mkd.operations.signals import caught_signals
 
     before = signal.getsignal(signal.SIGUSR1)
     with caught_signals() as signals:

@@ -71,8 +71,8 @@ def test_each_problem_is_said_once(start):
 
 def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch):
     from mkd.errors import ErrorList, UsageError
-    from mkd.train.failures import FailureReports, end_of_rank
-    from mkd.train.meeting import Meeting
+    from mkd.operations.failures import FailureReports, end_of_rank
+    from mkd.operations.meeting import Meeting
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     error = ErrorList([UsageError("what", "why", "do"), UsageError("more")])

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.config.schema import Config, TrainingConfig
 from mkd.errors import CheckpointError, CrashLoop, DataError, NonFiniteError, OutOfMemory, Preempted, UsageError
-from mkd.train.crash_loop import RUNNING, CrashCounter
+from mkd.operations.crash_loop import RUNNING, CrashCounter
 from tests.train.command import flags, make_files, read_metrics, run_main
 from tests.train.processes import run_processes
 

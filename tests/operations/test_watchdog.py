@@ -63,8 +63,8 @@ def test_the_clock_of_a_phase():
     """Progress starts it anew; the first step and saves have the longer limit, preparing data alone has none."""
     import math
 
-    from mkd.train.failures import FailureReports
-    from mkd.train.watchdog import UNWATCHED, Watchdog
+    from mkd.operations.failures import FailureReports
+    from mkd.operations.watchdog import UNWATCHED, Watchdog
 
     alone, with_peer = (Watchdog(FailureReports(0, size), start_limit_s=600, step_limit_s=5) for size in (1, 2))
     assert alone.limit_s() == math.inf and with_peer.limit_s() == 600

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mkd.errors import ErrorList, MkdError
-from mkd.train.meeting import Meeting, Problem
+from mkd.operations.meeting import Meeting, Problem
 
 PATIENCE_S = 60.0  # of a rank that cannot start, for the others to say what keeps them
 WAIT_S = 2.0  # for the report of a peer that has failed first

@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mkd.config.schema import ParallelConfig
+from mkd.operations.failures import Failure, FailureReports
 from mkd.platform.processes import is_alive, process_space
-from mkd.train.failures import Failure, FailureReports
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.config.schema import Config
 from mkd.errors import CheckpointError, CrashLoop
+from mkd.operations.failures import exit_code_of
 from mkd.parallel.context import ParallelContext
-from mkd.train.failures import exit_code_of
 
 RUNNING = "RUNNING"
 MAX_CRASHES = 3  # of one step in a row

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from mkd.checkpoint.folders import TrainingPosition, read_pointer
 from mkd.errors import CheckpointError, Preempted
+from mkd.operations.markers import PREEMPTED, remove_markers, write_marker
+from mkd.operations.signals import Signals
+from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
-from mkd.train.markers import PREEMPTED, remove_markers, write_marker
-from mkd.train.signals import Signals
-from mkd.train.watchdog import Watchdog
 
 BEAT_S = 0.5  # between two words of rank 0 to those that wait
 

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
-from mkd.train.disk import checkpoints_to_come, writes_of
+from mkd.operations.disk import checkpoints_to_come, writes_of
 from tests.plan.shapes import STUDENT
 
 

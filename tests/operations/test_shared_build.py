@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from tests.operations.test_stopping import run_and_signal
 from tests.train.command import flags, make_files, run_main, write_records
 from tests.train.processes import run_processes
-from tests.train.test_stopping import run_and_signal
 
 LIMIT_S = 9.0  # of a phase without progress
 
@@ -31,11 +31,11 @@ def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> t
     """(what was shared or raised, the seconds since the start, those since this rank's watchdog has last seen progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
+    from mkd.operations.shared_build import SharedBuild
+    from mkd.operations.signals import Signals
+    from mkd.operations.watchdog import Watchdog
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.shared_build import SharedBuild
-    from mkd.train.signals import Signals
-    from mkd.train.watchdog import Watchdog
 
     context = ParallelContext.create(detect())
     signals = Signals(signal.SIGUSR1 if context.rank == signalled_rank else 0)
@@ -113,7 +113,7 @@ def count_workers(argv: list[str]) -> tuple[int, int]:
     import multiprocessing
 
     from mkd.data import encoding
-    from mkd.train.shared_build import SharedBuild
+    from mkd.operations.shared_build import SharedBuild
     from tests.train.command import call_main
 
     found, progress, limit = [], SharedBuild.progress, encoding.WORKER_BYTES

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mkd.train.ending import Ending
+from mkd.operations.ending import Ending
 from tests.train.command import flags, make_files, run_main
 
 
@@ -63,12 +63,12 @@ def stopped(argv, in_step):
 
     from mkd.config.load import load_config
     from mkd.errors import Preempted
+    from mkd.operations.signals import Signals
     from mkd.platform import detect
     from mkd.train.loop import train
     from mkd.train.main import end
     from mkd.train.plan import plan_run
     from mkd.train.setup import build_run
-    from mkd.train.signals import Signals
 
     config, signals = load_config(argv).config, Signals()
     lock = Path(config.checkpoint.save or "nowhere") / "writer.lock"
