@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mkd.config.schema import Config
 from mkd.config.validate import layouts_of, validate, virtual_stages
@@ -34,9 +34,13 @@ def describe(forecast: Forecast) -> str:
     memory_gib = forecast.config.device_memory_gib
     if memory_gib is None:
         return forecast.describe()
-    models = forecast.student, forecast.teachers, forecast.document_length
+    return f"{forecast.describe()}\n{verdict(forecast, memory_gib, planner(forecast))}"
+
+
+def planner(forecast: Forecast) -> Callable[[Config], Forecast]:
+    """Forecasts of the same models on as many GPUs with other settings; ErrorList for settings that cannot run."""
 
     def planned(config: Config) -> Forecast:
-        return forecast_of(config, forecast.num_gpus, *models)
+        return forecast_of(config, forecast.num_gpus, forecast.student, forecast.teachers, forecast.document_length)
 
-    return f"{forecast.describe()}\n{verdict(forecast, memory_gib, planned)}"
+    return planned

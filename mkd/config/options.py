@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
@@ -117,7 +117,8 @@ def _of_first_teacher(section: str) -> str:
     return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, section)
 
 
-def section_types() -> dict[str, type]:
+@cache
+def section_types() -> Mapping[str, type]:
     """Section -> its dataclass, in the order of the schema; the teachers' sections are those of the first one."""
     hints = get_type_hints(Config)
     types = {}
@@ -127,7 +128,7 @@ def section_types() -> dict[str, type]:
             types |= {FIRST_TEACHER: TeacherConfig, FIRST_TEACHER + XTOKEN: XTokenConfig}
         elif not field.metadata:
             types[field.name] = hints[field.name]
-    return types
+    return MappingProxyType(types)
 
 
 def section_type(section: str) -> type | None:

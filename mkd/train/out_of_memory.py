@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from mkd.config.forecast import forecast_of
-from mkd.config.schema import Config
+from mkd.config.forecast import planner
 from mkd.errors import OutOfMemory
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, RankMemory
@@ -63,7 +62,7 @@ def explain(
     error: torch.OutOfMemoryError, plan: Plan, rank: int, world_size: int, device: DeviceMemory | None
 ) -> OutOfMemory:
     """The error for the user: planned and actual memory of this rank, and what to change."""
-    forecast = _forecast(plan)
+    forecast = plan.forecast
     pipeline_rank = rank // (world_size // plan.config.parallel.pipeline_model_parallel_size)
     planned = forecast.memory().ranks[pipeline_rank]
     wanted = _wanted_gib(str(error))
@@ -83,25 +82,13 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
         usable = USABLE * device.total - missed
     else:
         usable = USABLE * need
-    found = remedies(forecast, min(usable, USABLE * need), _planner(forecast))[:SHOWN]
+    found = remedies(forecast, min(usable, USABLE * need), planner(forecast))[:SHOWN]
     lines = [f"  {place}. {remedy.describe()}" for place, remedy in enumerate(found, 1)]
     if not lines:
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]
     if device and device.reserved - device.allocated > FRAGMENTED * device.total:
         lines.append("  or, since much of it is fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     return "\n".join(lines)
-
-
-def _planner(forecast: Forecast) -> Callable[[Config], Forecast]:
-    def planned(config: Config) -> Forecast:
-        return forecast_of(config, forecast.num_gpus, forecast.student, forecast.teachers, forecast.document_length)
-
-    return planned
-
-
-def _forecast(plan: Plan) -> Forecast:
-    teachers = tuple(source.shape for source in plan.teachers)
-    return Forecast(plan.config, plan.batch, plan.student.shape, teachers, plan.student_layout, plan.teacher_layouts)
 
 
 def _wanted_gib(text: str) -> float:

@@ -49,11 +49,15 @@ class Plan:
         """Of the teachers that are in the loss, stored ones too."""
         return teacher_names(self.config) if self.teachers or self.stored_teacher else ()
 
+    @property
+    def forecast(self) -> Forecast:
+        """What to expect of time and memory."""
+        teachers = tuple(source.shape for source in self.teachers)
+        return Forecast(self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts)
+
     def describe(self) -> str:
         """The batch as an equation, the layers of all models on each stage, and what to expect of time and memory."""
-        teachers = tuple(source.shape for source in self.teachers)
-        layouts = (self.student_layout, self.teacher_layouts)
-        return describe(Forecast(self.config, self.batch, self.student.shape, teachers, *layouts))
+        return describe(self.forecast)
 
     def loss_card(self) -> str:
         """The objective with its numbers."""

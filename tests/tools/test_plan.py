@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_plan_without_torch(models):
     assert modules == "[]"
     assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batches x 2 data-parallel")
     assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith("memory of pipeline rank 1: ")
+
+
+def test_plan_in_less_than_a_second(models):
+    """Of CPU time, which is what it waits for: other processes of the machine do not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
