@@ -59,8 +59,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
 
 
 def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], object]:
-    samples = len(batches) * engine.context.dp_size
-    return lambda: train_step(engine, batches, samples)
+    return lambda: train_step(engine, batches)
 
 
 def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], None]:

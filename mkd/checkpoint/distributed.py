@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints of the student: weights, optimizer, schedule, random states, data position.
+"""Megatron distributed checkpoints of the student: weights, optimizer, random states, data position.
 
 Layout of a save directory:
 
@@ -45,6 +45,8 @@ __all__ = [
     "start_save",
 ]
 
+OF_STATE = ("params", "step")  # of an optimizer's parameter group; the rest are settings
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -52,7 +54,7 @@ class TrainingState:
 
     models: Sequence[MegatronModule]  # this rank's student chunks, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
-    scheduler: OptimizerParamScheduler | None = None
+    scheduler: OptimizerParamScheduler | None = None  # counts updates: it follows from the position, and is not saved
 
 
 def save_checkpoint(
@@ -78,6 +80,8 @@ def start_save(
     copied: bool = False,
 ) -> Save:
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
+    if state.optimizer is not None:
+        _give_first_state(state.optimizer)
     more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
     return Save(directory, Contents(position, more, hf_dir), context, retention or Retention()).start(sharded, copied)
@@ -116,12 +120,14 @@ def load_checkpoint(
         ) from error
     for index, model in enumerate(state.models):
         model.load_state_dict(loaded[f"model{index}"], strict=True)
+    position = TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
     if state.optimizer is not None:
         _load_optimizer(state.optimizer, loaded["optimizer"])
-        state.scheduler.load_state_dict(loaded["scheduler"])
+        state.scheduler.num_steps = position.iteration - position.skipped_iterations
+        state.scheduler.step(increment=0)
     if "rng" in loaded:
         _restore_random_states(loaded["rng"])
-    return TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
+    return position
 
 
 def _first_line(error: BaseException) -> str:
@@ -139,7 +145,6 @@ def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: b
     if state.optimizer is not None:
         models = dict(sharded) if len(state.models) > 1 else {"model": sharded["model0"]}
         sharded["optimizer"] = state.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
-        sharded["scheduler"] = state.scheduler.state_dict()
         sharded["rng"] = _random_states(context)
     return sharded
 
@@ -177,7 +182,7 @@ def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Hand the loaded state to the one optimizer of a dense student.
+    """Hand the loaded state to the one optimizer of a dense student; its settings stay those of this run's flags.
 
     Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
     step goes in first, with the groups, and is set aside while the moments are copied. It is one tensor for all parameters
@@ -185,7 +190,13 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     """
     (inner,) = optimizer.chained_optimizers
     moments = loaded.pop("param_state", None)
+    state = loaded.get("optimizer", loaded).get("state")
+    if state and isinstance(inner.optimizer, torch.optim.AdamW):
+        state.setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a step that is 0
+    settings = [{name: value for name, value in group.items() if name not in OF_STATE} for group in inner.param_groups]
     inner.load_state_dict(loaded)
+    for group, own in zip(inner.param_groups, settings, strict=True):
+        group.update(own)
     if moments is None:
         return
     steps = {parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state}

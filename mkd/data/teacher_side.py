@@ -41,6 +41,9 @@ class TeacherSide:
         self.text, self.seq_length = text, seq_length
         self._store, self._pieces, self._own, self._multiple = store, pieces, own, document_multiple
         self._supports = Supports(text.spellings)
+        if text.twins is not None:
+            self._is_twin = np.zeros(max(text.vocab_size, int(text.twins.max(initial=-1)) + 1), dtype=bool)
+            self._is_twin[text.twins[text.twins >= 0]] = True
 
     def pack(self, student: StudentPack) -> TeacherPack:
         """The teacher's part of a pack. Pieces lie in it in the student's order; those that find no room are cut off at
@@ -97,14 +100,21 @@ class TeacherSide:
         pack.labels[start : start + num_read - 1] = ids[1:]
 
     def _chunks(self, chunks: np.ndarray, student: StudentPack, teacher_labels: np.ndarray) -> PackChunks:
-        """Those of `chunks` [c, 4], positions in the packs, whose student tokens all have loss."""
+        """Those of `chunks` [c, 4], positions in the packs, whose student tokens all have loss.
+
+        Two tokens that are the same text here, of which one is paired with another token (the end of a turn, where one of the
+        models ends turns and documents with one token), cannot be compared by the pairs: the text decides, as for M-N chunks.
+        """
         rows, counts = chunks[:, ::2] - 1, chunks[:, 1::2] - chunks[:, ::2]  # both [c, 2], student and teacher
         losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
         wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
         kinds = chunk_kinds(counts[:, 0], counts[:, 1])
         if self.text.twins is not None:
-            twins = self.text.twins[student.labels[rows[:, 0]]]
-            wanted &= (kinds == ONE_TO_ONE) & (twins == teacher_labels[rows[:, 1]])
+            twins, realised = self.text.twins[student.labels[rows[:, 0]]], teacher_labels[rows[:, 1]]
+            is_single = kinds == ONE_TO_ONE
+            if self.text.exact_only:
+                wanted &= is_single & (twins == realised)
+            kinds[is_single & (twins != realised) & ((twins >= 0) | self._is_twin[realised])] = MANY_TO_MANY
         rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
         supports = self._supports.of(kinds, rows, counts, (student.labels, teacher_labels))
         return PackChunks(rows[:, 0], counts[:, 0], rows[:, 1], counts[:, 1], kinds, *supports)

@@ -19,6 +19,7 @@ class TeacherText:
     spellings: Spellings | None = None  # None: the support of a chunk other than 1-1 is its realised pair alone
     alignment: str = "byte_offset"  # or "dp"
     seq_length: int | None = None  # teacher tokens of a pack; None: what the longest pack of the data needs
-    twins: np.ndarray | None = None  # [student ids] the common token's teacher id, -1: none; then only such pairs are kept
+    twins: np.ndarray | None = None  # [student ids] the common token's teacher id, -1: none; None: not known
+    exact_only: bool = False  # keep only the chunks of two such tokens
     reasoning: bool = True  # chat: align the reasoning of assistant turns too
     name: str = "teacher"  # for messages

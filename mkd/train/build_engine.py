@@ -54,7 +54,7 @@ def build_engine(
             HostResidency(chunks, context.device)
         teachers.append(chunks)
     chunks = wrap_stages(join_stages(students, teachers), config, context)
-    optimizer = build_optimizer(chunks, config, context, plan.batch.global_batch_size)
+    optimizer = build_optimizer(chunks, config, context)
     context.seed(config.training.seed)  # whatever building the models drew, training starts from the seed
     schedule = build_schedule(plan, students, options, context, own_tokens)
     engine = Engine(config.kd, context, schedule, chunks, optimizer, teacher_losses(plan, vocabularies))

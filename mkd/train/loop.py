@@ -109,7 +109,7 @@ def one_step(run: Run) -> None:
         run.stopper.took(step_s=time.monotonic() - start)
         return run.stopper.all_finite(is_finite)
 
-    result = train_step(run.engine, on_device, run.global_batch_size, all_finite)
+    result = train_step(run.engine, on_device, all_finite)
     run.stopper.took(step_s=result.step_time_ms / 1000)
     try:
         run.non_finite.judge(iteration, result, batches)

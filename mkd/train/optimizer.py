@@ -87,7 +87,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule (which counts samples)."""
+    """AdamW over the student, and its learning-rate schedule, which counts updates: batch sizes do not bend it."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -107,7 +107,7 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, num_samples: int, all_finite: Callable[[bool], bool] = bool) -> Update:
+    def update(self, loss_sum: float, all_finite: Callable[[bool], bool] = bool) -> Update:
         """Check, clip, step. Without the consent of `all_finite` parameters, state and schedule stay as they are, bit for bit.
 
         `all_finite` is told whether the loss and all gradients of this rank are finite, and answers for all ranks; a rank that
@@ -123,7 +123,7 @@ class StudentOptimizer:
             if clip > 0:
                 clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
             self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=num_samples)
+        self.scheduler.step(increment=1)
         return Update(grad_norm, is_applied=True)
 
     def _rest_is_finite(self) -> bool:
@@ -137,9 +137,7 @@ class StudentOptimizer:
         return not norms or bool(torch.stack(norms).isfinite().all())
 
 
-def build_optimizer(
-    chunks: list[DistributedDataParallel], config: Config, context: ParallelContext, global_batch_size: int
-) -> StudentOptimizer:
+def build_optimizer(chunks: list[DistributedDataParallel], config: Config, context: ParallelContext) -> StudentOptimizer:
     """AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
     settings = config.optimizer
     optimizer = get_megatron_optimizer(
@@ -161,10 +159,10 @@ def build_optimizer(
         use_gloo_process_groups=context.platform.is_cuda,
     )
     residency = OptimizerResidency(optimizer, context.device) if config.training.optimizer_residency == "host" else None
-    return StudentOptimizer(optimizer, _scheduler(optimizer, config, global_batch_size), chunks, residency)
+    return StudentOptimizer(optimizer, _scheduler(optimizer, config), chunks, residency)
 
 
-def _scheduler(optimizer: MegatronOptimizer, config: Config, global_batch_size: int) -> OptimizerParamScheduler:
+def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
     warmup_iters = settings.lr_warmup_iters
@@ -175,15 +173,15 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config, global_batch_size: 
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=round(warmup_iters * global_batch_size),
-        lr_decay_steps=decay_iters * global_batch_size,
+        lr_warmup_steps=warmup_iters,
+        lr_decay_steps=decay_iters,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=config.training.train_iters * global_batch_size,
+        wd_incr_steps=config.training.train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # at resume the flags of this run count
-        wsd_decay_steps=settings.lr_wsd_decay_iters * global_batch_size if settings.lr_wsd_decay_iters else None,
+        wsd_decay_steps=settings.lr_wsd_decay_iters,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -56,7 +56,8 @@ def _own_tokens(
         spellings=relation.spellings,
         alignment=settings.alignment,
         seq_length=settings.seq_length,
-        twins=relation.twins() if settings.exact_token_match_only else None,
+        twins=relation.twins(),
+        exact_only=settings.exact_token_match_only,
         reasoning=settings.reasoning,
         name=name,
     )

@@ -58,7 +58,6 @@ class StepResult:
 def train_step(
     engine: Engine,
     microbatches: Sequence[PackedBatch],
-    num_samples: int,
     all_finite: Callable[[bool], bool] = bool,  # see StudentOptimizer.update
 ) -> StepResult:
     """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
@@ -71,7 +70,7 @@ def train_step(
     objective = training_objective(engine, microbatches)
     sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
     learning_rate = engine.optimizer.learning_rate
-    grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], num_samples, all_finite)
+    grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], all_finite)
     reports = () if is_applied else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
     return StepResult(sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports)
 

@@ -18,7 +18,7 @@ from mkd.xtoken.relation import ProjectionSettings, VocabularyRelation, relate
 from mkd.xtoken.sparse import SparseMatrix
 from mkd.xtoken.spelling import Continuations, Pieces, Spellings
 
-FORMAT = 2
+FORMAT = 3
 PAIRS = ("common_student", "common_teacher", "relaxed_student", "relaxed_teacher")
 BEGINNINGS = ("student_beginnings", "teacher_beginnings")
 META = "meta"

@@ -17,7 +17,8 @@ MAX_PIECES = 4
 PIECE_WEIGHTS = 0.9 * 0.1 ** np.arange(MAX_PIECES)
 """Weight of the i-th piece before normalisation: nearly all on the first, the one that the model has to predict."""
 
-ROLES = ("eos", "end_of_turn", "bos", "unk", "pad")
+ENDS = ("eos", "end_of_turn")
+ROLES = (*ENDS, "bos", "unk", "pad")
 """Roles by rank: tokenizers that use one token for several pair it by its first role here."""
 
 
@@ -46,12 +47,19 @@ def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
 
 
 def special_map(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]) -> SparseMatrix:
-    """Weight 1 from each student token with a role to the teacher's token of that role: by role, never by text."""
-    pairs: dict[int, int] = {}
+    """From each student token with a role to the teacher's token of that role, weight 1: by role, never by text.
+
+    A token that ends documents and turns goes to both of the teacher's, with equal weights.
+    """
+    pairs: dict[int, list[int]] = {}
     for role in ROLES:
         if role in student_roles and role in teacher_roles:
-            pairs.setdefault(student_roles[role], teacher_roles[role])
-    return SparseMatrix.from_entries(list(pairs), list(pairs.values()), np.ones(len(pairs)), shape)
+            teachers = pairs.setdefault(student_roles[role], [])
+            if not teachers or (role in ENDS and teacher_roles[role] not in teachers):
+                teachers.append(teacher_roles[role])
+    entries = [(student, teacher, 1 / len(teachers)) for student, teachers in pairs.items() for teacher in teachers]
+    rows, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
+    return SparseMatrix.from_entries(rows, columns, np.array(weights), shape)
 
 
 def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int]) -> dict[int, int]:

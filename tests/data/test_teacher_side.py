@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -128,7 +130,8 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
 
 def test_exact_matches_only(path, tmp_path):
     related = relation(TEACHER)
-    every, exact = (teacher_text(twins=twins, spellings=related.spellings) for twins in (None, related.twins()))
+    every = teacher_text(spellings=related.spellings)
+    exact = replace(every, twins=related.twins(), exact_only=True)
     dataset, _ = open_pair(path, tmp_path, every, exact)
     batch = collate([dataset[0], dataset[1]])
     whole, filtered = (part.chunks for part in batch.teachers)
@@ -137,6 +140,22 @@ def test_exact_matches_only(path, tmp_path):
     assert 0 < filtered.num_chunks == twins.sum() < whole.num_chunks
     assert filtered.student.rows.tolist() == whole.student.rows.numpy()[single][twins].tolist()
     assert not filtered.kinds.any() and len(filtered.support_student) == 0
+
+
+def test_text_decides_where_pairs_do_not(path, tmp_path):
+    """A twin of another token: chunks of one token on each side are compared as realised pairs, and only these."""
+    related = relation(TEACHER)
+    every = teacher_text(twins=related.twins(), spellings=related.spellings)
+    moved = replace(every, twins=np.roll(every.twins, 1))
+    dataset, _ = open_pair(path, tmp_path, every, moved)
+    plain, by_text = (part.chunks for part in collate([dataset[0], dataset[1]]).teachers)
+    before, after = (Counter(part.kinds.tolist()) for part in (plain, by_text))
+    assert before[0] > 50 and after[0] < before[0] / 2
+    assert after[0] + after[3] == before[0] + before[3] and (after[1], after[2]) == (before[1], before[2])
+    labels = [side.labels[side.offsets[:-1]].numpy() for side in (by_text.student, by_text.teacher)]
+    single = np.flatnonzero(by_text.kinds == 0)
+    twins, is_twin = moved.twins[labels[0][single]], np.isin(labels[1][single], moved.twins)
+    assert ((twins == labels[1][single]) | ((twins < 0) & ~is_twin)).all()
 
 
 def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path, make_store):

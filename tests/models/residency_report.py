@@ -59,7 +59,7 @@ def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, 
     losses = []
 
     def step() -> None:
-        result = train_step(engine, batches, args.num_microbatches)
+        result = train_step(engine, batches)
         losses.extend((result.sums.token_sums()["loss"], result.grad_norm))
 
     step()  # makes the moments

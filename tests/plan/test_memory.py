@@ -15,7 +15,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, NUM_PACKS, SP, Layout, add_text, make_pair, microbatches
+from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
 
 TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
 LAYOUTS = (
@@ -44,7 +44,7 @@ def held_bytes(layout: Layout, student, teacher):
         context_parallel=layout.cp,
     )  # fmt: skip
     engine, _ = build_engine(plan, context)
-    train_step(engine, microbatches(layout, context), NUM_PACKS)
+    train_step(engine, microbatches(layout, context))
     teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
     learned = {p for chunk in engine.chunks for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}

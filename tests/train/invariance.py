@@ -198,7 +198,7 @@ def measure(engine, state, batches: list, student: Path, out_dir: Path, num_upda
     with gradients_as_parameters(engine, engine.context):
         export_hf(chunks, shape, out_dir / "gradients", **export)
     for _ in range(num_updates):
-        result = train_step(engine, batches, NUM_PACKS)
+        result = train_step(engine, batches)
     with engine.parameters_gathered():
         export_hf(chunks, shape, out_dir / "updated", **export)
     assert result.grad_norm > 0.1, "the updates must go through clipping"

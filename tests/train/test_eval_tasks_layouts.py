@@ -98,7 +98,7 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
         found["stopped"] = [evaluate_tasks(evaluator, engine, stopper), evaluate_teachers(evaluator, engine, stopper)]
     steps = []
     for _ in range(2):
-        result = train_step(engine, stream.next_step(), 4)
+        result = train_step(engine, stream.next_step())
         steps.append((result.sums, result.grad_norm))
         if with_tasks:
             found["after"] = evaluate_tasks(evaluator, engine)

@@ -55,7 +55,7 @@ def build(folder, flags):
     source = HFCheckpoint(student)
     load_hf_weights(models[0], shape, source, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
     chunks = wrap_stages(join_stages(models), config, context)
-    optimizer = build_optimizer(chunks, config, context, global_batch_size=2)
+    optimizer = build_optimizer(chunks, config, context)
     return context, chunks, optimizer, TrainingState(models, optimizer.optimizer, optimizer.scheduler)
 
 
@@ -71,7 +71,7 @@ def one_step(context, chunks, optimizer, step, loss_sum=1.0):
     hidden = chunks[0](StageInput(tokens, positions, documents))
     chunks[0].module.student.logits(hidden).float().square().mean().backward()
     chunks[0].module.config.finalize_model_grads_func(chunks, None)
-    return optimizer.update(loss_sum, num_samples=2)
+    return optimizer.update(loss_sum)
 
 
 def state_of(optimizer):

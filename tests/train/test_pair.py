@@ -37,7 +37,7 @@ def build(layout, student, teacher, *more):
 def step(engine, batches):
     from mkd.train.step import train_step
 
-    return train_step(engine, batches, NUM_PACKS)
+    return train_step(engine, batches)
 
 
 def sent_elements(layout, student, teacher):

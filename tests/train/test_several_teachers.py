@@ -34,7 +34,7 @@ def sent_elements(layout, files):
 
     dist.P2POp = Counted
     try:
-        train_step(engine, batches, NUM_PACKS)
+        train_step(engine, batches)
     finally:
         dist.P2POp = original
     return sum(sent), own_tokens[0].seq_length
@@ -75,7 +75,7 @@ def peak_teacher_states(layout, files, repeats):
 
     LanguageModel.forward = watched
     try:
-        train_step(engine, batches * repeats, NUM_PACKS * repeats)
+        train_step(engine, batches * repeats)
     finally:
         LanguageModel.forward = forward
     return max(peak)

@@ -30,6 +30,8 @@ def test_special_tokens_pair_by_role():
     student, teacher = {"bos": 7, "eos": 8, "end_of_turn": 9, "pad": 8}, {"eos": 1, "end_of_turn": 1, "pad": 2, "unk": 0}
     matrix = special_map(student, teacher, (10, 3))
     assert {i: matrix.row(i) for i in range(10) if matrix.row(i)} == {8: {1: 1.0}, 9: {1: 1.0}}
+    both = special_map({"eos": 4, "end_of_turn": 4, "pad": 4}, {"eos": 1, "end_of_turn": 2, "pad": 0}, (5, 3))
+    assert both.row(4) == {1: 0.5, 2: 0.5}
     assert role_pairs(student, teacher) == {8: 1}  # one-to-one: 1 and 8 are taken by their first role
     assert role_pairs({"eos": 1, "end_of_turn": 2}, {"eos": 5, "end_of_turn": 6}) == {1: 5, 2: 6}
     assert role_pairs({"bos": 1}, {"eos": 1}) == {}

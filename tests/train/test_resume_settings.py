@@ -1,0 +1,75 @@
+"""What may change when a run goes on: settings of the optimizer and the batch count from there on, as the flags say."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mkd.log.records import read_records
+from tests.train.test_resume import STEPS, argv, files, train_and_hash  # noqa: F401 (files is a fixture)
+
+DISTRIBUTED = ("--use-distributed-optimizer",)
+
+
+@pytest.fixture(scope="module")
+def expected(files, ranks) -> list[float]:  # noqa: F811
+    """Learning rates of a run that was not stopped."""
+    ranks.run(train_and_hash, 1, argv(files, "not stopped"))
+    return learning_rates(files / "not stopped")
+
+
+def learning_rates(folder) -> list[float]:
+    return [record["learning_rate"] for record in read_records(folder) if "split" not in record]
+
+
+def settings_after_load(arguments) -> list[tuple]:
+    """(betas, eps, weight decay) of every parameter group."""
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
+
+    run = build_run(plan_run(load_config(arguments).config, 1), detect())
+    run.reporter.close()
+    groups = run.engine.optimizer.optimizer.param_groups
+    return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups]
+
+
+def train_with_fault(arguments, fault):
+    os.environ["MKD_FAULT"] = fault
+    try:
+        return train_and_hash(arguments)
+    finally:
+        del os.environ["MKD_FAULT"]
+
+
+@pytest.mark.parametrize("more", [(), DISTRIBUTED])
+def test_flags_of_the_new_start_count(more, files, expected, ranks):  # noqa: F811
+    name = f"settings {len(more)}"
+    ranks.run(train_and_hash, 1, argv(files, name, *more, "--exit-interval", STEPS // 2))
+    changed = ("--adam-beta1", 0.5, "--adam-eps", 1e-6, "--weight-decay", 0.3, "--load", files / name)
+    lower = [word if word != "0.001" else "0.0001" for word in argv(files, name, *more, *changed)]
+    ((first, *_, last),) = ranks.run(settings_after_load, 1, lower)
+    assert {first, last} == {((0.5, 0.999), 1e-6, 0.0), ((0.5, 0.999), 1e-6, 0.3)}
+    ranks.run(train_and_hash, 1, lower)
+    lowered = expected[: STEPS // 2] + [rate / 10 for rate in expected[STEPS // 2 :]]
+    assert learning_rates(files / name) == pytest.approx(lowered, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [8, 3])
+def test_another_batch_size_does_not_bend_the_schedule(batch, files, expected, ranks):  # noqa: F811
+    name = f"batch {batch}"
+    ranks.run(train_and_hash, 1, argv(files, name, "--exit-interval", STEPS // 2))
+    ranks.run(train_and_hash, 1, argv(files, name, "--load", files / name, "--global-batch-size", batch))
+    assert learning_rates(files / name) == expected
+
+
+@pytest.mark.parametrize("more", [(), DISTRIBUTED])
+def test_a_save_before_the_first_update(more, files, ranks):  # noqa: F811
+    """The first step is skipped and saved: its optimizer has never been used."""
+    skip, fault = ("--non-finite", "skip", *more), "nan@in_step:0:1"
+    straight = ranks.run(train_with_fault, 1, argv(files, f"skipped {len(more)}", *skip), fault)
+    halves = f"skipped halves {len(more)}"
+    ranks.run(train_with_fault, 1, argv(files, halves, *skip, "--exit-interval", 1), fault)
+    assert ranks.run(train_and_hash, 1, argv(files, halves, *skip, "--load", files / halves)) == straight
