@@ -28,6 +28,19 @@ from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+OPTION = re.compile(r"(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>.+))?", re.DOTALL)
+WRITTEN = {  # option of sbatch -> the flag that it is written from
+    "job-name": "--job-name",
+    "nodes": "--nodes",
+    "gpus-per-node": "--gpus-per-node",
+    "ntasks-per-node": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-task",
+    "time": "--time",
+    "partition": "--partition",
+    "account": "--account",
+    "signal": "--signal-lead-s",
+}
+PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)  # what sbatch reads as it stands
 
 
 def main(argv: list[str]) -> int:
@@ -92,11 +105,8 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
     """The batch script: slurm.sbatch with these options and this run. Raises ErrorList with everything that is wrong."""
     config = load_config(run).config
     processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
-    problems = [*validate(config, processes), *_can_go_on(config), *_has_time_to_save(own.time, own.signal_lead_s)]
-    if problems:
-        raise ErrorList(problems)
     options = {
-        "job-name": own.job_name or config.log.name,
+        "job-name": config.log.name if own.job_name is None else own.job_name,
         "nodes": own.nodes,
         "gpus-per-node": own.gpus_per_node,
         "cpus-per-task": own.cpus_per_task,
@@ -104,27 +114,73 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
         "partition": own.partition,
         "account": own.account,
         "signal": f"B:USR1@{own.signal_lead_s}",
-        **dict(text.partition("=")[::2] for text in own.option),
     }
+    options = {name: str(value) for name, value in options.items() if value is not None}
+    problems = [*validate(config, processes), *_can_go_on(config), *_has_time_to_save(own.time, own.signal_lead_s)]
+    problems += [*_can_be_written(options), *_are_options(own.option)]
+    if problems:
+        raise ErrorList(problems)
+    more = {match["name"]: match["value"] for match in map(OPTION.fullmatch, own.option)}
     template = (ROOT / "launch" / "slurm.sbatch").read_text(encoding="utf-8")
-    return fill_in({name: value for name, value in options.items() if value is not None}, run, template)
+    return fill_in({**options, **more}, run, template)
 
 
-def fill_in(options: dict[str, object], run: list[str], template: str) -> str:
+def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
     """`template` with its own #SBATCH lines replaced by these options, the others behind them, and `run` as its arguments."""
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
-        line = f"#SBATCH --{name}={value}" if value != "" else f"#SBATCH --{name}"
+        line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
         header, is_there = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}(=.*)?$", lambda _, line=line: line, header)
         header += "" if is_there else f"{line}\n"
     return f"{header}set -- {shlex.join(run)}\n{body}"
+
+
+def quoted(value: str) -> str:
+    """For a #SBATCH line: nearly as in a shell, but a backslash counts in quotes of either kind, and # begins a comment."""
+    if PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _can_be_written(options: dict[str, str]) -> list[MkdError]:
+    return [
+        UsageError(
+            f"--{name} {value!r} is empty or has a line break or another character that is not printed",
+            "sbatch reads one line an option, and would refuse the script or read another one",
+            "give a value of one line",
+        )
+        for name, value in options.items()
+        if not value or not value.isprintable()
+    ]
+
+
+def _are_options(texts: list[str]) -> list[MkdError]:
+    """Those of --option: well formed, and none that this tool writes and has checked itself."""
+    problems = []
+    for text in texts:
+        match = OPTION.fullmatch(text)
+        if match is None:
+            problems.append(
+                UsageError(f"--option {text!r} is no option of sbatch", "", "write NAME=VALUE, or NAME for one without a value")
+            )
+        elif match["name"] in WRITTEN:
+            problems.append(
+                UsageError(
+                    f"--option {text} would replace what this tool writes and has checked",
+                    "whether the run fits its machines, and has time to save, depends on it",
+                    f"give {WRITTEN[match['name']]} instead",
+                )
+            )
+        elif match["value"] is not None:
+            problems += _can_be_written({match["name"]: match["value"]})
+    return problems
 
 
 def _can_go_on(config: Config) -> list[MkdError]:
     """A job that is put back into the queue has to find what it has saved."""
     save, load = config.checkpoint.save, config.checkpoint.load
     problems = []
-    if not save or save != load:
+    if not save or not load or (ROOT / save).resolve() != (ROOT / load).resolve():
         problems.append(
             UsageError(
                 f"--save is {save or 'not given'} and --load {load or 'not given'}",

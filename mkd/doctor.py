@@ -296,7 +296,10 @@ def _environment() -> Iterator[Finding]:
 
 def _disk(folder: Path) -> list[Finding]:
     """Whether the run could write to `folder`, or to the nearest parent that exists."""
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path("/"))
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    if not existing.is_dir():
+        text = f"{folder} cannot be a folder: {existing} is a file"
+        return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]
     look: Callable[[], float] = lambda: shutil.disk_usage(existing).free / GIB  # noqa: E731
     try:
         free = look()

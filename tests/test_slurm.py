@@ -166,7 +166,8 @@ def saved_step(files: Path, run: str) -> int:
 
 
 def test_the_script_is_one_that_slurm_takes(slurm, files):
-    options = ("--dry-run", "--gpus-per-node", 0, "--cpus-per-task", 1, "--time", 10, "--partition", "urgent")
+    options = ("--dry-run", "--gpus-per-node", 0, "--cpus-per-task", 1, "--time", 10, "--partition", "urgent",
+               "--job-name", "it's a run", "--option", 'comment=a "b" \\ #c')  # fmt: skip
     script = slurm.ask(sys.executable, ROOT / "launch" / "submit.py", *options, *run_flags(files, "taken"))
     asked = subprocess.run(
         ["sbatch", "--test-only"], input=script, env=slurm.environment(), cwd=ROOT, capture_output=True, text=True

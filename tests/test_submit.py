@@ -72,6 +72,15 @@ def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
     [
         (["--gpus-per-node", "6"], ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"]),
         (["--nodes", "5"], ["global-batch-size 8 is not divisible by micro-batch-size 1 x data-parallel 10 = 10"]),
+        (["--option", ""], ["--option '' is no option of sbatch", "write NAME=VALUE"]),
+        (["--option", "comment="], ["--option 'comment=' is no option of sbatch"]),
+        (["--option=--qos=high"], ["--option '--qos=high' is no option of sbatch"]),
+        (["--option", "comment=a\nb"], ["--comment 'a\\nb' is empty or has a line break", "a value of one line"]),
+        (["--name", "a\nb"], ["--job-name 'a\\nb' is empty or has a line break"]),
+        (["--partition", ""], ["--partition '' is empty"]),
+        (["--option", "time=99"], ["--option time=99 would replace", "give --time instead"]),
+        (["--option", "signal=B:USR2@5"], ["--option signal=B:USR2@5 would replace", "give --signal-lead-s instead"]),
+        (["--option", "ntasks-per-node=8"], ["give --gpus-per-node instead"]),
         (["--save", "runs/b"], ["--save is runs/b and --load runs/a", "would start from the beginning"]),
         (["--ckpt-step", "100"], ["--ckpt-step 100", "never end"]),
         (["--no-exit-signal-handler"], ["--no-exit-signal-handler", "would kill the run"]),
@@ -86,6 +95,27 @@ def test_refusals(argv, texts, config, capsys):
     assert main(["--config", config, *argv]) == 64
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("error: ") and all(text in printed.err for text in texts), printed.err
+
+
+VALUES = {
+    "us:4,eu": "us:4,eu",
+    "my run": '"my run"',
+    "it's": '"it\'s"',
+    'a\\b "c" $d `e`': '"a\\\\b \\"c\\" $d `e`"',
+    "a#b": '"a#b"',
+}
+
+
+@pytest.mark.parametrize(("value", "written"), VALUES.items())
+def test_values_are_quoted_as_sbatch_reads_them(value, written, config, capsys):
+    """tests/test_slurm.py shows sbatch this."""
+    printed = script(capsys, "--config", config, "--name", value, "--option", f"comment={value}").splitlines()
+    assert f"#SBATCH --job-name={written}" in printed and f"#SBATCH --comment={written}" in printed
+
+
+@pytest.mark.parametrize("load", ["runs/a/", "./runs/../runs/a", str(ROOT / "runs" / "a")])
+def test_one_folder_has_many_names(load, config, capsys):
+    assert "#SBATCH" in script(capsys, "--config", config, "--load", load)
 
 
 def test_all_problems_at_once(config, capsys):

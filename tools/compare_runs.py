@@ -4,8 +4,8 @@
     python tools/compare_runs.py runs/a runs/b --eps 0      # the same bits?
 
 A run is its log folder or its metrics.jsonl; only steps that both have are compared. Two values differ when
-|a - b| > eps * max(|a|, |b|), or when one of them is null (not finite, or not measured). Figures of time are shown, and never
-counted as a difference. Exit code 0 where nothing differs, 1 where something does.
+|a - b| > eps * max(|a|, |b|), or when one of them is null (not finite, or not measured). Figures of time and memory are shown,
+and never counted as a difference. Exit code 0 where nothing differs, 1 where something does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
+from mkd.log.metrics import METRICS, Reduction  # noqa: E402
 from mkd.log.records import read_records, split_of  # noqa: E402
 
 COUNTERS = ("iteration", "split")
-OF_TIME = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_gib")
+OF_THE_MACHINE = {
+    "step_time_ms",
+    "peak_memory_gib",
+    *(metric.name for metric in METRICS if metric.reduction is Reduction.TIME_MEAN),
+}
 HIGHER_IS_BETTER = ("top1_agreement", "tokens_per_s_per_gpu", "tflops_per_gpu", "accuracy", "accuracy_norm")
 HAS_BEST = ("loss", "ce_loss", "kd_loss", "perplexity", "ce", "bits_per_byte", "step_time_ms", *HIGHER_IS_BETTER)
 
@@ -42,7 +48,7 @@ class Comparison:
 
     @property
     def counts(self) -> bool:
-        return self.key not in OF_TIME
+        return self.key not in OF_THE_MACHINE
 
     def cells(self) -> tuple[str, ...]:
         final, best = (["", ""] if pair is None else [f"{value:.7g}" for value in pair] for pair in (self.final, self.best))
@@ -105,9 +111,11 @@ def run(args: argparse.Namespace) -> int:
     a, b = read_records(args.a), read_records(args.b)
     found = list(compare(a, b, args.eps))
     if args.keys:
+        _check_keys(args.keys, [*a, *b])
         found = [one for one in found if one.key in args.keys]
     if not found:
-        raise DataError(f"{args.a} and {args.b} have no figure of the same step", "", "compare runs that overlap")
+        of_keys = f" of {', '.join(args.keys)}" if args.keys else ""
+        raise DataError(f"{args.a} and {args.b} have no figure{of_keys} of the same step", "", "compare runs that overlap")
     print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
     if last_step(a) != last_step(b):
         print(f"compared up to iteration {min(last_step(a), last_step(b))}, where one of them ends")
@@ -121,15 +129,33 @@ def run(args: argparse.Namespace) -> int:
     return 1
 
 
+def _check_keys(keys: Sequence[str], records: list[dict]) -> None:
+    present = dict.fromkeys(key for record in records for key in record if key not in COUNTERS)
+    missing = [key for key in keys if key not in present]
+    if missing and records:
+        raise UsageError(f"no record has {', '.join(missing)}", "", f"name some of {', '.join(present)} with --keys")
+
+
+def relative_difference(text: str) -> float:
+    """The `type` of a flag: a finite number of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
+    return number
+
+
 def last_step(records: list[dict]) -> int:
     return max((record["iteration"] for record in records), default=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
-    parser.add_argument("--eps", type=float, default=1e-6, help="relative difference that counts (default 1e-6)")
+    parser.add_argument("--eps", type=relative_difference, default=1e-6, help="relative difference that counts (default 1e-6)")
     parser.add_argument("--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)")
     try:
         return run(parser.parse_args(argv))

@@ -26,6 +26,7 @@ from mkd.checkpoint.distributed import (  # noqa: E402
     TrainingState,
     save_checkpoint,
 )
+from mkd.checkpoint.hf_assets import HFAssets  # noqa: E402
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf  # noqa: E402
 from mkd.errors import EXIT_DONE, CheckpointError, MkdError, UsageError  # noqa: E402
 from mkd.models.builder import build_chunks  # noqa: E402
@@ -91,7 +92,7 @@ def convert(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if stored == {"BF16"} else torch.float32
     context = join(args)
     state = TrainingState([load_from_hf(folder, shape, dtype, context)])
-    saved = save_checkpoint(args.save, state, TrainingPosition(), context, folder)
+    saved = save_checkpoint(args.save, state, TrainingPosition(), context, HFAssets.of(folder))
     if context.rank == 0:
         print(f"saved {shape.family}, {shape.num_layers} layers, {str(dtype).removeprefix('torch.')}, to {saved}")
     context.leave()

@@ -25,6 +25,7 @@ from mkd.checkpoint.distributed import (  # noqa: E402
     find_checkpoint,
     load_checkpoint,
 )
+from mkd.checkpoint.hf_assets import HFAssets  # noqa: E402
 from mkd.checkpoint.hf_reader import resolve_hf  # noqa: E402
 from mkd.checkpoint.hf_writer import export_hf  # noqa: E402
 from mkd.checkpoint.verifying import verify  # noqa: E402
@@ -68,7 +69,7 @@ def convert(args: argparse.Namespace) -> None:
     dtype = DTYPES[args.dtype] if args.dtype else saved_dtype(folder)
     chunk = build_model(shape, dtype, context)
     load_checkpoint(folder, TrainingState([chunk]), context, is_verified=True)
-    export_hf([(chunk, chunk.first_layer)], shape, args.hf_out, context=context, reference_dir=reference)
+    export_hf([(chunk, chunk.first_layer)], shape, args.hf_out, context=context, assets=HFAssets.of(reference))
     if context.rank == 0:
         print(f"exported {folder} as {str(dtype).removeprefix('torch.')} to {args.hf_out}")
     context.leave()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.checkpoint.hf_assets import copy_hf_assets  # noqa: E402
+from mkd.checkpoint.hf_assets import HFAssets  # noqa: E402
 from mkd.errors import MkdError, UsageError  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
 
@@ -50,7 +50,7 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
                     tensors[name] = shard.get_tensor(name)
                 elif match[1] in position:
                     tensors[f"model.layers.{position[match[1]]}.{name[match.end() :]}"] = shard.get_tensor(name)
-    copy_hf_assets(teacher_dir, out_dir)
+    HFAssets.of(teacher_dir).copy_to(out_dir)
     config = json.loads((teacher_dir / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = num_layers
     if config.get("layer_types"):

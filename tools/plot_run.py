@@ -1,4 +1,4 @@
-"""Draw the curves of runs, one or several in the same axes, as one PNG.
+"""Draw the curves of runs, one or several in the same axes, as one picture.
 
     python tools/plot_run.py runs/qwen
     python tools/plot_run.py runs/a runs/b --keys kd_loss grad_norm --out both.png
@@ -20,12 +20,17 @@ from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
 from mkd.log.metrics import find_metric  # noqa: E402
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
 
-KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")
+KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # drawn where there are some, unless others are named
+PICTURES = (".png", ".jpg", ".svg", ".pdf")
 STYLES = ((TRAIN, "-"), ("valid", "o--"))
 
 
-def plot(runs: Sequence[Path], png: Path, keys: Sequence[str] = KEYS) -> None:
-    """Write `png`, one panel a key. Raises UsageError without matplotlib, DataError for files without records."""
+def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
+    """Write `picture`, one panel a key.
+
+    Raises UsageError without matplotlib, for a key that no record has, and where the picture cannot be written; DataError for
+    files without records.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -37,6 +42,7 @@ def plot(runs: Sequence[Path], png: Path, keys: Sequence[str] = KEYS) -> None:
     records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
     if not any(records.values()):
         raise DataError(f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on")
+    keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
     height = -(-len(keys) // columns)
     size = (5 * columns, 3.5 * height)
@@ -45,8 +51,31 @@ def plot(runs: Sequence[Path], png: Path, keys: Sequence[str] = KEYS) -> None:
         draw(axis, key, records)
     for axis in axes.flat[len(keys) :]:
         axis.set_visible(False)
-    figure.savefig(png, dpi=110)
-    pyplot.close(figure)
+    try:
+        _write(figure, picture)
+    finally:
+        pyplot.close(figure)
+
+
+def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
+    """`keys`, or else those of KEYS that have a number in some record."""
+    present = {key: None for record in records for key, value in record.items() if isinstance(value, (int, float))}
+    chosen = keys or [key for key in KEYS if key in present] or KEYS
+    if missing := [key for key in chosen if key not in present]:
+        others = ", ".join(key for key in present if key != "iteration")
+        raise UsageError(f"no record has a number for {', '.join(missing)}", "", f"name some of {others} with --keys")
+    return chosen
+
+
+def _write(figure, picture: Path) -> None:
+    if picture.suffix not in PICTURES:
+        why = "its suffix says in which format it is drawn"
+        raise UsageError(f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to --out")
+    try:
+        figure.savefig(picture, dpi=110)
+    except OSError as error:
+        what = f"{picture} cannot be written: {error.strerror or error}"
+        raise UsageError(what, "", "name a file in a folder that exists with --out") from error
 
 
 def draw(axis, key: str, records: dict[str, list[dict]]) -> None:
@@ -81,8 +110,8 @@ def names(runs: Sequence[Path]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl")
-    parser.add_argument("--keys", nargs="+", default=KEYS, metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="file to write (default: metrics.png beside the first run's)")
+    parser.add_argument("--keys", nargs="+", default=(), metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="picture (default: metrics.png beside the first run's)")
     args = parser.parse_args(argv)
     first = args.runs[0]
     out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")

@@ -4,7 +4,7 @@ Layout of a save directory:
 
     SAVE/iter_0000010/               a `torch_dist` checkpoint, readable at any TP x PP x DP layout
     SAVE/iter_0000010/mkd.json       iteration, consumed samples, layout, fingerprints (plain JSON)
-    SAVE/iter_0000010/hf/            config.json, generation config and tokenizer of the student, for the way back to HF
+    SAVE/iter_0000010/hf/            config.json and generation config of the student, the run's tokenizer: the way back to HF
     SAVE/iter_0000010/manifest.json  size and SHA-256 of every file
     SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
 
@@ -29,6 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, read_state
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.saving import Contents, Save
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
@@ -58,14 +59,19 @@ class TrainingState:
 
 
 def save_checkpoint(
-    directory: Path, state: TrainingState, position: TrainingPosition, context: ParallelContext, hf_dir: Path | None, **more
+    directory: Path,
+    state: TrainingState,
+    position: TrainingPosition,
+    context: ParallelContext,
+    assets: HFAssets | None,  # for the folder hf/; None: there is none
+    **more,
 ) -> Path:
     """Write `directory/iter_NNNNNNN` and then move the pointer to it; returns the folder. Collective.
 
     `more` is that of `start_save`. What goes wrong on one rank is raised, as CheckpointError, by all; the pointer and the
     checkpoints that were there before are then untouched.
     """
-    return start_save(directory, state, position, context, hf_dir, **more).write().finish()
+    return start_save(directory, state, position, context, assets, **more).write().finish()
 
 
 def start_save(
@@ -73,7 +79,7 @@ def start_save(
     state: TrainingState,
     position: TrainingPosition,
     context: ParallelContext,
-    hf_dir: Path | None,
+    assets: HFAssets | None,
     *,
     fingerprints: Mapping[str, object] | None = None,  # of what the run was trained on; compared when it goes on
     retention: Retention | None = None,  # None: every checkpoint stays
@@ -84,7 +90,7 @@ def start_save(
         _give_first_state(state.optimizer)
     more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
-    return Save(directory, Contents(position, more, hf_dir), context, retention or Retention()).start(sharded, copied)
+    return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(sharded, copied)
 
 
 def load_checkpoint(

@@ -70,6 +70,9 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     folder = named_by_pointer(directory) if step is None else iteration_folder(directory, step)
     if folder is None:
         return None
+    if not folder.exists():
+        present = ", ".join(path.name for path in saved_iterations(directory)) or "no checkpoint"
+        raise CheckpointError(f"there is no {folder}", f"its folder has {present}", "choose another with --ckpt-step N")
     if not (folder / MEGATRON_FILE).exists():
         raise CheckpointError(
             f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing", "choose another with --ckpt-step N"
@@ -109,6 +112,19 @@ def write_pointer(directory: Path, iteration: int, before_replace: Callable[[], 
     before_replace()
     os.replace(temporary, path)
     sync(directory)
+
+
+def point_at(folder: Path) -> None:
+    """Move the pointer to a checkpoint of its directory, where it names another one."""
+    match = ITERATION_FOLDER.fullmatch(folder.name)
+    if match is None or match.group(2) is not None:
+        return
+    try:
+        current = read_pointer(folder.parent)
+    except CheckpointError:
+        current = None
+    if current != int(match.group(1)):
+        write_pointer(folder.parent, int(match.group(1)))
 
 
 def saved_iterations(directory: Path) -> list[Path]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-ASSETS = (
-    "config.json",
-    "generation_config.json",
+MODEL_ASSETS = ("config.json", "generation_config.json")
+SENTENCEPIECE_ASSET = "tokenizer.model"
+TOKENIZER_ASSETS = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
+    SENTENCEPIECE_ASSET,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -21,9 +22,43 @@ ASSETS = (
 )
 
 
-def copy_hf_assets(source: Path, destination: Path) -> None:
-    """Copy every file of `ASSETS` that `source` has; follows the symbolic links of a hub cache."""
-    destination.mkdir(parents=True, exist_ok=True)
-    for name in ASSETS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
+@dataclass(frozen=True)
+class HFAssets:
+    """Where the small files of a written model come from: the tokenizer need not be that of the model's own folder."""
+
+    model: Path  # folder with config.json
+    tokenizer: Path | None  # folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer
+
+    @classmethod
+    def of(cls, folder: str | Path) -> HFAssets:
+        """All from one model's folder."""
+        return cls(Path(folder), Path(folder))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """What is read, and must not be written to."""
+        if self.tokenizer is None:
+            return (self.model,)
+        return self.model, self.tokenizer.parent if self.tokenizer.is_file() else self.tokenizer
+
+    def files(self) -> dict[str, Path]:
+        """Name in the written folder -> file that it is a copy of, for every file that there is."""
+        found = {name: self.model / name for name in MODEL_ASSETS}
+        if self.tokenizer is not None and self.tokenizer.is_file():
+            found[SENTENCEPIECE_ASSET] = self.tokenizer
+        elif self.tokenizer is not None:
+            found |= {name: self.tokenizer / name for name in TOKENIZER_ASSETS}
+        return {name: path for name, path in found.items() if path.exists()}
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy every file; follows the symbolic links of a hub cache.
+
+        A tokenizer replaces all files of one that is there, because parts of two make a third; without one those stay.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        files = self.files()
+        replaced = files.keys() | (set() if files.keys().isdisjoint(TOKENIZER_ASSETS) else set(TOKENIZER_ASSETS))
+        for name in replaced:
+            (folder / name).unlink(missing_ok=True)
+        for name, path in files.items():
+            shutil.copyfile(path, folder / name)

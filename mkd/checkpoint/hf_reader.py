@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,8 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json already says
 
 
-def resolve_hf(directory_or_id: str | Path) -> Path:
-    """A local model folder as it is; anything else is a hub id (`org/name`), downloaded into the hub's cache.
+def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """A local model folder as it is; anything else is a hub id (`org/name`), whose files are downloaded into the hub's cache.
 
     Raises `CheckpointError` when it is neither.
     """
@@ -40,7 +40,7 @@ def resolve_hf(directory_or_id: str | Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(directory_or_id), allow_patterns=list(HUB_PATTERNS)))
+        return Path(snapshot_download(str(directory_or_id), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(

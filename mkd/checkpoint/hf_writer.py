@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf_assets import ASSETS
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.hf_names import Piece, find_map
 from mkd.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_chunk
 from mkd.checkpoint.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
@@ -46,24 +45,24 @@ def export_hf(
     out_dir: str | Path,
     *,
     context: ParallelContext,
-    reference_dir: str | Path,  # Hugging Face folder of the same model: configuration and tokenizer are copied from it
+    assets: HFAssets,  # of the same model: its configuration, and the tokenizer that goes with it
     dtype: torch.dtype | None = None,  # of the files; default: of the parameters
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write the model as a Hugging Face folder. Collective: all ranks call it; the first data-parallel replica takes part.
 
-    An export that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
-    `CheckpointError` on every rank when the folder cannot be written or `reference_dir` describes another model.
+    A model that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
+    `CheckpointError` on every rank when the folder cannot be written or `assets` describe another model.
     """
-    out_dir, reference_dir = Path(out_dir), Path(reference_dir)
-    _raise_everywhere(context, _prepare(shape, out_dir, reference_dir) if context.rank == 0 else None)
+    out_dir = Path(out_dir)
+    _raise_everywhere(context, _prepare(shape, out_dir, assets) if context.rank == 0 else None)
     plan = export_plan(shape, dtype or next(model_chunks[0][0].parameters()).dtype, max_shard_bytes)
     sources = _Sources(model_chunks, shape, context)
     sources.check(plan)
     problem = None
     if context.dp_rank == 0 and context.cp_rank == 0:
         stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
-        problem = _write(plan, stream, out_dir, reference_dir) if context.rank == 0 else _drain(stream)
+        problem = _write(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
 
 
@@ -153,11 +152,11 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
         start += piece.length
 
 
-def _write(plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, reference_dir: Path) -> CheckpointError | None:
+def _write(plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets) -> CheckpointError | None:
     """Write all files on rank 0. A failure is returned, after the other ranks have been heard out: they must not wait."""
     try:
         write_shards(plan, stream, out_dir)
-        _publish(plan, out_dir, reference_dir)
+        _publish(plan, out_dir, assets)
     except OSError as error:
         _drain(stream)
         for file in out_dir.glob(f"model*{PARTIAL_SUFFIX}"):
@@ -171,18 +170,15 @@ def _write(plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, reference_
     return None
 
 
-def _publish(plan: ExportPlan, out_dir: Path, reference_dir: Path) -> None:
+def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
     """Swap the finished files in. In between the folder has no index, so that no reader sees a mixture."""
     for name in (INDEX_FILE, SINGLE_FILE):
         (out_dir / name).unlink(missing_ok=True)
     for file in list(out_dir.iterdir()):
         if SHARD_FILE.fullmatch(file.name):
             file.unlink()
-    for name in ASSETS:
-        (out_dir / name).unlink(missing_ok=True)
-        if (reference_dir / name).exists():
-            shutil.copyfile(contained_file(reference_dir, name), out_dir / name)
-    (out_dir / "config.json").write_text(_config_text(reference_dir, plan.dtype), encoding="utf-8")
+    assets.copy_to(out_dir)
+    (out_dir / "config.json").write_text(_config_text(assets.model, plan.dtype), encoding="utf-8")
     for shard in plan.shards:
         (out_dir / (shard.file + PARTIAL_SUFFIX)).replace(out_dir / shard.file)
     if plan.last_file == INDEX_FILE:
@@ -191,20 +187,21 @@ def _publish(plan: ExportPlan, out_dir: Path, reference_dir: Path) -> None:
         partial.replace(out_dir / INDEX_FILE)
 
 
-def _config_text(reference_dir: Path, dtype: torch.dtype) -> str:
-    """The reference's configuration with the dtype that is written, under the key that it uses itself."""
-    config = json.loads((reference_dir / "config.json").read_text(encoding="utf-8"))
+def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
+    """The model's configuration with the dtype that is written, under the key that it uses itself."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-def _prepare(shape: ModelShape, out_dir: Path, reference_dir: Path) -> Exception | None:
+def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
     """Everything that can be wrong before tensors move: the first problem, or None."""
     try:
-        reference = ModelShape.from_hf_dir(reference_dir)
-        for name in ASSETS:
-            contained_file(reference_dir, name)
+        reference = ModelShape.from_hf_dir(assets.model)
+        for path in assets.files().values():
+            if path != assets.tokenizer:  # which its user has named
+                contained_file(path.parent, path.name)
     except Exception as error:  # carried to all ranks and raised there
         return error
     names = [f.name for f in fields(ModelShape) if f.compare and getattr(reference, f.name) != getattr(shape, f.name)]
@@ -213,15 +210,16 @@ def _prepare(shape: ModelShape, out_dir: Path, reference_dir: Path) -> Exception
             f"{name} {getattr(reference, name)} instead of {getattr(shape, name)}" for name in names
         )
         return CheckpointError(
-            f"{reference_dir / 'config.json'} describes another model: {differences}",
+            f"{assets.model / 'config.json'} describes another model: {differences}",
             "the export takes its config.json from there",
             "pass the Hugging Face folder that the model was built from",
         )
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if out_dir.samefile(reference_dir):
-            what = f"the export would overwrite {reference_dir}"
-            return CheckpointError(what, "configuration and tokenizer are copied from there", "choose another folder")
+        overwritten = next(filter(out_dir.samefile, assets.folders), None)
+        if overwritten is not None:
+            what = f"the export would overwrite {overwritten}"
+            return CheckpointError(what, "its configuration or its tokenizer is copied from there", "choose another folder")
         probe = out_dir / f"model{PARTIAL_SUFFIX}"
         probe.write_bytes(b"")
         probe.unlink()

@@ -35,14 +35,12 @@ from mkd.checkpoint.folders import (
     remove_stumps,
     write_pointer,
 )
-from mkd.checkpoint.hf_assets import copy_hf_assets
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError
 from mkd.faults import fault_at
 from mkd.parallel.context import ParallelContext
-
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Contents:
 
     position: TrainingPosition
     state: dict  # more for mkd.json: layout, optimizer, fingerprints
-    hf_dir: Path | None  # configuration and tokenizer of the student
+    assets: HFAssets | None  # of the student
 
 
 @dataclass
@@ -123,8 +121,8 @@ class Save:
         save_config(CheckpointingConfig("torch_dist", 1), str(self.partial))
         content = {**asdict(position), **self.contents.state, "manifest": MANIFEST_FILE}
         (self.partial / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        if self.contents.hf_dir is not None:
-            copy_hf_assets(self.contents.hf_dir, self.partial / HF_FOLDER)
+        if self.contents.assets is not None:
+            self.contents.assets.copy_to(self.partial / HF_FOLDER)
         entries = {name: entry for files, _ in parts for name, entry in files.items()}
         rest = {path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()}
         entries |= seal(self.partial, sorted(rest - entries.keys()))
@@ -142,12 +140,18 @@ class Save:
     def _explain(self, error: Exception) -> CheckpointError:
         what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
         kept = "checkpoints that were there before are as they were"
-        if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):
+        met = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
+        make_room = "make room, or let old checkpoints go with --keep-checkpoints K, and start again with --load"
+        if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
+            return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
+        if errno.EDQUOT in met:
+            return CheckpointError(f"{what}: the disk quota of this user or group is used up", kept, make_room)
+        if errno.EFBIG in met:
             return CheckpointError(
-                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
+                f"{what}: a file would be larger than this process or its file system allows",
                 kept,
-                "make room, or let old checkpoints go with --keep-checkpoints K, and start again with --load",
+                "raise the limit (ulimit -f shows that of a process), and start again with --load",
             )
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         do = "see to the cause, and start again with --load"

@@ -8,6 +8,7 @@ from pathlib import Path
 from mkd.checkpoint.agreement import on_rank_0, together
 from mkd.checkpoint.folders import (
     MEGATRON_FILE,
+    REPLACED,
     find_checkpoint,
     named_by_pointer,
     read_state,
@@ -40,9 +41,7 @@ def choose_checkpoint(
         if problem is None:
             return named
     warn(f"{problem.what}: looking for the newest checkpoint that is whole")
-    for folder in context.broadcast_object(saved_iterations(directory) if context.rank == 0 else None):
-        if folder == named:
-            continue
+    for folder in context.broadcast_object(_others(directory, named) if context.rank == 0 else None):
         found = _problem(folder, context, warn, needs_manifest=True)
         if found is None:
             warn(f"continuing from {folder}, and not from what the pointer names")
@@ -52,7 +51,7 @@ def choose_checkpoint(
         CheckpointError(
             f"{directory} holds no checkpoint that is whole: {problem.what}",
             "files are missing or differ from what was saved",
-            "take --load away to start anew, or restore the folder from a copy",
+            "take --load away and choose another --save to start anew, or restore the folder from a copy",
         )
     )
 
@@ -80,6 +79,12 @@ def _problem(
     except CheckpointError as error:
         return error
     return None
+
+
+def _others(directory: Path, named: Path | None) -> list[Path]:
+    """The checkpoints but `named`, the latest first; those after it last, which a run that went back has left behind."""
+    folders = [folder for folder in saved_iterations(directory) if folder != named]
+    return folders if named is None else sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
 
 
 def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:

@@ -163,9 +163,12 @@ def _layout_flags(config: Config) -> list[str]:
 
 
 def _layout(config: Config, model: _Model, stages: int) -> PipelineLayout:
-    """The layers of one model over all stages. Raises UsageError as `PipelineLayout.create`."""
+    """The layers of one model over all stages. Raises UsageError as `PipelineLayout.create`, which says whose they are."""
     pipeline = config.parallel.pipeline_model_parallel_size
-    return PipelineLayout.create(model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag)
+    try:
+        return PipelineLayout.create(model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag)
+    except UsageError as error:
+        raise UsageError(f"{model.role}: {error.what}", error.why, error.do) from error
 
 
 def _attempt(problems: list[MkdError], compute: Callable):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ ARROW_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
+FORMS = '{"text"}, {"messages"} or {"prompt", "completion"}'
 MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
 ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
 
@@ -166,6 +167,8 @@ def _batch_rows(batch) -> Iterator[Row]:
 def _known_columns(names: list[str], path: Path) -> list[str]:
     wanted = {key for keys in KINDS.values() for key in keys}
     known = [name for name in names if name in wanted]
+    if not any(set(keys) <= set(known) for keys in KINDS.values()):
+        raise _unknown("columns", names, f"{path} has ")
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path} has two columns {twice}", "it is not clear which of them is meant", "rename or drop one")
@@ -224,18 +227,23 @@ JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_const
 
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
-    forms = '{"text"}, {"messages"} or {"prompt", "completion"}'
     if kinds:
         return DataError(
             f"the record is {' and '.join(kinds)} at once",
             "it is not clear which of them is the document",
-            f"keep the keys of one of {forms}",
+            f"keep the keys of one of {FORMS}",
         )
     nulls = [key for keys in KINDS.values() for key in keys if key in fields and fields[key] is None]
     if nulls:
         return DataError(f"{nulls[0]} is null", "there is nothing to train on", "remove the record, or give it a value")
-    found = ", ".join(islice(map(repr, fields), 8)) or "none"
-    return DataError(f"no known keys (found: {found})", f"a record has the keys {forms}", "rename the keys of the file")
+    return _unknown("keys", fields)
+
+
+def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
+    """For keys of a record, or columns of a table, that make no document."""
+    shown = ", ".join(islice(map(repr, found), 8)) or "none"
+    why = f"a record has the keys {FORMS}"
+    return DataError(f"{where}no known {keys} (found: {shown})", why, f"rename the {keys} of the file")
 
 
 def _check_messages(messages) -> None:

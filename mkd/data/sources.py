@@ -25,7 +25,13 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     values = [str(value) for value in values]
     if not values:
         raise UsageError(f"{flag} is empty", do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...")
-    if len(values) % 2 or _number(values[0]) is None:
+    if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
+        raise UsageError(
+            f"{flag} has {len(values)} values: a weight or a path is missing",
+            f"the list starts with the number {values[0]}, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
+            "give every path a weight, or none; a path that is a number is written ./1",
+        )
+    if len(values) == 1 or _number(values[0]) is None:
         return Blend(tuple(values), None)
     weights = tuple(map(_number, values[::2]))
     for value, weight in zip(values[::2], weights, strict=True):
@@ -66,6 +72,13 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
         files = StoreFiles(prefix)
         if files.bin.is_file() and files.idx.is_file():
             return prefix
+        if files.bin.is_file() or files.idx.is_file():
+            there, missing = (files.bin, files.idx) if files.bin.is_file() else (files.idx, files.bin)
+            raise DataError(
+                f"{flag} {path}: {missing} is missing",
+                f"{there} is there, and a corpus is the pair of both",
+                "copy the missing file too, or make the pair again with tools/preprocess_data.py",
+            )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
     raise DataError(
         f"{flag} {path}: nothing found",

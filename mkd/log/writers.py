@@ -10,11 +10,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from mkd.config.schema import LogConfig
-from mkd.errors import UsageError
+from mkd.errors import MkdError, UsageError
 
 Record = Mapping[str, int | float | str]
 
@@ -50,6 +51,15 @@ def is_installed(package: str) -> bool:
     """A folder of that name in the current directory, as W&B leaves one, is no installation."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    kept = next(name for name in names if not name.exists())
+    return path.rename(kept)
 
 
 class JsonlWriter:
@@ -126,8 +136,13 @@ class MetricLogger:
         self.writers = tuple(writers)
 
     def write(self, record: Record) -> None:
-        for writer in self.writers:
-            writer.write(record)
+        """Raises MkdError where one cannot be written."""
+        try:
+            for writer in self.writers:
+                writer.write(record)
+        except OSError as error:
+            what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
+            raise MkdError(what, "a run whose figures are lost cannot be judged", "make room, and start it again") from error
 
     def truncate_after(self, iteration: int) -> None:
         for writer in self.writers:

@@ -150,6 +150,16 @@ def _require_known(flag: str, name: str, table: dict) -> None:
         raise UsageError(f"{flag} is {name!r}", "mkd has no such rule", f"choose one of: {known}")
 
 
+def require_columns(name: str, vocab_size: int, columns: int) -> None:
+    """Raises UsageError where the logits of a vocabulary, of all shards, cannot have `vocab_size` real ids."""
+    if not 0 < vocab_size <= columns:
+        raise UsageError(
+            f"{name} is {vocab_size}, the logits have {columns} columns",
+            "each real id has a column, and columns beyond are padding",
+            f"choose a value from 1 to {columns}, or pad the LM heads to more columns",
+        )
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """The vocabulary ids of this tensor-parallel rank: local column j is id `start + j`.
@@ -164,10 +174,13 @@ class VocabShard:
 
     @classmethod
     def of_group(cls, width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
-        """This process's shard of `width` columns; None is a vocabulary that is not split."""
+        """This process's shard of `width` columns; None is a vocabulary that is not split.
+
+        Raises UsageError where a model has more real ids than all shards have columns.
+        """
         rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
-        real = (objective.student_vocab_size, objective.teacher_vocab_size)
-        assert all(0 < rows <= width * size for rows in real), f"real vocabularies {real} exceed {width * size} columns"
+        for name in ("student_vocab_size", "teacher_vocab_size"):
+            require_columns(name, getattr(objective, name), width * size)
         return cls.of(width, rank, size, objective)
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mkd.errors import UsageError
-from mkd.losses.objective import KDObjective, KDOutput, VocabShard
+from mkd.losses.objective import KDObjective, KDOutput, VocabShard, require_columns
 from mkd.losses.softmax import Normaliser, compute_dtype
 from mkd.losses.statistics import gather_statistics
 from mkd.losses.topk_statistics import (
@@ -99,7 +99,7 @@ def _teacher_rows(
 
 def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
-    assert 0 < objective.student_vocab_size <= width * size, f"{objective.student_vocab_size} ids in {width * size} columns"
+    require_columns("student_vocab_size", objective.student_vocab_size, width * size)
     return VocabShard.of(width, rank, size, objective)
 
 

@@ -17,7 +17,7 @@ from mkd.errors import UsageError
 from mkd.operations.folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 CACHE_SHARE = 1 / 3  # of the size of raw text, at least: six bytes a token and two bytes an id
 
 
@@ -103,12 +103,16 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     free = shutil.disk_usage(writes[0].existing).free
     if free >= needed:
         return None
-    parts = ", ".join(f"{write.what} {write.num_bytes / GIB:.2f} GiB" for write in large)
+    parts = ", ".join(f"{write.what} {_size(write.num_bytes)}" for write in large)
     return UsageError(
-        f"the disk of {large[0].folder} has {free / GIB:.2f} GiB left, the run writes {needed / GIB:.2f} GiB to it",
+        f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it",
         f"it would fail after all the work before: {parts}",
         f"make room, or choose another {_joined(write.flag for write in large)}",
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
 
 
 def _joined(texts: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,56 @@ FAMILIES = {
 }
 """Hugging Face `model_type` -> mkd family. SmolLM2 is `llama`, Phi-4 (dense) is `phi3`."""
 
+DEFAULTS = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+    "phi3": {"num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+}
+"""What transformers takes for a key that config.json lacks, where the families differ. A key that is null has no default."""
+
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")  # null: not given
+OPTIONAL_SIZES = (
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"
+)  # fmt: skip
+NUMBERS = (
+    "rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
+    "high_freq_factor", "attention_factor",
+)  # fmt: skip
+SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a value of config.json."""
+
+    must_be: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(holds, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+KINDS = {  # of every key that is read, in config.json itself or in its rope parameters
+    **dict.fromkeys((*SIZES, *OPTIONAL_SIZES), Kind("a whole number above 0", lambda v: type(v) is int and v > 0)),
+    **dict.fromkeys(NUMBERS, Kind("a finite number above 0", _is_number)),
+    **dict.fromkeys(SWITCHES, Kind("true or false", lambda v: isinstance(v, bool))),
+    **dict.fromkeys(("short_factor", "long_factor"), Kind("a list of finite numbers above 0", _list_of(_is_number))),
+    **dict.fromkeys(("model_type", "hidden_act", "rope_type", "type"), Kind("a text", _is_text)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), Kind("an object", lambda v: isinstance(v, Mapping))),
+    "layer_types": Kind("a list of texts", _list_of(_is_text)),
+    "max_window_layers": Kind("a whole number of 0 or more", lambda v: type(v) is int and v >= 0),
+}
 
 
 @dataclass(frozen=True)
@@ -104,30 +152,33 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
-        """Translate a Hugging Face configuration. Raises `UsageError` for a model that mkd cannot run exactly."""
+        """Translate a Hugging Face configuration.
+
+        Raises `UsageError` for a model that mkd cannot run exactly, `CheckpointError` for a key that is missing or has a value
+        of a wrong kind. null counts as not given.
+        """
         model_type = config.get("model_type")
+        given = _without_nulls({**DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **config})
+        _check_kinds(given, source)
         if model_type not in FAMILIES:
             raise UsageError(
                 f"{source}: model_type {model_type!r} is not supported",
                 f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
                 "use a model of one of these families",
             )
-        family = FAMILIES[model_type]
-        _check_sizes(config, source)
         try:
-            return cls._read(family, config)
+            return cls._read(FAMILIES[model_type], given, hf_config=dict(config))
         except KeyError as error:
-            raise CheckpointError(f"{source}: key {error} is missing", f"a {model_type} model needs it") from None
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{source} has a value of a wrong kind: {error}", "", "download or write it again") from None
+            do = "download or write it again"
+            raise CheckpointError(f"{source}: key {error} is missing or null", f"a {model_type} model needs it", do) from None
 
     @classmethod
-    def _read(cls, family: str, config: Mapping[str, Any]) -> ModelShape:
-        if config.get("hidden_act", "silu") != "silu":
+    def _read(cls, family: str, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)")
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        attention_bias = bool(config.get("attention_bias", False))
+        attention_bias = config.get("attention_bias", False)
         return cls(
             family=family,
             num_layers=config["num_hidden_layers"],
@@ -139,26 +190,31 @@ class ModelShape:
             vocab_size=config["vocab_size"],
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope=read_rope(config, head_dim),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope=read_rope(config, head_dim, family),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
             qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
             attention_output_bias=family in ("llama", "qwen3") and attention_bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            mlp_bias=family == "llama" and config.get("mlp_bias", False),
             qk_norm=family == "qwen3",
             sliding_window=_sliding_window(family, config),
             initializer_range=config.get("initializer_range", 0.02),
-            hf_config=dict(config),
+            hf_config=hf_config,
         )
 
 
-def _check_sizes(config: Mapping[str, Any], source: str) -> None:
-    """Raises CheckpointError for a size that is given, and is no whole number above 0."""
-    for name in (*SIZES, *OPTIONAL_SIZES):
-        value = config.get(name, 1)
-        if (value is not None or name in SIZES) and (type(value) is not int or value < 1):
-            raise CheckpointError(
-                f"{source}: {name} is {value!r}", "it must be a whole number above 0", "download or write it again"
-            )
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in config.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+
+
+def _check_kinds(config: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for a value that is not of the kind of its key."""
+    for name, value in config.items():
+        kind = KINDS.get(name)
+        if kind is not None and not kind.holds(value):
+            raise CheckpointError(f"{source}: {name} is {value!r}", f"it must be {kind.must_be}", "download or write it again")
+        if name in ("rope_parameters", "rope_scaling"):
+            _check_kinds(value, f"{source}: {name}")
 
 
 def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
@@ -183,13 +239,17 @@ def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
     return int(window)
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeShape:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older), into a `RopeShape`."""
+def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShape:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older), into a `RopeShape`.
+
+    Only phi3 rotates a part of its heads: the other families' models pass over `partial_rotary_factor`.
+    """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = {"su": "longrope"}.get(kind, kind)
-    fraction = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    fraction = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    fraction = float(fraction or 1.0) if family == "phi3" else 1.0
     base = dict(theta=theta, rotary_dim=int(head_dim * fraction), kind=kind)
     if kind == "default":
         return RopeShape(**base)

@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, start_save
-from mkd.checkpoint.folders import Retention, TrainingPosition, read_state
+from mkd.checkpoint.folders import Retention, TrainingPosition, point_at, read_state
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
 from mkd.checkpoint.verifying import choose_checkpoint
-from mkd.config.schema import CheckpointConfig
+from mkd.config.schema import CheckpointConfig, Config
 from mkd.errors import CheckpointError
+from mkd.operations.folders import log_folder
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.fingerprints import fingerprints, require_same
@@ -25,9 +27,10 @@ from mkd.train.plan import Plan
 from mkd.train.report import Reporter
 
 
-def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
-    """The lock of --save, on rank 0. Collective; raises CheckpointError when another run holds it."""
-    return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
+def lock_folders(config: Config, context: ParallelContext) -> list[WriterLock | None]:
+    """The locks of --save and of the log folder, on rank 0. Collective; raises CheckpointError when another run has one."""
+    folders = (config.checkpoint.save, log_folder(config))
+    return [lock_folder(folder, context) for folder in dict.fromkeys(Path(folder).resolve() for folder in folders if folder)]
 
 
 def take_fingerprints(plan: Plan, tokenizer: Tokenizer, train_set, context: ParallelContext) -> dict[str, object]:
@@ -52,9 +55,16 @@ def find_start(checkpoint: CheckpointConfig, known: Mapping[str, object], contex
     if folder is not None:
         accepted = checkpoint.accept_change
         on_rank_0(lambda: require_same(folder, read_state(folder).get("fingerprints", {}), known, accepted), _unreadable)
+        on_rank_0(lambda: _point_at(folder, checkpoint), _unreadable)
     elif context.rank == 0:
         say(f"{checkpoint.load} holds no checkpoint yet: starting from the student's own weights")
     return folder
+
+
+def _point_at(folder: Path, checkpoint: CheckpointConfig) -> None:
+    """A run that goes back in its own --save leaves what it goes back from: a start after a crash must not go on from that."""
+    if checkpoint.save and folder.parent.resolve() == Path(checkpoint.save).resolve():
+        point_at(folder)
 
 
 def build_saver(
@@ -67,7 +77,7 @@ def build_saver(
     return Saver(
         directory=Path(checkpoint.save),
         context=context,
-        hf_dir=plan.student.assets,
+        assets=plan.assets,
         fingerprints=known,
         retention=Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval),
         is_async=checkpoint.async_save,
@@ -81,7 +91,7 @@ class Saver:
 
     directory: Path
     context: ParallelContext
-    hf_dir: Path | None
+    assets: HFAssets
     fingerprints: Mapping[str, object]
     retention: Retention
     is_async: bool
@@ -97,7 +107,7 @@ class Saver:
             state,
             position,
             self.context,
-            self.hf_dir,
+            self.assets,
             fingerprints=self.fingerprints,
             retention=self.retention,
             copied=in_background,

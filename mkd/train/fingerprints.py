@@ -13,7 +13,7 @@ from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
 from mkd.data.sources import parse_blend
 from mkd.data.store import StoreFiles, TokenStore, sha256_of_file
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.model_source import ModelSource
 from mkd.train.plan import Plan
@@ -53,14 +53,22 @@ def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str
     if not saved:
         return
     saved = _as_now(saved, current)
+    unknown = [one for one in accepted if not any(_is_part(name, one) for name in saved.keys() | current.keys())]
+    if unknown:
+        parts = ", ".join(sorted({name.split(".")[0] for name in current}))
+        raise UsageError(f"--accept-change {unknown[0]} names nothing that is compared", f"that is {parts}", "drop it")
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
-    refused = [name for name in changed if not any(name == one or name.startswith(one + ".") for one in accepted)]
+    refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:
         raise CheckpointError(
             f"{folder} was saved by a run with other " + ", ".join(_difference(name, saved, current) for name in refused),
             "going on would silently mix two different trainings",
             f"restore it, start anew with --student-load {folder}, or go on with --accept-change {' '.join(refused)}",
         )
+
+
+def _is_part(name: str, accepted: str) -> bool:
+    return name == accepted or name.startswith(accepted + ".")
 
 
 def corpus_sample(files: StoreFiles) -> list[str]:

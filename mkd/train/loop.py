@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mkd.checkpoint.distributed import TrainingPosition, TrainingState
 from mkd.checkpoint.folders import iteration_folder
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
@@ -47,7 +48,7 @@ class Run:
     watchdog: Watchdog
     ending: Ending  # holds the lock of the save folder, among others
     global_batch_size: int
-    hf_dir: Path | None  # configuration and tokenizer files of the student
+    assets: HFAssets  # of the student: what an export has besides the weights
     kept_iteration: int  # what there would be if the run ended now: nothing is lost that this has, ...
     kept_in: Path | None  # ... a checkpoint, or None: the student's own weights
     due: frozenset[str] = frozenset()  # parts of the evaluation at `position` that are still to be made

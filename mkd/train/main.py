@@ -85,6 +85,9 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
             if checkpoint.save:
                 remove_markers(Path(checkpoint.save))
+        asked, done = loaded.config.training.train_iters, current.position.iteration
+        if done > asked:
+            current.reporter.note(f"{done} iterations are done, --train-iters asks for {asked}: nothing is trained")
         stop = train(current)
         if stop is not None:
             current.reporter.note(f"stopped at iteration {current.position.iteration}: {stop.reason}")
@@ -100,7 +103,7 @@ def end(current, stop) -> None:
 
     save, position = current.config.checkpoint.save, current.position
     is_preempted = stop is not None and stop.is_preempted
-    is_done = position.iteration == current.config.training.train_iters and not current.due
+    is_done = position.iteration >= current.config.training.train_iters and not current.due
     if save and _is_rank_0() and (is_preempted or is_done):
         write_marker(Path(save), PREEMPTED if is_preempted else DONE, position, stop.reason if stop else "")
     if is_preempted:
@@ -150,7 +153,7 @@ def export(current, folder: Path) -> None:
             current.state.models[0].shape,
             folder,
             context=current.engine.context,
-            reference_dir=current.hf_dir,
+            assets=current.assets,
         )
     current.reporter.note(f"exported the student to {folder}")
 

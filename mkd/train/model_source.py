@@ -17,7 +17,7 @@ class ModelSource:
     """Where one model comes from: its shape and small files, and its weights."""
 
     shape: ModelShape
-    assets: Path  # folder with config.json and tokenizer files
+    assets: Path  # folder with config.json and, mostly, tokenizer files
     hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
     load: Path | None  # ... or of a Megatron checkpoint folder
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.config.forecast import describe
 from mkd.config.schema import Config
 from mkd.config.validate import layouts_of, validate, virtual_stages
-from mkd.errors import ErrorList, MkdError, UsageError
+from mkd.errors import ErrorList, MkdError
 from mkd.log.writers import missing_packages
 from mkd.operations.disk import disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
@@ -20,7 +20,7 @@ from mkd.plan.loss_card import loss_card
 from mkd.plan.teachers import teacher_names, teacher_roles
 from mkd.train.eval_tasks import task_problems
 from mkd.train.model_source import ModelSource, locate_model
-from mkd.train.preflight import Tokenizers, data_paths, data_problems, open_tokenizers
+from mkd.train.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
 from mkd.train.topk_teacher import StoredTeacher
 
 
@@ -37,6 +37,11 @@ class Plan:
     teacher_layouts: tuple[PipelineLayout, ...]
     stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
+
+    @property
+    def assets(self) -> HFAssets:
+        """What the student has besides its weights where it is written; its tokenizer is the one that the run reads with."""
+        return HFAssets(self.student.assets, self.tokenizers.source)
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
@@ -56,8 +61,8 @@ class Plan:
         return Forecast(self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts)
 
     def describe(self) -> str:
-        """The batch as an equation, the layers of all models on each stage, and what to expect of time and memory."""
-        return describe(self.forecast)
+        """The batch as an equation, the layers of all models on each stage, what to expect of time and memory, and notes."""
+        return "\n".join([describe(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())])
 
     def loss_card(self) -> str:
         """The objective with its numbers."""
@@ -86,7 +91,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += profile_problems(config.log, world_size)
     problems += start_problems(config.checkpoint)
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
-    problems += _export_over_source(config, [source for source in (student, *sources) if source])
+    problems += export_problems(config.checkpoint, [source for source in (student, *sources) if source], tokenizers)
     if problems:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)
@@ -102,11 +107,3 @@ def plan_run(config: Config, world_size: int) -> Plan:
         stored_teacher=stored_teacher,
         tokenizers=tokenizers,
     )
-
-
-def _export_over_source(config: Config, sources: list[ModelSource]) -> list[MkdError]:
-    """Exporting over a model that the run reads would destroy it, and is found out only after all training."""
-    export = config.checkpoint.export_hf
-    if export is None or Path(export).resolve() not in [source.assets.resolve() for source in sources]:
-        return []
-    return [UsageError(f"--export-hf {export} is a folder that this run reads", "it would be overwritten", "choose another")]

@@ -1,4 +1,4 @@
-"""What of tokenizers and data would end a run, found before processes meet and weights are read.
+"""What of tokenizers, data and the export's folder would end a run, found before processes meet and weights are read.
 
 All ranks look at the same few files, so that all refuse the run together.
 """
@@ -6,11 +6,14 @@ All ranks look at the same few files, so that all refuse the run together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mkd.config.schema import Config
+from mkd.checkpoint.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_ASSETS
+from mkd.checkpoint.hf_reader import resolve_hf
+from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.build import require_file, require_vocabulary
 from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows
 from mkd.data.sources import find_prefix, is_raw, parse_blend
@@ -32,6 +35,8 @@ class Tokenizers:
 
     student: Tokenizer
     teachers: tuple[Tokenizer | None, ...]  # one for every teacher that runs; None for those that read the student's tokens
+    source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
+    notes: tuple[str, ...]  # what its user should know of it
 
 
 def open_tokenizers(
@@ -56,7 +61,33 @@ def open_tokenizers(
             problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         else:
             own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
-    return Tokenizers(tokenizer, tuple(own))
+    files = _attempt(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
+    return Tokenizers(tokenizer, tuple(own), files, tuple(_notes(tokenizer, config, student)))
+
+
+def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
+    """What `HFAssets` copies of the tokenizer of that name. Raises CheckpointError where it cannot be had from the hub."""
+    if tokenizer_type == "TiktokenTokenizer":
+        return None
+    return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_ASSETS)
+
+
+def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) -> Iterator[str]:
+    """On a --tokenizer-model that is not in the student's folder, and what is written of it."""
+    name, kind = config.data.tokenizer_model, config.data.tokenizer_type
+    if name is None:
+        return
+    if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
+        with suppress(UsageError):  # the student's own need not be readable: it is not used
+            difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(student.assets)))
+            if difference is not None:
+                yield f"note: --tokenizer-model {name} is not the tokenizer in {student.assets}, ids differ: {difference}"
+    if not (config.checkpoint.save or config.checkpoint.export_hf):
+        return
+    if kind == "SentencePieceTokenizer":
+        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET}, without a tokenizer_config.json that says how to load it"
+    elif kind == "TiktokenTokenizer":
+        yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
 
 
 def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
@@ -129,6 +160,20 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
         if kind == "messages" and tokenizers is not None and not config.data.max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
     return problems
+
+
+def export_problems(
+    checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
+) -> list[MkdError]:
+    """What --export-hf would destroy, and which is otherwise found out only after all training."""
+    if checkpoint.export_hf is None:
+        return []
+    folder = Path(checkpoint.export_hf)
+    read = [*(model.assets for model in models), *([tokenizers.source] if tokenizers and tokenizers.source else ())]
+    if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
+        what = f"--export-hf {folder} is a folder that this run reads"
+        return [UsageError(what, "it would be overwritten", "choose another")]
+    return []
 
 
 def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> str | None:

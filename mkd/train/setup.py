@@ -6,13 +6,13 @@ from functools import partial
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
-from mkd.checkpoint.save_folder import checkpoint_bytes
+from mkd.checkpoint.save_folder import WriterLock, checkpoint_bytes
 from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
 from mkd.log.records import curve, read_records, split_of
 from mkd.log.wandb_writer import WandbWriter
-from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter
+from mkd.log.writers import JsonlWriter, MetricLogger, TensorBoardWriter, set_aside
 from mkd.models.stage import take_teacher_ms
 from mkd.operations.crash_loop import CrashCounter, count_crashes
 from mkd.operations.ending import Ending
@@ -25,7 +25,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
-from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
+from mkd.train.checkpoints import build_saver, find_start, lock_folders, take_fingerprints
 from mkd.train.eval_tasks import build_tasks
 from mkd.train.evaluate import is_evaluated
 from mkd.train.loop import Run
@@ -95,7 +95,7 @@ def build_run(
         watchdog=watchdog,
         ending=ending,
         global_batch_size=plan.batch.global_batch_size,
-        hf_dir=plan.student.assets,
+        assets=plan.assets,
         kept_iteration=position.iteration,
         kept_in=start_folder,
     )
@@ -104,16 +104,20 @@ def build_run(
 
 
 def begin(plan: Plan, context: ParallelContext, ending: Ending) -> tuple[CrashCounter, Profiler]:
-    """Take the save folder, count crashes, record the memory: what a run begins with, and ends with. Collective."""
+    """Lock the folders, count crashes, record the memory: what a run begins with, and ends with. Collective."""
     config = plan.config
-    lock = lock_save(config.checkpoint, context)
-    if lock is not None:
-        ending.add(lambda error: lock.release())
+    for lock in lock_folders(config, context):
+        if lock is not None:
+            ending.add(partial(_release, lock))
     crashes = count_crashes(config, context)
     ending.add(crashes.end)
     profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
     ending.add(profiler.close)
     return crashes, profiler
+
+
+def _release(lock: WriterLock, _error: BaseException | None) -> None:
+    lock.release()
 
 
 def build_streams(
@@ -163,9 +167,12 @@ def describe_data(train_set, valid_set, tasks) -> list[str]:
 def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine) -> Reporter:
     """Writers on rank 0 only; lines after the resumed iteration are dropped, they will be written again."""
     config = plan.config
-    writers = []
+    writers, metrics = [], log_folder(config) / "metrics.jsonl"
     if context.rank == 0:
-        writers.append(JsonlWriter(log_folder(config) / "metrics.jsonl"))
+        kept = None if config.checkpoint.load else set_aside(metrics)
+        if kept is not None:
+            print(f" the metrics of the run before, in the same folder, are now in {kept}", flush=True)
+        writers.append(JsonlWriter(metrics))
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
         if config.log.wandb_project:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.hf_reader import INDEX_FILE, HFCheckpoint, load_hf_weights
 from mkd.checkpoint.hf_shards import export_plan
 from mkd.checkpoint.hf_writer import export_hf
@@ -40,8 +41,11 @@ MORE_LAYOUTS = {
 }
 
 
-def import_export(source, out, layout, dtype=None, max_shard_bytes=60_000, more_vocabulary=0, file_limit=None, drop=""):
-    """Load `source`, export it to `out`; the text of the error, or None."""
+def import_export(
+    source, out, layout, dtype=None, max_shard_bytes=60_000, more_vocabulary=0, file_limit=None, drop="", assets=None
+):
+    """Load `source`, export it to `out` with `assets` (default: its own); the text of the error, or None."""
+    assets = assets or HFAssets.of(source)
     tp, stages, virtual = layout
     pp = len(stages) // virtual
     context = ParallelContext.create(detect(), tensor_parallel=tp, pipeline_parallel=pp, virtual_stages=virtual)
@@ -59,7 +63,7 @@ def import_export(source, out, layout, dtype=None, max_shard_bytes=60_000, more_
     options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes)
     try:
         with limited_files(file_limit):
-            export_hf(pairs, shape, out, context=context, reference_dir=source, **options)
+            export_hf(pairs, shape, out, context=context, assets=assets, **options)
     except MkdError as error:
         return f"{type(error).__name__} {error.exit_code}: {error}"
     return None
@@ -188,6 +192,37 @@ def test_an_older_export_is_replaced_without_leftovers(ranks, originals, tmp_pat
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path):
+    """Its files may come from another folder than the configuration, from a SentencePiece file, or not at all."""
+    source, out, other = originals("llama"), tmp_path / "out", tmp_path / "other"
+    for folder, names in ((out, ("vocab.json", "chat_template.jinja")), (other, ("tokenizer.json", "config.json"))):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f'"{name} of {folder.name}"')
+    config = json.loads((source / "config.json").read_text())
+
+    def tokenizer_after(tokenizer):
+        options = ((1, (4,), 1), None, 5_000_000_000, 0, None, "", HFAssets(source, tokenizer))
+        assert ranks.run(import_export, 1, source, out, *options) == [None]
+        assert json.loads((out / "config.json").read_text()) == config
+        model = {"config.json", "generation_config.json", "model.safetensors"}
+        return {file.name: file.read_text() for file in out.iterdir() if file.name not in model}
+
+    mine = {"vocab.json": '"vocab.json of out"', "chat_template.jinja": '"chat_template.jinja of out"'}
+    assert tokenizer_after(None) == mine
+    assert tokenizer_after(make_bare(tmp_path / "bare")) == mine
+    assert tokenizer_after(other) == {"tokenizer.json": '"tokenizer.json of other"'}
+    (tmp_path / "some name.model").write_text("pieces")
+    assert tokenizer_after(tmp_path / "some name.model") == {"tokenizer.model": "pieces"}
+
+
+def make_bare(folder):
+    """A model's folder without tokenizer."""
+    folder.mkdir()
+    (folder / "config.json").touch()
+    return folder
+
+
 @pytest.mark.fault(34)
 def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_older_export(ranks, originals, tmp_path):
     source = originals("llama")
@@ -222,7 +257,7 @@ def export_with_other_reference(source, reference, out):
     shape = ModelShape.from_hf_dir(source)
     (chunk,) = build_chunks(shape, PipelineLayout.even(4, 1), ModelOptions(), context)
     with pytest.raises(MkdError) as caught:
-        export_hf([(chunk, 0)], shape, out, context=context, reference_dir=reference)
+        export_hf([(chunk, 0)], shape, out, context=context, assets=HFAssets.of(reference))
     return str(caught.value)
 
 

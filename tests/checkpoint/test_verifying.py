@@ -63,6 +63,7 @@ def test_no_checkpoint_is_whole(folder):
         (folder / name / "common.pt").write_bytes(b"")
     (first, _), (second, _) = chosen(folder, world_size=2)
     assert first == second and f"{folder} holds no checkpoint that is whole" in first and NEWEST in first
+    assert "choose another --save" in first  # this one is refused without --load
     assert CheckpointError.exit_code == 66
 
 
@@ -72,7 +73,10 @@ def test_a_chosen_step_is_taken_or_refused(folder):
     ((text, _),) = chosen(folder, 1)
     assert str(folder / OLDER / "common.pt") in text and "--ckpt-step" in text
     ((text, _),) = chosen(folder, 7)
-    assert "iter_0000007 is not a complete checkpoint" in text
+    assert f"there is no {folder / 'iter_0000007'}" in text and f"{NEWEST}, {OLDER}" in text
+    (folder / OLDER / "metadata.json").unlink()
+    ((text, _),) = chosen(folder, 1)
+    assert f"{OLDER} is not a complete checkpoint" in text
 
 
 def test_empty_and_absent_folders_are_a_start(tmp_path):

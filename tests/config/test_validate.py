@@ -139,7 +139,7 @@ def test_virtual_stage_flags_exclude_each_other_and_need_a_pipeline():
 
 def test_layers_that_do_not_divide():
     error = problem(*PP4, world_size=4, student=shape(30), teacher=shape(32))
-    assert error.what == "30 layers do not divide over 4 pipeline stages"
+    assert error.what == "student: 30 layers do not divide over 4 pipeline stages"
     assert error.do == "use --student-pipeline-layout 8,8,7,7 or --pipeline-layout auto"
     error = problem(*PP4, world_size=4, student=shape(32), teacher=shape(30))
     assert error.do == "use --teacher-pipeline-layout 8,8,7,7 or --pipeline-layout auto"
@@ -147,6 +147,9 @@ def test_layers_that_do_not_divide():
     assert problems(*PP4, *both, world_size=4, student=shape(30), teacher=shape(32)) == []
     error = problem(*PP4, "--student-pipeline-layout", "8,8,8,8", world_size=4, student=shape(30))
     assert "has 32 layers, the model has 30" in error.what
+    both = problems(*PP4, BY_STAGES, "2", "--global-batch-size", "4", world_size=4, student=shape(4), teacher=shape(4))
+    text = "4 layers do not divide over 4 pipeline stages x 2 virtual stages = 8"
+    assert [error.what for error in both] == [f"student: {text}", f"teacher: {text}"]
 
 
 AUTO = ["--pipeline-layout", "auto"]

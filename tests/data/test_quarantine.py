@@ -140,7 +140,6 @@ def test_tables(tokenizer, tmp_path, suffix):
     [
         ({"text": [1.5, float("nan")]}, "text is a number"),
         ({"text": [["a"], ["b"]]}, "text is a list"),
-        ({"body": ["a", "b"]}, "no known keys (found: none)"),
         ({"messages": ["a", "b"]}, "messages is a string"),
         ({"text": ["a", "b"], "messages": [[], []]}, "the record is text and messages at once"),
     ],
@@ -151,6 +150,14 @@ def test_tables_whose_columns_are_none_of_ours(tokenizer, tmp_path, columns, rea
     with pytest.raises(ErrorList) as caught:
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=1)
     assert [error.what for error in caught.value.errors[:2]] == [f"{path}:{row}: {reason}" for row in (1, 2)]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "file.arrow"])
+def test_a_table_without_a_column_of_ours(tokenizer, tmp_path, suffix):
+    pa = pytest.importorskip("pyarrow")
+    path = write_table(pa, tmp_path / f"t.{suffix}", pa.table({"prompt": ["a"], "answer": ["b"]}))
+    with pytest.raises(DataError, match="(?s)has no known columns .found: 'prompt', 'answer'.*why: .*do:  rename the columns"):
+        build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=9)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "stream.arrow"])

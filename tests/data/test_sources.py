@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
@@ -14,7 +16,8 @@ from mkd.errors import DataError, UsageError
         (["a"], Blend(("a",), None)),
         (["a", "b"], Blend(("a", "b"), None)),
         (["3", "a", "0.5", "b"], Blend(("a", "b"), (3.0, 0.5))),
-        (["1", "a", "2"], Blend(("1", "a", "2"), None)),
+        (["1"], Blend(("1",), None)),
+        (["./1", "a", "2"], Blend(("./1", "a", "2"), None)),
     ],
 )
 def test_blends(values, blend):
@@ -25,6 +28,7 @@ def test_blends(values, blend):
     ("values", "message"),
     [
         ([], "--data-path is empty"),
+        (["1", "a", "2"], "--data-path has 3 values: a weight or a path is missing"),
         (["1", "a", "b", "c"], "b stands where a positive weight is expected"),
         (["0", "a"], "0 stands where"),
         (["nan", "a"], "nan stands where"),
@@ -62,3 +66,14 @@ def test_missing_path_lists_where_was_looked(tmp_path):
     text = str(caught.value)
     assert text.startswith("--valid-data-path ") and f"looked for {tmp_path}/c.bin.bin with" in text
     assert f"{tmp_path}/c.bin with {tmp_path}/c.idx" in text and ".jsonl" in text and "do:" in text
+
+
+@pytest.mark.parametrize(("missing", "there"), [("idx", "bin"), ("bin", "idx")])
+def test_half_of_a_pair_is_named(missing, there, make_store):
+    prefix = make_store([[1, 2]]).prefix
+    Path(f"{prefix}.{missing}").unlink()
+    for path in (prefix, f"{prefix}.{there}"):
+        with pytest.raises(DataError) as caught:
+            find_prefix(path)
+        assert caught.value.what == f"--data-path {path}: {prefix}.{missing} is missing"
+        assert caught.value.why.startswith(f"{prefix}.{there} is there") and caught.value.do

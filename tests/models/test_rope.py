@@ -41,7 +41,8 @@ def packed(lengths, spans):
 
 
 def rope_of(kind):
-    return read_rope(config_of(SCALED[kind]).to_dict(), HEAD_DIM)
+    config = config_of(SCALED[kind])
+    return read_rope(config.to_dict(), HEAD_DIM, config.model_type)
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -114,5 +115,5 @@ def test_context_parallel_ranks_rotate_by_position_in_the_document(kind, lengths
 
 def test_another_kind_is_refused():
     with pytest.raises(UsageError, match="rope type 'yarn' is not supported") as error:
-        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM)
+        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM, "llama")
     assert error.value.why and error.value.do

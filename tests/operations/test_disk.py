@@ -6,7 +6,8 @@ import pytest
 
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
-from mkd.operations.disk import checkpoints_to_come, writes_of
+from mkd.operations.disk import Written, checkpoints_to_come, disk_problems, writes_of
+from tests.checkpoint.tiny_saves import small_disk
 from tests.plan.shapes import STUDENT
 
 
@@ -45,3 +46,13 @@ def test_the_export_has_the_weights_alone(bf16, width, with_optimizer, tmp_path)
     sizes = {write.flag: write.num_bytes for write in writes_of(config, STUDENT, []) if write.num_bytes}
     assert sizes["--export-hf"] == weight_bytes(STUDENT, bf16) > 1.7e9 * width
     assert sizes["--save"] / sizes["--export-hf"] == with_optimizer / width
+
+
+def test_little_room_is_said_in_mib(tmp_path):
+    with small_disk(tmp_path / "disk", "512k") as disk:
+        if disk is None:
+            pytest.skip("mounting a tmpfs is not allowed here")
+        for size, text in ((2**20, "1.00 MiB"), (3 * 2**29, "1.50 GiB")):
+            (error,) = disk_problems([Written("a checkpoint", "--save", disk, size)])
+            assert error.what == f"the disk of {disk} has 0.50 MiB left, the run writes {text} to it"
+            assert error.why.endswith(f"a checkpoint {text}")

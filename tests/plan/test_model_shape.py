@@ -6,11 +6,17 @@ import json
 
 import pytest
 
-from mkd.errors import CheckpointError
-from mkd.plan.model_shape import ModelShape
+from mkd.errors import CheckpointError, UsageError
+from mkd.plan.model_shape import DEFAULTS, ModelShape
 
 CONFIG = dict(
     model_type="llama", num_hidden_layers=2, hidden_size=48, intermediate_size=96, num_attention_heads=4, vocab_size=300
+)
+WINDOW = dict(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0, layer_types=None)
+ROPES = (
+    dict(rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=64),
+    dict(type="longrope", rope_theta=1e4, factor=8.0, attention_factor=1.0, short_factor=[1.0] * 6, long_factor=[2.0] * 6),
+    dict(rope_type="default", partial_rotary_factor=0.5),
 )
 
 
@@ -19,15 +25,25 @@ CONFIG = dict(
     [
         ("num_hidden_layers", "2", "num_hidden_layers is '2'"),
         ("num_hidden_layers", True, "num_hidden_layers is True"),
-        ("hidden_size", None, "hidden_size is None"),
+        ("hidden_size", None, "key 'hidden_size' is missing or null"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),
         ("num_attention_heads", [4], "num_attention_heads is [4]"),
         ("vocab_size", 3.5, "vocab_size is 3.5"),
         ("vocab_size", -3, "vocab_size is -3"),
         ("head_dim", "x", "head_dim is 'x'"),
         ("max_position_embeddings", "a", "max_position_embeddings is 'a'"),
-        ("rope_theta", "x", "has a value of a wrong kind: could not convert string to float"),
-        ("rope_scaling", [1], "has a value of a wrong kind: "),
+        ("model_type", ["llama"], "model_type is ['llama']"),
+        ("hidden_act", ["silu"], "hidden_act is ['silu']"),
+        ("tie_word_embeddings", "false", "tie_word_embeddings is 'false'"),  # the text is true in Python
+        ("attention_bias", 0.5, "attention_bias is 0.5"),
+        ("rms_norm_eps", "1e-5", "rms_norm_eps is '1e-5'"),
+        ("initializer_range", float("nan"), "initializer_range is nan"),
+        ("rope_theta", "x", "rope_theta is 'x'"),
+        ("rope_theta", -1, "rope_theta is -1"),
+        ("rope_scaling", [1], "rope_scaling is [1]"),
+        ("rope_scaling", {"rope_type": {}}, "rope_scaling: rope_type is {}"),
+        ("rope_parameters", {"rope_type": "linear", "factor": True}, "rope_parameters: factor is True"),
+        ("rope_parameters", {"rope_type": "longrope", "short_factor": [1, "2"]}, "short_factor is [1, '2']"),
     ],
 )
 def test_a_value_of_a_wrong_kind_is_named(name, value, text, tmp_path):
@@ -37,9 +53,27 @@ def test_a_value_of_a_wrong_kind_is_named(name, value, text, tmp_path):
     assert str(tmp_path / "config.json") in caught.value.what and text in caught.value.what and caught.value.do
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("wrong", ["x", True, -1, 0, 2.5, [[]], {"x": None}, float("inf"), None])
+def test_no_value_ends_in_a_traceback(wrong, rope):
+    """Every key that is read, with every kind of JSON value: refused by a named error, or of no consequence."""
+    full = {**CONFIG, **WINDOW, "rope_parameters": rope}
+    damaged = [{**full, name: wrong} for name in (*full, "hidden_act", "rms_norm_eps", "tie_word_embeddings", "attention_bias")]
+    damaged += [{**full, "rope_parameters": {**rope, name: wrong}} for name in rope]
+    for config in damaged:
+        try:
+            shape = ModelShape.from_hf_config(config)
+        except (CheckpointError, UsageError) as error:
+            assert error.what and error.why
+        else:
+            assert shape.rope.theta > 0 < shape.norm_epsilon and shape.sliding_window in (None, 8)
+
+
 def test_null_is_not_given():
-    shape = ModelShape.from_hf_config({**CONFIG, "num_key_value_heads": None, "head_dim": None, "sliding_window": None})
-    assert (shape.num_query_groups, shape.head_dim) == (4, 12)
+    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings", "rms_norm_eps"))
+    shape = ModelShape.from_hf_config({**CONFIG, **nulls})
+    assert (shape.num_query_groups, shape.head_dim, shape.max_position_embeddings) == (4, 12, 2048)
+    assert shape.norm_epsilon == 1e-6 and shape.hf_config == {**CONFIG, **nulls}
 
 
 def test_code_of_the_configuration_is_not_run(tmp_path):
@@ -49,3 +83,19 @@ def test_code_of_the_configuration_is_not_run(tmp_path):
     auto_map = {"AutoConfig": "remote.Remote", "AutoModelForCausalLM": "remote.Remote"}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "auto_map": auto_map}))
     assert ModelShape.from_hf_dir(tmp_path).num_layers == 2 and not mark.exists()
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_what_a_configuration_lacks_is_what_transformers_takes(family):
+    from transformers import AutoConfig
+
+    sizes = CONFIG | {"model_type": family, "num_attention_heads": 32, "hidden_size": 2048}
+    sizes |= {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    theirs, ours = AutoConfig.for_model(**sizes), ModelShape.from_hf_config(sizes)
+    head_dim = getattr(theirs, "head_dim", None) or 64
+    assert (ours.head_dim, ours.num_query_groups) == (head_dim, theirs.num_key_value_heads)
+    assert (ours.norm_epsilon, ours.sliding_window) == (theirs.rms_norm_eps, getattr(theirs, "sliding_window", None))
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rope.rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)  # the others pass over the factor
+    nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
+    assert nothing.sliding_window is None and nothing.num_query_groups == 32

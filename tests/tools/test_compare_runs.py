@@ -7,10 +7,10 @@ import pytest
 from tools.compare_runs import main
 
 
-def write_run(folder, losses, agreement=0.5, time_ms=100.0):
+def write_run(folder, losses, agreement=0.5, time_ms=100.0, share=0.25):
     folder.mkdir()
     lines = [
-        {"iteration": step, "loss": loss, "top1_agreement": agreement, "step_time_ms": time_ms}
+        {"iteration": step, "loss": loss, "top1_agreement": agreement, "step_time_ms": time_ms, "teacher_share": share}
         for step, loss in enumerate(losses, 1)
     ]
     lines.append({"iteration": len(losses), "split": "valid", "loss": 9.0})
@@ -29,7 +29,7 @@ def row(shown: str, split: str, key: str) -> list[str]:
 
 
 def test_equal_runs_are_equal_to_the_bit_and_times_do_not_count(run, capsys):
-    a, b = run("a", [3.0, 2.0, 2.5]), run("b", [3.0, 2.0, 2.5], time_ms=200.0)
+    a, b = run("a", [3.0, 2.0, 2.5]), run("b", [3.0, 2.0, 2.5], time_ms=200.0, share=0.5)
     assert main([a, b, "--eps", "0"]) == 0
     shown = capsys.readouterr().out
     assert row(shown, "train", "loss") == ["2.5", "2.5", "+0", "2", "2", "0", "never"]
@@ -66,6 +66,20 @@ def test_runs_without_a_common_step_are_refused(run, tmp_path, capsys):
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     assert main([a, str(tmp_path / "b")]) == 65 and "no figure of the same step" in capsys.readouterr().err
     assert main([a, str(tmp_path / "c")]) == 65
+
+
+@pytest.mark.parametrize("eps", ["nan", "-1", "inf", "x"])
+def test_differences_that_nothing_can_have_are_refused(eps, run, capsys):
+    a = run("a", [2.0])
+    assert main([a, a, f"--eps={eps}"]) == 64
+    assert f"--eps: '{eps}' is not a finite number of 0 or more" in capsys.readouterr().err
+
+
+def test_keys_that_no_record_has_are_named(run, capsys):
+    a, b = run("a", [2.0]), run("b", [2.0])
+    assert main([a, b, "--keys", "loss", "los", "kd"]) == 64
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: no record has los, kd\n") and "loss, top1_agreement" in printed.err
 
 
 def test_a_run_that_is_no_number_any_more_differs(run, capsys):

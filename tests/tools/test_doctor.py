@@ -74,6 +74,14 @@ def test_a_folder_below_a_file_is_looked_at_where_it_would_be(tmp_path):
     assert finding.level in ("ok", "note") and str(tmp_path / "a" / "b") in finding.text
 
 
+@pytest.mark.parametrize("below", [(), ("a", "b")])
+def test_a_file_is_no_folder_for_runs(below, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    (finding,) = doctor._disk(file.joinpath(*below))
+    assert finding.level == "FAIL" and f"{file} is a file" in finding.text and finding.do
+
+
 def test_versions_are_those_of_setup():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert f'"megatron-core=={doctor.MEGATRON_CORE}"' in setup

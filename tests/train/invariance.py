@@ -183,11 +183,12 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_
 
 def measure(engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
     """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
+    from mkd.checkpoint.hf_assets import HFAssets
     from mkd.checkpoint.hf_writer import export_hf
     from mkd.train.evaluate import evaluate
     from mkd.train.step import train_step, training_objective
 
-    export = dict(context=engine.context, reference_dir=student)
+    export = dict(context=engine.context, assets=HFAssets.of(student))
     chunks = [(model, model.first_layer) for model in state.models]
     shape = state.models[0].shape
 

@@ -149,6 +149,14 @@ def test_a_corpus_without_description(files, ranks):
     assert result.exit_code == 66 and " data.content (" in result.stderr, result.stderr
 
 
+def with_fault(argv, fault):
+    os.environ["MKD_FAULT"] = fault
+    try:
+        return call_main(argv)
+    finally:
+        del os.environ["MKD_FAULT"]
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
 
@@ -167,6 +175,53 @@ def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
     assert contents(folder) == before
     (result,) = go_on(ranks, files, folder)
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.fault(33)
+def test_two_runs_in_one_log_folder(files, ranks):
+    """Row 33. While one writes there another is refused; later the figures of both are kept."""
+    argv = flags(files, "shared log")
+    assert [result.exit_code for result in run_main(ranks, argv)] == [0]
+    first = (files / "shared log" / "metrics.jsonl").read_bytes()
+    lock = WriterLock.take(files / "shared log")
+    try:
+        (result,) = run_main(ranks, argv)
+    finally:
+        lock.release()
+    assert result.exit_code == 66 and "another run writes to" in result.stderr
+    assert (files / "shared log" / "metrics.jsonl").read_bytes() == first
+    (result,) = run_main(ranks, [*argv, "--train-iters", "1"])
+    kept = files / "shared log" / "metrics.1.jsonl"
+    assert result.exit_code == 0 and f"are now in {kept}" in result.stdout
+    assert kept.read_bytes() == first and [line["iteration"] for line in read_metrics(files / "shared log")] == [1]
+
+
+@pytest.mark.fault(4, 5)
+def test_a_run_that_has_gone_back_does_not_return(files, folder, ranks):
+    """Rows 4 and 5. What lies after the step that it went back to is of another training."""
+    more = ("--ckpt-step", 1, "--exit-interval", 1)
+    left = shutil.copytree(folder / "iter_0000002", folder / "iter_0000008")  # such as a run of eight steps has
+    (result,) = go_on(ranks, files, folder, *more)
+    assert result.exit_code == 0 and (folder / POINTER).read_text() == "2\n", result.stderr
+    (folder / "iter_0000002" / "common.pt").unlink()
+    (result,) = go_on(ranks, files, folder)
+    assert result.exit_code == 0 and f"continuing from {folder / 'iter_0000001'}" in result.stdout, result.stderr
+    assert [line["iteration"] for line in read_metrics(folder)] == [1, 2, 3] and left.is_dir()
+
+
+def test_going_back_moves_the_pointer_at_once(files, folder, ranks):
+    """Before the figures of the later steps go: a crash right after it must not return to them."""
+    argv = flags(files, folder.name, "--save", folder, "--load", folder, "--ckpt-step", 1)
+    ((exit_code, *_),) = ranks.run(with_fault, 1, argv, "error@in_data:0:2")
+    assert exit_code == 1 and (folder / POINTER).read_text() == "1\n"
+
+
+def test_fewer_steps_than_are_done(files, folder, ranks):
+    argv = flags(files, folder.name, "--save", folder, "--load", folder)
+    (folder / "DONE").unlink()
+    (result,) = run_main(ranks, [*argv, "--train-iters", "1"])
+    assert result.exit_code == 0 and "2 iterations are done, --train-iters asks for 1" in result.stdout, result.stderr
+    assert json.loads((folder / "DONE").read_text())["iteration"] == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mkd.data.store import StoreFiles
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, UsageError
 from mkd.train.fingerprints import END_BYTES, SAMPLE_BYTES, SAMPLES, corpus_sample, ends_fingerprint, require_same
 
 SIZE = 4 * END_BYTES
@@ -95,7 +95,6 @@ def test_differences_are_named(tmp_path):
     [
         ([], ["data.seed", "loss.kd_ratio"]),
         (["data"], ["loss.kd_ratio"]),
-        (["dat", "loss.kd"], ["data.seed", "loss.kd_ratio"]),
         (["data.seed", "loss"], []),
     ],
 )
@@ -106,6 +105,12 @@ def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         require_same(tmp_path, SAVED, now, accepted)
     assert caught.value.do.endswith("--accept-change " + " ".join(refused))
+
+
+@pytest.mark.parametrize("name", ["dat", "loss.kd", "bogus"])
+def test_a_name_that_is_none_is_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=f"--accept-change {name} names nothing that is compared"):
+        require_same(tmp_path, SAVED, SAVED, [name])
 
 
 def test_same_and_unknown_pass(tmp_path):

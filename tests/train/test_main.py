@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_models import add_tokenizer
 from tests.train.command import BATCH, flags, make_files, poison, read_metrics, read_weights, run_main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -133,6 +134,26 @@ def test_export_is_the_checkpoint_and_reloads_in_transformers(files, ranks):
         expected = model(IDS[None]).logits[0]
     assert (of_export - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert AutoTokenizer.from_pretrained(exported).eos_token == "<|endoftext|>"
+
+
+def test_what_is_written_carries_the_tokenizer_of_the_run(files, ranks, tmp_path):
+    """Not that of the student's folder, whose ids mean other strings; also on the way from a checkpoint."""
+    from transformers import AutoTokenizer
+
+    text = "pack my box with five dozen liquor jugs. "
+    given, save = add_tokenizer(tmp_path / "given", text=text), tmp_path / "checkpoints"
+    argv = flags(files, "given", "--tokenizer-model", given, "--save", save, "--export-hf", tmp_path / "hf", "--kd-ratio", 0)
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0, result.stderr
+    (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert note.startswith(f"note: --tokenizer-model {given} is not the tokenizer in {files / 'student'}, ids differ: id ")
+    command = [sys.executable, ROOT / "tools" / "convert_mcore_to_hf.py", "--load", save, "--hf-out", tmp_path / "converted"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    ids, others = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (given, files / "student"))
+    assert ids != others
+    for folder in (tmp_path / "hf", tmp_path / "converted", save / "iter_0000002" / "hf"):
+        assert AutoTokenizer.from_pretrained(folder)(text).input_ids == ids
+        assert (folder / "config.json").exists()
 
 
 def test_exit_duration_stops_after_the_step_and_saves(files, ranks):

@@ -68,7 +68,7 @@ def steps_of(argv, fault=None):
             return batches[-1]
 
         run.train_stream.next_step = recorded
-        token = json.loads((run.hf_dir / "tokenizer.json").read_text())["model"]["vocab"][RARE]
+        token = json.loads((run.assets.tokenizer / "tokenizer.json").read_text())["model"]["vocab"][RARE]
         hashes = [state_hash(run)]
         for _ in range(run.config.training.train_iters):
             one_step(run)

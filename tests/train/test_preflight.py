@@ -9,19 +9,22 @@ import re
 import shutil
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
+from mkd.checkpoint.hf_assets import HFAssets
 from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList, UsageError
 from mkd.operations import disk
 from mkd.train.plan import plan_run
 from tests.tiny_models import add_tokenizer, make_model
+from tests.tokenizers.trained import spm_file, write_ranks  # noqa: F401
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records
 from tools.preprocess_data import main as preprocess
 
 NOBODY = 65534  # user id
-OTHER_TEXT = "pack my box with five dozen liquor jugs. "
+TEXT, OTHER_TEXT = "the quick brown fox jumps over the lazy dog. ", "pack my box with five dozen liquor jugs. "
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_
         f"'{tmp_path / 'nowhere'}' is neither a model folder nor": "check the path",
         "min-lr 1.0 is above lr 0.001": "lower --min-lr",
         "global-batch-size 4 is not divisible by micro-batch-size 3 x data-parallel 1": "use 3 or 6",
-        "3 layers do not divide over 2 pipeline stages": "use --teacher-pipeline-layout 2,1",
+        "teacher stranger: 3 layers do not divide over 2 pipeline stages": "use --teacher-pipeline-layout 2,1",
         f"teacher {tmp_path / 'stranger'} has another tokenizer than the student": "use a teacher of the same tokenizer",
         f"--data-path {tmp_path / 'empty.jsonl'} is empty": "check how it was made",
         f"--valid-data-path {tmp_path / 'table.csv'}: .csv is not a known kind of file": "use one of .jsonl",
@@ -126,6 +129,42 @@ def test_a_model_without_tokenizer(files, tmp_path):
     (bare / "tokenizer.json").write_text("{")
     (damaged,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
     assert damaged.what.startswith(f"the teacher's tokenizer, {bare}: no Hugging Face tokenizer could be loaded")
+
+
+def test_an_export_destroys_nothing(files, tmp_path):
+    """Of the folders that the run reads."""
+    tokenizer = add_tokenizer(tmp_path / "tokenizer")
+    argv = flags(files, "over", "--tokenizer-model", tokenizer)
+    for read in (files / "student", files / "teacher", tokenizer):
+        (error,) = problems_of([*argv, "--export-hf", str(read)])
+        assert (error.exit_code, error.what) == (64, f"--export-hf {read} is a folder that this run reads")
+
+
+def test_where_the_tokenizer_of_exports_comes_from(files, tmp_path, spm_file):  # noqa: F811
+    """What a user should know of it is said: it is another one than the student's, or comes without all its files."""
+    stranger, same = (add_tokenizer(tmp_path / name, text=text) for name, text in (("b", OTHER_TEXT), ("a", TEXT)))
+    wide = add_tokenizer(make_model(tmp_path / "wide", "qwen3", vocab_size=50257, num_hidden_layers=1))
+    ranks_file = write_ranks(tmp_path)
+    given = {  # flags -> source, start of each note
+        (): (wide, []),
+        ("--tokenizer-model", same): (same, []),
+        ("--tokenizer-model", stranger): (stranger, [f"note: --tokenizer-model {stranger} is not the tokenizer in "]),
+        ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", spm_file): (
+            Path(spm_file), [f"note: --tokenizer-model {spm_file} is not", f"note: exports get {spm_file} as tokenizer.model, "]
+        ),
+        ("--tokenizer-type", "TiktokenTokenizer", "--tokenizer-model", ranks_file): (
+            None, [f"note: --tokenizer-model {ranks_file} is not", "note: exports get no tokenizer: "]
+        ),
+    }  # fmt: skip
+    for more, (source, notes) in given.items():
+        argv = flags(files, "source", "--kd-ratio", 0, "--export-hf", tmp_path / "hf", *more, student_hf=wide, teacher_hf=None)
+        plan = plan_run(load_config(argv).config, 1)
+        assert plan.assets == HFAssets(wide, source)
+        assert len(plan.tokenizers.notes) == len(notes)
+        assert all(note.startswith(start) for note, start in zip(plan.tokenizers.notes, notes, strict=True))
+        assert plan.describe().endswith("\n".join(plan.tokenizers.notes))
+    unwritten = flags(files, "source", "--kd-ratio", 0, *more, student_hf=wide, teacher_hf=None)
+    assert len(plan_run(load_config(unwritten).config, 1).tokenizers.notes) == 1
 
 
 def test_folders_without_checkpoints_are_named_with_their_flag(files, tmp_path):
