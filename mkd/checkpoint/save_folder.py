@@ -36,18 +36,18 @@ def checkpoint_bytes(shape: ModelShape, bf16: bool) -> int:
 
 
 def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
-    """The lock of a folder that the run writes to, on rank 0; makes the folder. Collective."""
+    """The lock of a save folder, on rank 0; makes the folder. Collective."""
 
     def take() -> WriterLock:
         directory.mkdir(parents=True, exist_ok=True)
         return WriterLock.take(directory)
 
-    return on_rank_0(take, lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another folder"))
+    return on_rank_0(take, lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another --save"))
 
 
 @dataclass
 class WriterLock:
-    """Held by rank 0 for as long as the run may write into a folder: --save, or its log folder.
+    """Held by rank 0 for as long as the run may save.
 
     The operating system's lock on the file counts, which ends with the process, however it ends; the text in the file is
     for people. Only where the file system has no locks, the text decides: a process of another host, unless of the same
@@ -111,7 +111,7 @@ def _is_writer(holder: dict) -> bool:
 def _refusal(path: Path, holder: dict) -> CheckpointError:
     who = f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
     return CheckpointError(
-        f"another run writes to {path.parent}: {who}",
-        "two runs in one folder would overwrite each other's checkpoints and metrics",
-        f"stop that run, choose another --save or --log-dir, or delete {path} if you are sure that it has ended",
+        f"{path.parent} is the save folder of another run: {who}",
+        "two runs that save in one folder would overwrite each other's checkpoints",
+        f"stop that run, choose another --save, or delete {path} if you are sure that it has ended",
     )

@@ -54,7 +54,10 @@ def is_installed(package: str) -> bool:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none."""
+    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none.
+
+    A run that is still writing them goes on in the renamed file.
+    """
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))

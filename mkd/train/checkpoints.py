@@ -17,9 +17,8 @@ from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
 from mkd.checkpoint.verifying import choose_checkpoint
-from mkd.config.schema import CheckpointConfig, Config
+from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
-from mkd.operations.folders import log_folder
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.fingerprints import fingerprints, require_same
@@ -27,10 +26,9 @@ from mkd.train.plan import Plan
 from mkd.train.report import Reporter
 
 
-def lock_folders(config: Config, context: ParallelContext) -> list[WriterLock | None]:
-    """The locks of --save and of the log folder, on rank 0. Collective; raises CheckpointError when another run has one."""
-    folders = (config.checkpoint.save, log_folder(config))
-    return [lock_folder(folder, context) for folder in dict.fromkeys(Path(folder).resolve() for folder in folders if folder)]
+def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
+    """The lock of --save, on rank 0. Collective; raises CheckpointError when another run holds it."""
+    return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
 
 
 def take_fingerprints(plan: Plan, tokenizer: Tokenizer, train_set, context: ParallelContext) -> dict[str, object]:

@@ -6,7 +6,7 @@ from functools import partial
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
-from mkd.checkpoint.save_folder import WriterLock, checkpoint_bytes
+from mkd.checkpoint.save_folder import checkpoint_bytes
 from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import DataError
@@ -25,7 +25,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
-from mkd.train.checkpoints import build_saver, find_start, lock_folders, take_fingerprints
+from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
 from mkd.train.eval_tasks import build_tasks
 from mkd.train.evaluate import is_evaluated
 from mkd.train.loop import Run
@@ -104,20 +104,16 @@ def build_run(
 
 
 def begin(plan: Plan, context: ParallelContext, ending: Ending) -> tuple[CrashCounter, Profiler]:
-    """Lock the folders, count crashes, record the memory: what a run begins with, and ends with. Collective."""
+    """Take the save folder, count crashes, record the memory: what a run begins with, and ends with. Collective."""
     config = plan.config
-    for lock in lock_folders(config, context):
-        if lock is not None:
-            ending.add(partial(_release, lock))
+    lock = lock_save(config.checkpoint, context)
+    if lock is not None:
+        ending.add(lambda error: lock.release())
     crashes = count_crashes(config, context)
     ending.add(crashes.end)
     profiler = Profiler.of(config.log, log_folder(config) / "profile", context.rank)
     ending.add(profiler.close)
     return crashes, profiler
-
-
-def _release(lock: WriterLock, _error: BaseException | None) -> None:
-    lock.release()
 
 
 def build_streams(

@@ -34,7 +34,7 @@ def test_second_writer_is_refused(tmp_path):
     first = WriterLock.take(tmp_path)
     outcomes = run_forked(2, lock, tmp_path)
     for _, (text, seconds) in outcomes:
-        assert f"another run writes to {tmp_path}: process {os.getpid()} on {socket.gethostname()}" in text
+        assert f"{tmp_path} is the save folder of another run: process {os.getpid()} on {socket.gethostname()}" in text
         assert seconds < 10
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     first.release()
@@ -81,5 +81,5 @@ def test_without_locks_of_the_file_system_the_text_decides(holder, job, is_free,
     if is_free:
         WriterLock.take(tmp_path).release()
     else:
-        with pytest.raises(CheckpointError, match="another run writes to"):
+        with pytest.raises(CheckpointError, match="is the save folder of another run"):
             WriterLock.take(tmp_path)
