@@ -77,7 +77,10 @@ def _common_parts(
 
 
 def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
-    """What templates keep of a message, most first: all of it as it is, its parts between other tags, or the answer only."""
+    """What templates keep of a message, most first: all of it as it is, its parts between other tags, or the answer only.
+
+    An answer without reasoning with the blanks around it and without, which many templates strip.
+    """
     content = message["content"] or ""
     if not isinstance(content, str):
         raise DataError(
@@ -85,12 +88,12 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
             "answers are aligned by the bytes of their text",
             "write the content as one string",
         )
-    content = content.strip()
     opened, closed, answer = content.rpartition(END_OF_THINK)
-    thought = message.get("reasoning_content") or opened.partition(THINK)[2] or opened
-    parts = (thought.strip(), answer.strip())
-    whole = [(content,)] if closed else []
-    return [*whole, parts, parts[1:]] if reasoning and parts[0] else [parts[1:]]
+    thought = (message.get("reasoning_content") or opened.partition(THINK)[2] or opened).strip()
+    as_it_is = [(answer,)] if answer.strip() and not closed else []
+    parts = (thought, answer.strip())
+    whole = [(content.strip(),)] if closed else []
+    return [*whole, parts, parts[1:]] if reasoning and thought else [*as_it_is, parts[1:]]
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:

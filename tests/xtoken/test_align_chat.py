@@ -65,6 +65,15 @@ def test_answers_and_their_ends_under_different_templates():
     assert [other.strip() for _, other in pairs] == ["The quick brown fox.", "<|endoftext|>", "Lazy \u4f60.", "<|endoftext|>"]
 
 
+def test_blanks_around_an_answer_are_part_of_it_where_both_templates_keep_them():
+    student, teacher = with_template(chatml_with("m['content']")), with_template(INSTRUCTION, vocab_size=300)
+    chat = [CHAT[0], {"role": "assistant", "content": "\n The fox.\n\n"}]
+    pairs = texts(align_chat(student, teacher, chat), student, teacher)
+    assert pairs[0][0] == "\n The fox.\n\n" and "".join(other for _, other in pairs[:-1]).strip(" ") == "\n The fox.\n\n"
+    strips = with_template(DROPS_REASONING, vocab_size=300)
+    assert texts(align_chat(student, strips, chat), student, strips)[0] == ("The fox.", "The fox.")
+
+
 def test_only_tokens_with_loss_are_aligned():
     student, teacher = with_template(CHATML), with_template(DROPS_REASONING)
     aligned = align_chat(student, teacher, CHAT)
