@@ -82,6 +82,7 @@ def start_save(
     assets: HFAssets | None,
     *,
     fingerprints: Mapping[str, object] | None = None,  # of what the run was trained on; compared when it goes on
+    open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
 ) -> Save:
@@ -89,6 +90,7 @@ def start_save(
     if state.optimizer is not None:
         _give_first_state(state.optimizer)
     more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
+    more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
     return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(sharded, copied)
 

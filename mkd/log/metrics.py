@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -106,6 +106,16 @@ class IntervalAverager:
                     self._totals[key], self._weights[key] = value, 1
                 case Reduction.TOKEN_MEAN:
                     raise AssertionError(f"{key} is a token mean: pass its sum in token_sums")
+
+    @property
+    def state(self) -> dict[str, tuple[float, float]]:
+        """Metric -> (total, weight) of what was added since the last record; JSON can hold it."""
+        return {key: (total, self._weights[key]) for key, total in self._totals.items()}
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from the `state` of another averager."""
+        self._totals = {key: total for key, (total, _) in state.items()}
+        self._weights = {key: weight for key, (_, weight) in state.items()}
 
     def flush(self) -> dict[str, int | float]:
         """The record of the interval, keys in registry order, and a fresh start.

@@ -96,7 +96,7 @@ class Saver:
     note: Callable[[str], None]  # called with what has been saved
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
-    def save(self, state: TrainingState, position: TrainingPosition, wait: bool) -> None:
+    def save(self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping) -> None:
         """Save `state` as it is now. Without `wait`, a run that saves asynchronously goes on while a thread writes."""
         self.finish()
         in_background = self.is_async and not wait
@@ -107,6 +107,7 @@ class Saver:
             self.context,
             self.assets,
             fingerprints=self.fingerprints,
+            open_interval=open_interval,
             retention=self.retention,
             copied=in_background,
         )

@@ -74,6 +74,8 @@ def train(run: Run) -> Stop | None:
         ends = is_last(iteration, training)
         run.due = run.parts if is_evaluated(iteration, training) else frozenset()
         stop = run.stopper.stop or evaluate_and_report(run)
+        if ends or stop:
+            run.reporter.flush()
         if run.saver and (ends or stop or is_due(iteration, checkpoint.save_interval)):
             save(run, wait=ends or bool(stop))
         elif run.saver and run.saver.pending:
@@ -85,7 +87,6 @@ def train(run: Run) -> Stop | None:
         run.watchdog.enter("save", run.position.iteration)
         run.saver.finish()
     run.watchdog.stop()
-    run.reporter.flush()
     return stop
 
 
@@ -160,7 +161,7 @@ def save(run: Run, wait: bool) -> None:
     start = time.monotonic()
     run.watchdog.enter("save", run.position.iteration)
     with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
-        run.saver.save(run.state, run.position, wait)
+        run.saver.save(run.state, run.position, wait, run.reporter.open_interval)
     if run.saver.pending is None:  # else it takes longer than this: `poll` will tell
         run.stopper.took(save_s=time.monotonic() - start)
     run.kept_iteration, run.kept_in = run.position.iteration, iteration_folder(run.saver.directory, run.position.iteration)

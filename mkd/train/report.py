@@ -44,6 +44,7 @@ class Reporter:
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage; asked at the end of a log interval
     interval: IntervalAverager = field(default_factory=IntervalAverager)
     _steps: int = 0  # in the interval
+    _untimed_ms: float = 0.0  # time of those that were done before this start, whose teachers nobody has timed
 
     def train(
         self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch], is_spike: bool = False
@@ -81,10 +82,22 @@ class Reporter:
         record = self.interval.flush() | self._peak_memory()
         teacher_ms = self.take_teacher_ms()
         if teacher_ms is not None:
-            record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps)
-        self._steps = 0
+            record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
+        self._steps, self._untimed_ms = 0, 0.0
         line = progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
         self._write({"teacher_share": math.nan} | record, line)
+
+    @property
+    def open_interval(self) -> dict:
+        """The steps since the last record, for a checkpoint; {} if there are none."""
+        return {"steps": self._steps, "sums": self.interval.state} if self._steps else {}
+
+    def go_on(self, open_interval: Mapping) -> None:
+        """Go on in the interval that was open when a checkpoint was made."""
+        if open_interval:
+            self._steps = open_interval["steps"]
+            self.interval.restore(open_interval["sums"])
+            self._untimed_ms = open_interval["sums"]["step_time_ms"][0]
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:
         """Write and print one evaluation over the held-out set."""

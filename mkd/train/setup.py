@@ -6,6 +6,7 @@ from functools import partial
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
+from mkd.checkpoint.folders import read_state
 from mkd.checkpoint.save_folder import checkpoint_bytes
 from mkd.config.options import flat_settings
 from mkd.data.loader import EvalStream, TrainStream
@@ -74,6 +75,7 @@ def build_run(
         position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()
     train_stream, eval_stream = build_streams(plan, context, train_set, valid_set, position.consumed_samples)
     reporter = build_reporter(plan, context, position, engine)
+    reporter.go_on(read_state(start_folder).get("open_interval", {}) if start_folder else {})
     ending.add(lambda error: reporter.close())
     for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
         reporter.note(line)

@@ -73,3 +73,19 @@ def test_a_save_before_the_first_update(more, files, ranks):  # noqa: F811
     halves = f"skipped halves {len(more)}"
     ranks.run(train_with_fault, 1, argv(files, halves, *skip, "--exit-interval", 1), fault)
     assert ranks.run(train_and_hash, 1, argv(files, halves, *skip, "--load", files / halves)) == straight
+
+
+def test_no_step_is_missing_in_the_metrics_after_a_crash(files, ranks):  # noqa: F811
+    """A record of four steps of which the first two were done before the checkpoint, and the crash came in between."""
+    every = ("--log-interval", 4, "--save-interval", 3, "--train-iters", 8, "--lr-decay-iters", 8)
+    ranks.run(train_and_hash, 1, argv(files, "in one go", *every))
+    crashes = argv(files, "crashed", *every)
+    with pytest.raises(AssertionError, match="error@in_data:0:8"):
+        ranks.run(train_with_fault, 1, crashes, "error@in_data:0:8")
+    ranks.run(train_and_hash, 1, [*crashes, "--load", str(files / "crashed")])
+    whole, parts = (read_records(files / run) for run in ("in one go", "crashed"))
+    assert [record["iteration"] for record in parts] == [4, 8]
+    of_time = {"step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "teacher_share"}
+    for record, expected in zip(parts, whole, strict=True):
+        assert 0 < record["teacher_share"] < 1 and record.keys() == expected.keys()
+        assert all(record[key] == expected[key] for key in expected.keys() - of_time)
