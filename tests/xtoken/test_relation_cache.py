@@ -86,7 +86,7 @@ def test_a_failed_write_leaves_no_file(tmp_path):
         ({"columns": np.zeros(3, np.int64)}, "and it holds 3 columns"),
         ({"common_teacher": np.array([900])}, "it names ids beyond the 900 of the student's"),
         ({"meta": np.array("no JSON")}, "it cannot be read: JSONDecodeError"),
-        ({"meta": np.array(json.dumps({"format": 0}))}, "its format is 0, and that of this run 2"),
+        ({"meta": np.array(json.dumps({"format": 0}))}, "its format is 0, and that of this run 3"),
     ],
 )
 def test_files_of_other_sizes_are_refused(tmp_path, changes, why):
