@@ -61,7 +61,10 @@ def sent_elements(layout, student, teacher):
     return sent[communicator.next_rank], sent[communicator.prev_rank]
 
 
-@pytest.mark.parametrize("tp, flags", [(1, ()), (2, ("--sequence-parallel",))], ids=["TP1", "TP2 SP"])
+@pytest.mark.parametrize(
+    "tp, flags",
+    [pytest.param(1, (), id="TP1"), pytest.param(2, ("--sequence-parallel",), id="TP2 SP", marks=pytest.mark.slow)],
+)
 def test_what_is_on_the_wire(tp, flags, pair, ranks):
     """Forward T * (h_s + h_t), over tp with sequence parallelism; backward T * h_s. PP4: both neighbours are different."""
     layout = Layout("wire", 4 * tp, tp=tp, pp=4, flags=flags)

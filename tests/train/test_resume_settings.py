@@ -44,7 +44,7 @@ def train_with_fault(arguments, fault):
         del os.environ["MKD_FAULT"]
 
 
-@pytest.mark.parametrize("more", [(), DISTRIBUTED])
+@pytest.mark.parametrize("more", [(), pytest.param(DISTRIBUTED, marks=pytest.mark.slow)])
 def test_flags_of_the_new_start_count(more, files, expected, ranks):  # noqa: F811
     name = f"settings {len(more)}"
     ranks.run(train_and_hash, 1, argv(files, name, *more, "--exit-interval", STEPS // 2))
@@ -57,7 +57,7 @@ def test_flags_of_the_new_start_count(more, files, expected, ranks):  # noqa: F8
     assert learning_rates(files / name) == pytest.approx(lowered, rel=1e-12)
 
 
-@pytest.mark.parametrize("batch", [8, 3])
+@pytest.mark.parametrize("batch", [8, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_batch_size_does_not_bend_the_schedule(batch, files, expected, ranks):  # noqa: F811
     name = f"batch {batch}"
     ranks.run(train_and_hash, 1, argv(files, name, "--exit-interval", STEPS // 2))
