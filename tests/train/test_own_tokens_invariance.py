@@ -20,7 +20,8 @@ WEIGHING = (
     Layout("TP2 + sequence parallel, micro-batch 4", 2, tp=2, micro=4, flags=SP),
     Layout("CP2, micro-batch 2", 2, cp=2, micro=2),
 )
-SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "PP2 CP2", "TP2 PP2 DP2"}  # parts of others, or 8 processes
+# Parts of others, or 8 processes.
+SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "PP2 CP2", "TP2 PP2 DP2"}
 
 
 def is_slow(loss, flags, layout):
