@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,22 @@ def call_main(argv: list[str], command: str = "mkd.train.main") -> tuple[int, st
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return exit_code, stdout.getvalue(), stderr.getvalue()
+
+
+@contextlib.contextmanager
+def fault(text: str) -> Iterator[None]:
+    """Inside, this process has the fault: see mkd/faults.py."""
+    os.environ["MKD_FAULT"] = text
+    try:
+        yield
+    finally:
+        del os.environ["MKD_FAULT"]
+
+
+def with_fault(argv: list[str], text: str) -> tuple[int, str, str]:
+    """`call_main` with the fault, for a rank of the pool."""
+    with fault(text):
+        return call_main(argv)
 
 
 def poison(source: Path, folder: Path, value: float, tensor: str = "model.layers.1.mlp.down_proj.weight") -> Path:

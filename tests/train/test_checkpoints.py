@@ -14,7 +14,7 @@ from mkd.checkpoint.manifest import MANIFEST_FILE
 from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, checkpoint_bytes
 from mkd.plan.model_shape import ModelShape
 from tests.checkpoint.tiny_saves import run_forked
-from tests.train.command import call_main, flags, make_files, poison, read_metrics, run_main
+from tests.train.command import call_main, flags, make_files, poison, read_metrics, run_main, with_fault
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +147,6 @@ def test_a_corpus_without_description(files, ranks):
     (files / "plain.bin").write_bytes(tokens)
     (result,) = go_on(ranks, files, files / "plain", data_path="plain")
     assert result.exit_code == 66 and " data.content (" in result.stderr, result.stderr
-
-
-def with_fault(argv, fault):
-    os.environ["MKD_FAULT"] = fault
-    try:
-        return call_main(argv)
-    finally:
-        del os.environ["MKD_FAULT"]
 
 
 def contents(folder):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import add_tokenizer, make_model
-from tests.train.command import STUDENT, call_main, flags, make_files, read_metrics, run_main, write_records
+from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
 
 RARE = "@"  # in one document, so in one pack
 RARE_DOCUMENT = 40
@@ -159,14 +159,6 @@ def test_abort_names_model_and_sample(models, more, culprit, files, ranks):
     assert f"{culprit} in sample {sample}\n" in error and list(found["culprits"]) == [culprit]
     assert "do:  look at these samples" in error and "--non-finite skip" in error
     assert read_metrics(files / run)[-1:] == [] or read_metrics(files / run)[-1]["iteration"] == found["iteration"] - 1
-
-
-def with_fault(argv, fault):
-    os.environ["MKD_FAULT"] = fault
-    try:
-        return call_main(argv)
-    finally:
-        del os.environ["MKD_FAULT"]
 
 
 @pytest.mark.fault(19)

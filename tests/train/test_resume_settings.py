@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from mkd.log.records import read_records
+from tests.train.command import fault
 from tests.train.test_resume import STEPS, argv, files, train_and_hash  # noqa: F401 (files is a fixture)
 
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -36,12 +35,9 @@ def settings_after_load(arguments) -> list[tuple]:
     return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups]
 
 
-def train_with_fault(arguments, fault):
-    os.environ["MKD_FAULT"] = fault
-    try:
+def train_with_fault(arguments, text):
+    with fault(text):
         return train_and_hash(arguments)
-    finally:
-        del os.environ["MKD_FAULT"]
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(DISTRIBUTED, marks=pytest.mark.slow)])
@@ -68,10 +64,10 @@ def test_another_batch_size_does_not_bend_the_schedule(batch, files, expected, r
 @pytest.mark.parametrize("more", [(), DISTRIBUTED])
 def test_a_save_before_the_first_update(more, files, ranks):  # noqa: F811
     """The first step is skipped and saved: its optimizer has never been used."""
-    skip, fault = ("--non-finite", "skip", *more), "nan@in_step:0:1"
-    straight = ranks.run(train_with_fault, 1, argv(files, f"skipped {len(more)}", *skip), fault)
+    skip, first_step = ("--non-finite", "skip", *more), "nan@in_step:0:1"
+    straight = ranks.run(train_with_fault, 1, argv(files, f"skipped {len(more)}", *skip), first_step)
     halves = f"skipped halves {len(more)}"
-    ranks.run(train_with_fault, 1, argv(files, halves, *skip, "--exit-interval", 1), fault)
+    ranks.run(train_with_fault, 1, argv(files, halves, *skip, "--exit-interval", 1), first_step)
     assert ranks.run(train_and_hash, 1, argv(files, halves, *skip, "--load", files / halves)) == straight
 
 
