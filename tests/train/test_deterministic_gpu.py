@@ -1,4 +1,4 @@
-"""Two runs of the command with --deterministic-mode on one GPU write the same student, bit for bit."""
+"""Runs of the command with --deterministic-mode on one GPU write the same student, bit for bit: also one that was resumed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,42 @@ from tests.tiny_models import add_tokenizer, make_model
 pytestmark = pytest.mark.gpu
 
 
-def train(folder, name) -> bytes:
+STEPS = 5
+
+
+def train(folder, name, *more) -> bytes:
     """The exported weights of a short run."""
     argv = ["--student-hf", folder / "student", "--teacher-hf", folder / "teacher", "--data-path", folder / "text.jsonl"]
-    argv += ["--train-iters", 5, "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-3"]
+    argv += ["--train-iters", STEPS, "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-3"]
     argv += ["--deterministic-mode", "--export-hf", folder / name, "--log-dir", folder / f"log_{name}"]
-    argv += ["--data-cache-path", folder / "cache"]
+    argv += ["--data-cache-path", folder / "cache", *more]
     command = [sys.executable, "pretrain_kd.py", *map(str, argv)]
     result = subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"LOCAL_RANK": "0"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return b"".join(path.read_bytes() for path in sorted((folder / name).glob("*.safetensors")))
 
 
-def test_same_bits(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deterministic")
     sizes = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=512, intermediate_size=1024)
-    student = make_model(tmp_path / "student", "qwen3", seed=1, tie_word_embeddings=True, **sizes)
-    teacher = make_model(tmp_path / "teacher", "qwen3", seed=2, **sizes | dict(num_hidden_layers=8))
-    for folder in (student, teacher):
-        add_tokenizer(folder)
+    student = make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True, **sizes)
+    teacher = make_model(folder / "teacher", "qwen3", seed=2, **sizes | dict(num_hidden_layers=8))
+    for model in (student, teacher):
+        add_tokenizer(model)
     lines = [f'{{"text": "{" ".join(str(i * j % 97) for j in range(50 + i))}"}}' for i in range(200)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert train(tmp_path, "first") == train(tmp_path, "second")
+    (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def test_same_bits(folder):
+    assert train(folder, "first") == train(folder, "second")
+
+
+@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer", "--async-save")])
+def test_same_bits_after_a_resume(more, folder):
+    whole, halves = (f"{name} {len(more)}" for name in ("whole", "halves"))
+    in_halves = (*more, "--save", folder / f"saved {halves}")
+    train(folder, halves, *in_halves, "--exit-interval", STEPS // 2)
+    resumed = train(folder, halves, *in_halves, "--load", in_halves[-1])
+    assert resumed == train(folder, whole, *more, "--save", folder / f"saved {whole}")

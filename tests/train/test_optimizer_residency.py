@@ -118,8 +118,39 @@ def test_training_and_resuming_are_bitwise(layout, folder, ranks):
     assert ranks.run(train, world, folder, host) == expected
     ranks.run(train, world, folder, host, None, layout, STEPS // 2)
     for resumed in (host, device):
-        for result, whole in zip(ranks.run(train, world, folder, resumed, layout), expected, strict=True):
-            assert result == (whole[0][STEPS // 2 :], whole[1])
+        assert_goes_on(ranks.run(train, world, folder, resumed, layout), expected)
+
+
+def assert_goes_on(results, expected):
+    """Every rank made the second half of the steps as in `expected`, and ended with the same bits."""
+    for result, whole in zip(results, expected, strict=True):
+        assert result == (whole[0][STEPS // 2 :], whole[1])
+
+
+def train_with_te(*arguments):
+    """`train`, repeatably, with the optimizer that is Megatron's where Transformer Engine is installed."""
+    from megatron.core.optimizer import Adam
+
+    from mkd.platform import make_deterministic
+
+    assert Adam.__module__.startswith("transformer_engine"), Adam
+    make_deterministic()
+    return train(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_resuming_are_bitwise_with_te(layout, folder, gpu_ranks):
+    """FusedAdam has its step in the parameter group, where torch's AdamW has one for each parameter."""
+    world, flags = LAYOUTS[layout]
+    if world > torch.cuda.device_count():
+        pytest.skip(f"needs {world} GPUs")
+    device = (*flags, "--deterministic-mode")
+    host = (*device, "--optimizer-residency", "host")
+    expected = gpu_ranks.run(train_with_te, world, folder, device)
+    gpu_ranks.run(train_with_te, world, folder, device, None, f"{layout} te", STEPS // 2)
+    for resumed in (device, host):
+        assert_goes_on(gpu_ranks.run(train_with_te, world, folder, resumed, f"{layout} te"), expected)
 
 
 def places(folder, flags):
