@@ -103,6 +103,9 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    from mkd.platform import detect
+
+    detect()  # before Megatron is imported
     torch.set_num_threads(1)
     if on_gpu:
         torch.cuda.set_device(index)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from collections.abc import Iterator
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -21,11 +23,28 @@ def install() -> None:
     assert not torch.cuda.is_available(), "the CPU shim must not hide a GPU"
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
+    with _nothing_compiled():
+        import megatron.core  # noqa: F401
     mode = CudaNamesToCpu()
     _replace_device_functions()
     _replace_generators()
     torch.cuda._mkd_cpu_shim = mode
     mode.__enter__()  # stays for the life of the process
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Leave the functions that are decorated with torch.compile in here as they are.
+
+    Megatron decorates its fused functions when it is imported, and that loads the compiler: two seconds of every start, for
+    functions that are fused for GPUs. Where it has been imported before, nothing changes.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
 
 
 class CudaNamesToCpu(TorchFunctionMode):
