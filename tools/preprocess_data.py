@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.data.store_builder import StoreSummary, build_store  # noqa: E402
 from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
-from mkd.tokenizers.load import load_tokenizer  # noqa: E402
+
+if TYPE_CHECKING:
+    from mkd.data.store_builder import StoreSummary
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,6 +55,9 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     characters = args.characters_per_sample
     if characters is not None and characters < 1:
         raise UsageError(f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more")
+    from mkd.data.store_builder import build_store  # not by the workers, who import this file
+    from mkd.tokenizers.load import load_tokenizer
+
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
     workers = 0 if args.workers == 1 else args.workers  # a single worker needs no process of its own
     return build_store(
