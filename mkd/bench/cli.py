@@ -112,6 +112,7 @@ def run_ceilings(args: argparse.Namespace, machine: Machine) -> Report:
 def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
     from mkd.bench.logits import benchmark
 
+    compile_every_shape()
     shapes = args.shape or [(8192, 151936) if machine.is_cuda else (256, 32000)]
     return merge([benchmark(machine, rows, vocab) for rows, vocab in shapes])
 
@@ -120,6 +121,7 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     from mkd.bench import head, head_tp
     from mkd.bench.head_case import HeadShape
 
+    compile_every_shape()
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
     benchmark = head_tp.benchmark if is_parallel() else head.benchmark
     return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])
@@ -201,8 +203,6 @@ def run(args: argparse.Namespace, platform: Platform) -> int:
         join_process_group(platform, timedelta(minutes=10))
     if is_parallel():
         machine = replace(machine, seed=same_on_all_ranks(machine.seed, platform))
-    if machine.compile:
-        compile_every_shape()
     speaks = not is_parallel() or dist.get_rank() == 0
     try:
         if speaks:
@@ -217,7 +217,10 @@ def run(args: argparse.Namespace, platform: Platform) -> int:
 
 
 def compile_every_shape() -> None:
-    """Each shape and chunk size its own code: by default torch soon compiles for any shape, or gives up, and peers suffer."""
+    """Each shape and chunk size its own code: by default torch soon compiles for any shape, or gives up, and peers suffer.
+
+    For losses alone: the engine meets more lengths than it would be worth compiling for, where documents are padded.
+    """
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 64
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-
 from collections.abc import Iterator
 
 import torch
