@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, read_state
 from mkd.checkpoint.hf_assets import HFAssets
+from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
 from mkd.checkpoint.saving import Contents, Save
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
@@ -45,8 +46,6 @@ __all__ = [
     "save_checkpoint",
     "start_save",
 ]
-
-OF_STATE = ("params", "step")  # of an optimizer's parameter group; the rest are settings
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def start_save(
 ) -> Save:
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
     if state.optimizer is not None:
-        _give_first_state(state.optimizer)
+        give_first_state(state.optimizer)
     more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
@@ -113,7 +112,7 @@ def load_checkpoint(
     saved = read_state(folder)
     if state.optimizer is not None:
         _require_same_kind(folder, saved.get("optimizer"), _kind(state))
-        _give_first_state(state.optimizer)
+        give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
     if saved.get("layout") != _layout(context):
         wanted.pop("rng", None)
@@ -130,7 +129,7 @@ def load_checkpoint(
         model.load_state_dict(loaded[f"model{index}"], strict=True)
     position = TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
     if state.optimizer is not None:
-        _load_optimizer(state.optimizer, loaded["optimizer"])
+        load_optimizer(state.optimizer, loaded["optimizer"])
         state.scheduler.num_steps = position.iteration - position.skipped_iterations
         state.scheduler.step(increment=0)
     if "rng" in loaded:
@@ -187,44 +186,6 @@ def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
             "Megatron writes the two in different forms",
             "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with --student-load",
         )
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Hand the loaded state to the one optimizer of a dense student; its settings stay those of this run's flags.
-
-    Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
-    step goes in first, with the groups, and is set aside while the moments are copied. It is one tensor for all parameters
-    then, which AdamW would increment once for each of them: every parameter gets its own.
-    """
-    (inner,) = optimizer.chained_optimizers
-    moments = loaded.pop("param_state", None)
-    state = loaded.get("optimizer", loaded).get("state")
-    if state and isinstance(inner.optimizer, torch.optim.AdamW):
-        state.setdefault("common_step", torch.tensor(0.0))  # Megatron does not save a step that is 0
-    settings = [{name: value for name, value in group.items() if name not in OF_STATE} for group in inner.param_groups]
-    inner.load_state_dict(loaded)
-    for group, own in zip(inner.param_groups, settings, strict=True):
-        group.update(own)
-    if moments is None:
-        return
-    steps = {parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state}
-    inner.load_parameter_state_from_fully_reshardable(moments)
-    for parameter, step in steps.items():
-        inner.optimizer.state[parameter]["step"] = step.clone()
-
-
-def _give_first_state(optimizer: MegatronOptimizer) -> None:
-    """Zero moments at step 0: Megatron's distributed optimizer over torch's AdamW cannot describe an unused optimizer."""
-    for inner in optimizer.chained_optimizers:
-        if not isinstance(inner.optimizer, torch.optim.Optimizer) or inner.optimizer.state:
-            continue
-        for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                inner.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 def _content_metadata(context: ParallelContext) -> dict:

@@ -23,10 +23,15 @@ def train(folder, name, *more) -> bytes:
     argv += ["--train-iters", STEPS, "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-3"]
     argv += ["--deterministic-mode", "--export-hf", folder / name, "--log-dir", folder / f"log_{name}"]
     argv += ["--data-cache-path", folder / "cache", *more]
-    command = [sys.executable, "pretrain_kd.py", *map(str, argv)]
-    result = subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"LOCAL_RANK": "0"}, capture_output=True, text=True)
+    return weights("pretrain_kd.py", argv, folder / name, LOCAL_RANK="0")
+
+
+def weights(script, argv, written, **environment) -> bytes:
+    """What `script` writes into a folder."""
+    command = [sys.executable, script, *map(str, argv)]
+    result = subprocess.run(command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    return b"".join(path.read_bytes() for path in sorted((folder / name).glob("*.safetensors")))
+    return b"".join(path.read_bytes() for path in sorted(written.glob("*.safetensors")))
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +58,10 @@ def test_same_bits_after_a_resume(more, folder):
     train(folder, halves, *in_halves, "--exit-interval", STEPS // 2)
     resumed = train(folder, halves, *in_halves, "--load", in_halves[-1])
     assert resumed == train(folder, whole, *more, "--save", folder / f"saved {whole}")
+
+
+def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder):
+    saved = folder / "saved for a CPU"
+    exported = train(folder, "for a CPU", "--save", saved)
+    argv = ["--load", saved, "--hf-out", folder / "converted"]
+    assert weights("tools/convert_mcore_to_hf.py", argv, folder / "converted", CUDA_VISIBLE_DEVICES="") == exported

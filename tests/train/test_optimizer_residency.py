@@ -133,7 +133,7 @@ def train_with_te(*arguments):
 
     from mkd.platform import make_deterministic
 
-    assert Adam.__module__.startswith("transformer_engine"), Adam
+    assert Adam.__module__.startswith("transformer_engine"), "nothing that is worth testing here"
     make_deterministic()
     return train(*arguments)
 
@@ -151,6 +151,22 @@ def test_training_and_resuming_are_bitwise_with_te(layout, folder, gpu_ranks):
     gpu_ranks.run(train_with_te, world, folder, device, None, f"{layout} te", STEPS // 2)
     for resumed in (device, host):
         assert_goes_on(gpu_ranks.run(train_with_te, world, folder, resumed, f"{layout} te"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [(), DISTRIBUTED])
+def test_cpus_and_gpus_go_on_from_each_other(flags, folder, ranks, gpu_ranks):
+    """Other layers and another Adam, which counts its steps elsewhere; settings of that Adam do not come along."""
+    cpu, gpu = (ranks, train), (gpu_ranks, train_with_te)
+    expected = grad_norms(*cpu, folder, flags)
+    for name, (first, then) in {f"cpu, gpu {flags}": (cpu, gpu), f"gpu, cpu {flags}": (gpu, cpu)}.items():
+        norms = grad_norms(*first, folder, flags, None, name, STEPS // 2) + grad_norms(*then, folder, flags, name)
+        assert norms == pytest.approx(expected, rel=1e-3), name
+
+
+def grad_norms(pool, function, *arguments):
+    ((updates, _),) = pool.run(function, 1, *arguments)
+    return [update.grad_norm for update in updates]
 
 
 def places(folder, flags):
