@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "megatron-core==0.16.1",
-        "torch>=2.6",
+        "torch>=2.9",
         "numpy",
         "PyYAML",
         "sentencepiece",

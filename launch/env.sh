@@ -46,6 +46,10 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 # NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN stay unset: Megatron writes them itself and refuses other values.
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO:-1}"
 
+# Seconds that processes have after a signal which torchrun has passed on, before SIGKILL: longer than a save takes. torch
+# before 2.12 knows no such setting and gives them 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+
 # How often a Slurm job goes back into the queue, at most: a time limit too short to get on would otherwise go round for ever.
 # (A run that crashes is not requeued, and one that is started again and crashes in the same step ends with 76 the fourth time.)
 export MAX_RESTARTS="${MAX_RESTARTS:-1000}"
@@ -55,8 +59,6 @@ export MAX_RESTARTS="${MAX_RESTARTS:-1000}"
 TORCHRUN_OPTIONS=(
     # Forward these to the training processes. By default SIGUSR1 kills torchrun and orphans them.
     --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    # Seconds they have for that before SIGKILL; longer than a save takes.
-    --shutdown-timeout "${SHUTDOWN_TIMEOUT_S:-300}"
     # A failed run is restarted from its checkpoint by whoever started it, not by torchrun.
     --max-restarts 0
     # Start rank.sh as it is: a shell script, not Python.

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-MEGATRON_CORE, TORCH_AT_LEAST = "0.16.1", (2, 6)
+MEGATRON_CORE = "0.16.1"
+TORCH_AT_LEAST = (2, 9)  # where torchrun passes SIGUSR1 on
 TE_AT_LEAST, TE_BELOW = (2, 9), (2, 12)
 SHARED_MEMORY_GIB = 1.0  # below it, loader processes and NCCL run out
 FREE_DISK_GIB = 20.0
@@ -134,8 +135,8 @@ def _torch() -> Iterator[Finding]:
         return
     found = seen.found
     if numbers(found["version"]) < TORCH_AT_LEAST:
-        do = "pip install --upgrade torch -c constraints.txt"
-        yield Finding("FAIL", "torch", f"{found['version']}: too old, 2.6 is the oldest", do)
+        do, oldest = "pip install --upgrade torch -c constraints.txt", ".".join(map(str, TORCH_AT_LEAST))
+        yield Finding("FAIL", "torch", f"{found['version']}: too old, {oldest} is the oldest", do)
     else:
         yield Finding("ok", "torch", found["version"])
     yield from _devices(found)

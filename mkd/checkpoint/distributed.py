@@ -88,7 +88,8 @@ def start_save(
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
     if state.optimizer is not None:
         give_first_state(state.optimizer)
-    more = {"layout": _layout(context), "optimizer": _kind(state), "fingerprints": dict(fingerprints or {})}
+    more = {"layout": _layout(context), "device": _device(context), "optimizer": _kind(state)}
+    more |= {"fingerprints": dict(fingerprints or {})}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
     return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(sharded, copied)
@@ -104,8 +105,8 @@ def load_checkpoint(
 ) -> TrainingPosition:
     """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
 
-    Its files are compared with the manifest first, unless they have just been. Random states are restored when the layout
-    is the one of the save, else the generators keep their seed.
+    Its files are compared with the manifest first, unless they have just been. Random states are restored when layout and
+    kind of device are those of the save, else the generators keep their seed.
     """
     if not is_verified:
         verify(folder, context, note)
@@ -114,7 +115,7 @@ def load_checkpoint(
         _require_same_kind(folder, saved.get("optimizer"), _kind(state))
         give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
-    if saved.get("layout") != _layout(context):
+    if saved.get("layout") != _layout(context) or saved.get("device", _device(context)) != _device(context):
         wanted.pop("rng", None)
     try:
         strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
@@ -163,6 +164,11 @@ def _layout(context: ParallelContext) -> dict[str, int]:
         "virtual_stages": context.virtual_stages,
         "data_parallel": context.dp_size,
     }
+
+
+def _device(context: ParallelContext) -> str:
+    """Whose random states it has: generators of CPUs and GPUs cannot read each other's."""
+    return context.device.type
 
 
 def _kind(state: TrainingState) -> str | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+FOR_GPUS = ("transformer_engine", "apex", "amp_C")  # libraries that Megatron takes wherever it finds them
 
 
 def install() -> None:
@@ -22,6 +24,7 @@ def install() -> None:
     assert not torch.cuda.is_available(), "the CPU shim must not hide a GPU"
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
+    _hide(FOR_GPUS)
     with _nothing_compiled():
         import megatron.core  # noqa: F401
     mode = CudaNamesToCpu()
@@ -29,6 +32,12 @@ def install() -> None:
     _replace_generators()
     torch.cuda._mkd_cpu_shim = mode
     mode.__enter__()  # stays for the life of the process
+
+
+def _hide(packages: tuple[str, ...]) -> None:
+    """Let their import fail in this process, as if they were not installed; what has been imported before stays."""
+    for name in packages:
+        sys.modules.setdefault(name, None)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from mkd.platform import cpu, detect
+from tests.ranks import REPOSITORY
 
 
 def tensor_calls():
@@ -123,3 +128,21 @@ def test_a_gpu_is_never_hidden(monkeypatch):
     with pytest.raises(AssertionError, match="must not hide a GPU"):
         cpu.install()
     assert torch.cuda.current_device is current_device
+
+
+def test_what_is_for_gpus_stays_outside(tmp_path):
+    """Megatron would take Transformer Engine's optimizer and kernels where they are installed, and load torch's compiler."""
+    for name in cpu.FOR_GPUS:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('there is no GPU')")
+    code = """
+import sys, torch
+from mkd.platform import detect
+detect()
+import megatron.core.optimizer, mkd.models.builder
+assert megatron.core.optimizer.Adam is torch.optim.AdamW
+assert "torch._inductor" not in sys.modules
+assert torch.compile.__module__ == "torch"
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 STEPS = 5
+MORE = ("--use-distributed-optimizer",)
 
 
 def train(folder, name, *more) -> bytes:
@@ -47,21 +48,22 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_same_bits(folder):
-    assert train(folder, "first") == train(folder, "second")
+@pytest.fixture(scope="module")
+def exported(folder):
+    """The weights of a run that has also saved a checkpoint."""
+    return train(folder, "whole", *MORE, "--save", folder / "saved whole")
 
 
-@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer", "--async-save")])
-def test_same_bits_after_a_resume(more, folder):
-    whole, halves = (f"{name} {len(more)}" for name in ("whole", "halves"))
-    in_halves = (*more, "--save", folder / f"saved {halves}")
-    train(folder, halves, *in_halves, "--exit-interval", STEPS // 2)
-    resumed = train(folder, halves, *in_halves, "--load", in_halves[-1])
-    assert resumed == train(folder, whole, *more, "--save", folder / f"saved {whole}")
+def test_same_bits(folder, exported):
+    assert train(folder, "again", *MORE) == exported
 
 
-def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder):
-    saved = folder / "saved for a CPU"
-    exported = train(folder, "for a CPU", "--save", saved)
-    argv = ["--load", saved, "--hf-out", folder / "converted"]
+def test_same_bits_after_a_resume(folder, exported):
+    in_halves = (*MORE, "--async-save", "--save", folder / "saved halves")
+    train(folder, "halves", *in_halves, "--exit-interval", STEPS // 2)
+    assert train(folder, "halves", *in_halves, "--load", in_halves[-1]) == exported
+
+
+def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder, exported):
+    argv = ["--load", folder / "saved whole", "--hf-out", folder / "converted"]
     assert weights("tools/convert_mcore_to_hf.py", argv, folder / "converted", CUDA_VISIBLE_DEVICES="") == exported
