@@ -63,9 +63,16 @@ def holds_checkpoints(directory: Path) -> bool:
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     """The iteration folder that `directory`, which may be one itself, names; None when nothing was saved there yet.
 
-    Looks at names only: `load_checkpoint` checks the contents. Raises CheckpointError where the pointer leads nowhere.
+    Looks at names only: `load_checkpoint` checks the contents. Raises CheckpointError where the pointer leads nowhere, and
+    for a step that is not the one of the iteration folder that was named.
     """
     if (directory / MEGATRON_FILE).exists():
+        if step is not None and directory.name != iteration_folder(directory.parent, step).name:
+            raise CheckpointError(
+                f"{directory} is one checkpoint, and --ckpt-step asks for iteration {step}",
+                "the step chooses among the checkpoints of a folder",
+                "name the folder that it lies in, or leave out --ckpt-step",
+            )
         return directory
     folder = named_by_pointer(directory) if step is None else iteration_folder(directory, step)
     if folder is None:
