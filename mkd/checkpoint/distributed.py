@@ -47,6 +47,8 @@ __all__ = [
     "start_save",
 ]
 
+EXTRA_STATE = "_extra_state"  # of modules that can have 8-bit scales, written as Megatron does; not read: there are none
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -127,7 +129,8 @@ def load_checkpoint(
             "choose another checkpoint with --ckpt-step, or check that --student-hf names the model it was made from",
         ) from error
     for index, model in enumerate(state.models):
-        model.load_state_dict(loaded[f"model{index}"], strict=True)
+        missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
+        assert not [name for name in missing if not name.endswith(EXTRA_STATE)] and not unexpected, (missing, unexpected)
     position = TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
     if state.optimizer is not None:
         load_optimizer(state.optimizer, loaded["optimizer"])
@@ -147,12 +150,13 @@ def _first_line(error: BaseException) -> str:
 
 def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict:
     metadata = _content_metadata(context)
-    sharded = {
-        f"model{index}": model.sharded_state_dict(metadata=metadata) for index, model in enumerate(state.models)
-    }
+    models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
+    if is_loading:
+        models = [{name: entry for name, entry in model.items() if not name.endswith(EXTRA_STATE)} for model in models]
+    sharded = {f"model{index}": weights for index, weights in enumerate(models)}
     if state.optimizer is not None:
-        models = dict(sharded) if len(state.models) > 1 else {"model": sharded["model0"]}
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+        named = dict(sharded) if len(models) > 1 else {"model": models[0]}
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(named, is_loading=is_loading, metadata=metadata)
         sharded["rng"] = _random_states(context)
     return sharded
 
