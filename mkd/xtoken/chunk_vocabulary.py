@@ -173,7 +173,13 @@ def _class_map(places, classes, values, real: np.ndarray, num_classes: int, rank
 
 
 def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    """Compressed sparse rows, checked; torch remarks once per process that this form of it is in beta."""
+    """Compressed sparse rows, checked; torch remarks once per process that this form of it is in beta.
+
+    Not by `to_sparse_csr`: in torch 2.11 its result fails that check where there is no entry, for its strides of 0.
+    """
     with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(True):
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_coo_tensor(indices, values, size).to_sparse_csr()
+        entries = torch.sparse_coo_tensor(indices, values, size).coalesce()
+        rows, columns = (index.clone(memory_format=torch.contiguous_format) for index in entries.indices())
+        starts = torch.searchsorted(rows, torch.arange(size[0] + 1))
+        return torch.sparse_csr_tensor(starts, columns, entries.values(), size)
