@@ -59,7 +59,9 @@ def run_and_signal(
     ("number", "to_group", "after"),
     [
         pytest.param(signal.SIGTERM, False, "iteration        2/", marks=pytest.mark.fault(13)),
-        pytest.param(signal.SIGUSR1, True, "iteration        1/", marks=pytest.mark.fault(13, 14)),
+        pytest.param(
+            signal.SIGUSR1, True, "iteration        1/", marks=[pytest.mark.fault(13, 14), pytest.mark.slow]
+        ),
         pytest.param(  # or data are built
             signal.SIGINT, False, "CPU platform", marks=[pytest.mark.fault("13 first step"), pytest.mark.slow]
         ),

@@ -77,7 +77,7 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name == "TP2")) for one in LAYOUTS]
+    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name in ("TP2", "bf16 CP2"))) for one in LAYOUTS]
 )
 def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, ranks):
     for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):

@@ -15,7 +15,6 @@ QUICK = {
     "PP2 VPP2 CP2 micro-batch 2",
     "DP4 + distributed optimizer",
     "CP2 DP2 micro-batch 2 + overlapped communication",
-    "CP2 micro-batch 4, documents permuted",
     "TP2 CP2 + sequence parallel, micro-batch 4",
     "micro-batch 4",
 }

@@ -61,7 +61,7 @@ def test_another_batch_size_does_not_bend_the_schedule(batch, files, expected, r
     assert learning_rates(files / name) == expected
 
 
-@pytest.mark.parametrize("more", [(), DISTRIBUTED])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), DISTRIBUTED])
 def test_a_save_before_the_first_update(more, files, ranks):  # noqa: F811
     """The first step is skipped and saved: its optimizer has never been used."""
     skip, first_step = ("--non-finite", "skip", *more), "nan@in_step:0:1"

@@ -40,7 +40,8 @@ def sent_elements(layout, files):
     return sum(sent), own_tokens[0].seq_length
 
 
-WIRES = pytest.param(Layout("PP4", 4, pp=4), marks=pytest.mark.slow), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)
+LONG_WIRES = Layout("PP4", 4, pp=4), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)
+WIRES = Layout("PP2", 2, pp=2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in LONG_WIRES)
 
 
 @pytest.mark.parametrize("layout", WIRES, ids=lambda layout: layout.name)

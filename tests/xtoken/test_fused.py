@@ -30,7 +30,7 @@ from tests.xtoken.chunk_cases import (
 MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equals_dense_reference(ranks, tp, loss):
     others = DIVERGENCES[1:] if loss == "partition_kl" else (DIVERGENCES[1 + LOSSES.index(loss) % 3],)
