@@ -112,7 +112,8 @@ def run_ceilings(args: argparse.Namespace, machine: Machine) -> Report:
 def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
     from mkd.bench.logits import benchmark
 
-    compile_every_shape()
+    if machine.compile:
+        compile_every_shape()
     shapes = args.shape or [(8192, 151936) if machine.is_cuda else (256, 32000)]
     return merge([benchmark(machine, rows, vocab) for rows, vocab in shapes])
 
@@ -121,7 +122,8 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
     from mkd.bench import head, head_tp
     from mkd.bench.head_case import HeadShape
 
-    compile_every_shape()
+    if machine.compile:
+        compile_every_shape()
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
     benchmark = head_tp.benchmark if is_parallel() else head.benchmark
     return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])

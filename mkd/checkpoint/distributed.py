@@ -108,7 +108,8 @@ def load_checkpoint(
     """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
 
     Its files are compared with the manifest first, unless they have just been. Random states are restored when layout and
-    kind of device are those of the save, else the generators keep their seed.
+    kind of device are those of the save, else the generators keep their seed. Raises CheckpointError for files that differ
+    from the manifest or belong to another model, and for an optimizer of another kind.
     """
     if not is_verified:
         verify(folder, context, note)

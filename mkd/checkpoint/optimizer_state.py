@@ -27,7 +27,7 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Hand the loaded state to the one optimizer of a dense student.
+    """Hand the state that Megatron has read, which is taken apart on the way, to the one optimizer of a dense student.
 
     Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
     step goes in first, with the groups, and is set aside while the moments are copied. It is one tensor for all parameters
