@@ -98,7 +98,6 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
     sys.path.insert(0, str(REPOSITORY))
     if on_gpu:
         os.environ["LOCAL_RANK"] = str(index)
-        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 comparisons need fp32 products, Transformer Engine's too
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

@@ -45,6 +45,7 @@ def detect() -> Platform:
     """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
     _quiet_remarks()
     if torch.cuda.is_available():
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # else Transformer Engine's fp32 products keep 10 bits of fraction
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return Platform(device, "nccl", _importable("transformer_engine.pytorch"), _importable("apex.optimizers"))

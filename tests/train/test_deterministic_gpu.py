@@ -29,10 +29,16 @@ def train(folder, name, *more) -> bytes:
 
 def weights(script, argv, written, **environment) -> bytes:
     """What `script` writes into a folder."""
+    run(script, argv, **environment)
+    return b"".join(path.read_bytes() for path in sorted(written.glob("*.safetensors")))
+
+
+def run(script, argv, **environment) -> str:
+    """What `script` prints."""
     command = [sys.executable, script, *map(str, argv)]
     result = subprocess.run(command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    return b"".join(path.read_bytes() for path in sorted(written.glob("*.safetensors")))
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +73,8 @@ def test_same_bits_after_a_resume(folder, exported):
 def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder, exported):
     argv = ["--load", folder / "saved whole", "--hf-out", folder / "converted"]
     assert weights("tools/convert_mcore_to_hf.py", argv, folder / "converted", CUDA_VISIBLE_DEVICES="") == exported
+
+
+def test_the_checkpoint_and_its_export_are_the_same_function_in_fp32(folder, exported):
+    """Also to Transformer Engine, whose products of fp32 matrices would be TF32."""
+    assert "top-1 agreement" in run("tools/check_parity.py", ["--load", folder / "saved whole", "--hf", folder / "whole"])
