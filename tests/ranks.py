@@ -14,6 +14,16 @@ from datetime import timedelta
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RANKS_PER_GPU = int(os.environ.get("MKD_RANKS_PER_GPU", "1"))  # more: layouts of many ranks on few GPUs, slower
+
+
+def skip_unless_gpus_take(ranks: int) -> None:
+    """Skip the test that calls this where the machine has too few GPUs."""
+    import pytest
+    import torch
+
+    if ranks > torch.cuda.device_count() * RANKS_PER_GPU:
+        pytest.skip(f"needs {ranks} GPUs, or MKD_RANKS_PER_GPU")
 
 
 class RanksDidNotMeet(AssertionError):
@@ -23,7 +33,8 @@ class RanksDidNotMeet(AssertionError):
 class RankPool:
     """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results.
 
-    Ranks are CPU processes that talk through gloo; with `on_gpus` each has a GPU of its own, and they talk through NCCL.
+    Ranks are CPU processes that talk through gloo; with `on_gpus` each has a GPU of its own, or its share of one
+    (MKD_RANKS_PER_GPU), and they talk through NCCL.
     """
 
     def __init__(self, timeout_s: float = 240.0, on_gpus: bool = False):
@@ -98,6 +109,8 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
     sys.path.insert(0, str(REPOSITORY))
     if on_gpu:
         os.environ["LOCAL_RANK"] = str(index)
+        if RANKS_PER_GPU > 1:
+            os.environ["NCCL_HOSTID"] = str(index)  # NCCL refuses two ranks of one host on one GPU
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -106,8 +119,6 @@ def _serve(pipe, index: int, on_gpu: bool) -> None:
 
     detect()  # before Megatron is imported
     torch.set_num_threads(1)
-    if on_gpu:
-        torch.cuda.set_device(index)
     while True:
         try:
             call = pipe.recv()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.ranks import skip_unless_gpus_take
 from tests.train.invariance import LAYOUTS, SINGLE, compare, make_pair, run_layout
 
 pytestmark = pytest.mark.gpu
@@ -35,8 +35,7 @@ def cosine(ours, theirs) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     flags, folder, student, teacher, single = reference
-    if layout.ranks > torch.cuda.device_count():
-        pytest.skip(f"needs {layout.ranks} GPUs")
+    skip_unless_gpus_take(layout.ranks)
     if layout.cp > 1 and not flags:
         pytest.skip("Transformer Engine has context parallelism in 16 bits only")
     errors = compare(layout.with_flags(flags), gpu_ranks, student, teacher, folder, single)

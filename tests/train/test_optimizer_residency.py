@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.models.test_hf_parity import pack
+from tests.ranks import skip_unless_gpus_take
 from tests.tiny_models import make_model
 
 LENGTHS, STEPS = (23, 1, 40), 4
@@ -143,8 +144,7 @@ def train_with_te(*arguments):
 def test_training_and_resuming_are_bitwise_with_te(layout, folder, gpu_ranks):
     """FusedAdam has its step in the parameter group, where torch's AdamW has one for each parameter."""
     world, flags = LAYOUTS[layout]
-    if world > torch.cuda.device_count():
-        pytest.skip(f"needs {world} GPUs")
+    skip_unless_gpus_take(world)
     device = (*flags, "--deterministic-mode")
     host = (*device, "--optimizer-residency", "host")
     expected = gpu_ranks.run(train_with_te, world, folder, device)

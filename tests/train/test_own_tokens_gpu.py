@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.ranks import skip_unless_gpus_take
 from tests.train.invariance import errors_of
 from tests.train.own_tokens_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
 from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, cosine
@@ -27,8 +27,7 @@ def reference(request, gpu_ranks, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     flags, loss, files, single = reference
-    if layout.ranks > torch.cuda.device_count():
-        pytest.skip(f"needs {layout.ranks} GPUs")
+    skip_unless_gpus_take(layout.ranks)
     if layout.cp > 1 and not flags:
         pytest.skip("Transformer Engine has context parallelism in 16 bits only")
     results = gpu_ranks.run(run_layout, layout.ranks, layout.with_flags(flags), files, loss, files / "layout")
