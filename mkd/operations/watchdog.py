@@ -22,9 +22,9 @@ from mkd.platform.processes import is_alive, process_space
 
 T = TypeVar("T")
 
-POLL_S = 0.25  # between looks at the clock
+POLL_S = 0.1  # between looks at the clock
 LOOK_S = 0.5  # between looks for what has become of the peers
-PEERS_S = 1.25  # for the stack dumps of the others, once one rank has found no progress
+PEERS_S = 1.5  # for the stack dumps of the others, once one rank has found no progress
 MARGIN_S = 15.0  # that the process group waits longer than the watchdog
 GRACE_S = 4.0  # for the main thread to meet a peer's failure by itself, before the process is ended
 NO_PROGRESS = "no progress"
