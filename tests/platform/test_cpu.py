@@ -47,6 +47,15 @@ def type_names():
     return x.type(), x.bfloat16().type(), x.type(torch.int64).dtype, x.type("torch.DoubleTensor").dtype
 
 
+def other_devices():
+    """The device of tensors that are asked for elsewhere, which the replacements leave alone."""
+    detect()
+    with torch.device("meta"):
+        made = {"factory": torch.zeros(2), "tensor": torch.tensor([1.0]), "layer": torch.nn.Linear(2, 2).weight}
+    made |= {"by name": torch.empty(2, device="meta"), "to": torch.ones(2).to("meta"), "like": torch.ones_like(made["factory"])}
+    return {name: str(tensor.device) for name, tensor in made.items()}
+
+
 def streams_and_events():
     detect()
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
@@ -106,6 +115,11 @@ def test_type_names_are_those_of_cuda(ranks):
     ((single, half, converted, by_name),) = ranks.run(type_names, 1)
     assert (single, half) == ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor")
     assert (converted, by_name) == (torch.int64, torch.float64)
+
+
+def test_other_devices_stay_what_they_are(ranks):
+    (devices,) = ranks.run(other_devices, 1)
+    assert set(devices.values()) == {"meta"}, devices
 
 
 def test_streams_and_events_are_always_done(ranks):
