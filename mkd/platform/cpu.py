@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "rand_like")
 FACTORIES += ("randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like")
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
+NORM_ELEMENTS = 2**14  # whose squares fp32 adds up well
 FOR_GPUS = ("transformer_engine", "apex", "amp_C")  # libraries that Megatron takes wherever it finds them
 
 
@@ -35,6 +36,7 @@ def install() -> None:
     _replace_tensor_functions()
     _replace_device_functions()
     _replace_generators()
+    _replace_norm()
     torch.cuda._mkd_cpu_shim = True
 
 
@@ -171,3 +173,14 @@ def _replace_generators() -> None:
     random._set_cuda_rng_state = set_state
     # It warns when device code draws from the CPU's generator; here that generator is the device's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _replace_norm() -> None:
+    """Of gradients. Megatron's stand-in for the fused kernel takes `torch.norm`, which is 2e-3 off for a large embedding."""
+    from megatron.core.optimizer import clip_grads
+
+    def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
+        parts = [part for tensors in tensor_lists for tensor in tensors for part in tensor.reshape(-1).split(NORM_ELEMENTS)]
+        return torch.stack(torch._foreach_norm(parts)).double().square().sum().sqrt().float().reshape(1), None
+
+    clip_grads.l2_norm_impl = l2_norm

@@ -93,6 +93,16 @@ def generators():
     return restored, untouched, torch.equal(tracked, expected_tracked), moved
 
 
+def norm_of_gradients():
+    """Of a large gradient and a small one: (as the optimizer has it, in float64)."""
+    detect()
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (5_000_003, 7)]
+    exact = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+    return get_grad_norm_fp32(gradients), exact.item()
+
+
 def install_twice():
     """The attributes of torch.cuda after one installation and after another."""
     cpu.install()
@@ -128,6 +138,11 @@ def test_streams_and_events_are_always_done(ranks):
 
 def test_generators_are_those_of_the_cpu(ranks):
     assert ranks.run(generators, 1) == [(True, True, True, True)]
+
+
+def test_the_norm_of_large_gradients_is_exact(ranks):
+    ((norm, exact),) = ranks.run(norm_of_gradients, 1)
+    assert norm == pytest.approx(exact, rel=1e-6)
 
 
 def test_installing_again_changes_nothing(ranks):
