@@ -21,7 +21,7 @@ from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 3  # of what alignment makes of a text
+ALIGNMENT_VERSION = 4  # of what alignment makes of a text
 
 
 def cached_teacher_store(

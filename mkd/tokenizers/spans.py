@@ -48,20 +48,17 @@ def locate(
 ) -> EncodedText:
     """The tokens with their spans.
 
-    Where the pieces join to exactly the text, they are the spans, even inside a character. Else (a normalizer changed the
-    text, or a token spells no known bytes) the library's offsets decide, and tokens that they do not separate share a span.
+    Where the pieces join to exactly the text, they are the spans, even inside a character; so they are where only blanks were
+    added, as SentencePiece does before the text and after control tokens. Else (a normalizer changed the text, or a token
+    spells no known bytes) the library's offsets decide, and tokens that they do not separate share a span.
     """
     ids = np.asarray(ids, dtype=np.int64)
     starts, ends = np.full((2, len(ids)), -1, dtype=np.int64)
     inside = np.flatnonzero(in_text)
     if len(inside):
         parts = [pieces[i] for i in ids[inside].tolist()]
-        joined = None if None in parts else b"".join(parts)
-        if joined is not None and joined.endswith(data) and joined[: len(joined) - len(data)] in (b"", b" "):
-            blank = len(joined) - len(data)  # SentencePiece puts a blank before the text
-            last = np.cumsum([len(part) for part in parts]) - blank
-            closed = np.ones(len(parts), dtype=bool)
-        else:
+        last, closed = _from_pieces(parts, data), np.ones(len(parts), dtype=bool)
+        if last is None:
             last, closed = _from_offsets(offsets()[inside], parts, data)
         starts[inside], ends[inside] = _shared(last, closed)
     return EncodedText(ids, starts, ends)
@@ -84,6 +81,25 @@ def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarr
     last = np.append(ends[1:] != ends[:-1], True)[: len(ends)]
     tokens = np.append(inside[:1], inside[last] + 1)
     return tokens, encoded.starts[inside][last], ends[last]
+
+
+def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
+    """Ends [n] int64 of pieces that spell the text, but for a blank before some of them; None where they spell another."""
+    if None in parts:
+        return None
+    ends = np.cumsum([len(part) for part in parts])
+    joined = b"".join(parts)
+    if joined in (data, b" " + data):
+        return ends - (len(joined) - len(data))
+    end = 0
+    for k, part in enumerate(parts):
+        if not data.startswith(part, end):
+            if not (part.startswith(b" ") and data.startswith(part[1:], end)):
+                return None
+            end -= 1
+        end += len(part)
+        ends[k] = end
+    return ends if end == len(data) else None
 
 
 def _from_offsets(offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -45,6 +45,16 @@ def test_a_blank_before_the_text_is_no_text(tokenizer):
     assert placed(llama.encode_spans("\u4f60")) == [(-1, -1), (0, 1), (0, 1), (1, 2), (2, 3)]
 
 
+def test_blanks_after_control_tokens_are_no_text():
+    """As Llama's tokenizers put them into conversations; bytes of a character stay apart there, too."""
+    pieces = [b"</s>", b" fox", b" ", *(bytes([byte]) for byte in "\u4f60".encode())]
+    data, ids = "fox</s>\u4f60 fox</s> fox".encode(), [1, 0, 2, 3, 4, 5, 1, 0, 1]
+    encoded = locate(ids, np.ones(9, dtype=bool), pieces, data, lambda: pytest.fail("the pieces spell the text"))
+    assert placed(encoded) == [(0, 3), (3, 7), (7, 8), (7, 8), (8, 9), (9, 10), (10, 14), (14, 18), (18, 22)]
+    other = np.array([[0, 3], [3, 7]])
+    assert placed(locate([1, 0], np.ones(2, dtype=bool), pieces, b"fax</s>", lambda: other)) == [(0, 3), (3, 7)]
+
+
 def test_sentencepiece_bytes_and_unknown_characters(spm_file):
     lossy = open_tokenizer(spm_file)
     text = "The fox \u4f60\u597d."
