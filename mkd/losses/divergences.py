@@ -96,7 +96,8 @@ class KLMixture:
         """forward (p_s - p_t) + reverse p_s (ln p_s - ln p_t - KL(p_s || p_t))."""
         result = None
         if self.forward:
-            result = teacher.probabilities().neg_().add_(p_s)
+            result = teacher.probabilities()
+            torch.sub(p_s, result, out=result)
             if self.forward != 1.0:
                 result.mul_(self.forward)
         if self.reverse:

@@ -81,7 +81,7 @@ class Normaliser:
         return (self.share * (local_means + self.shift)).sum(dim=0)
 
     def of_rank(self, rank: int) -> RowSoftmax:
-        return RowSoftmax(self.maximum, self.log_sum, self.share[rank])
+        return RowSoftmax(self.maximum, self.log_sum, self.share[rank] if len(self.share) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class RowSoftmax:
 
     maximum: Tensor  # over the whole vocabulary
     log_sum: Tensor  # ln sum exp((z - maximum) / T)
-    share: Tensor  # probability mass of this shard
+    share: Tensor | None  # probability mass of this shard; None: all of it, or never asked for
 
     def rows(self, rows: slice) -> RowSoftmax:
-        return RowSoftmax(self.maximum[rows], self.log_sum[rows], self.share[rows])
+        return RowSoftmax(self.maximum[rows], self.log_sum[rows], None if self.share is None else self.share[rows])
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class ShardRows:
 
     def probabilities(self) -> Tensor:
         """The whole vocabulary's softmax on these columns, [n, c], a new tensor."""
-        return local_softmax(self.logits, self.temperature).mul_(self.row.share[:, None])
+        own = local_softmax(self.logits, self.temperature)
+        return own if self.row.share is None else own.mul_(self.row.share[:, None])
 
     def log_probabilities(self) -> Tensor:
         """Its logarithm, [n, c], a new tensor; finite also where the probability underflows."""

@@ -27,6 +27,8 @@ __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gr
 CPU_CHUNK_BYTES = 2 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 
+ARGMAX_COLUMNS = 256
+
 
 def local_statistics(
     student: Tensor,  # [n, w] bf16/fp32/fp64
@@ -78,13 +80,13 @@ def write_gradient(
     objective: KDObjective,
 ) -> None:
     """d loss / d student logits into every column of `result`; zero in padding columns and in rows of mask 0."""
-    no_loss = (loss_mask == 0)[:, None]
+    no_loss = loss_mask == 0
     for rows in row_chunks(student):
         chunk = _gradient(
             student[rows], _rows(teacher, rows), labels[rows], merged.rows(rows), row_weight[rows], shard, objective
         )
         # A weight of zero is not enough: a masked row may hold NaN.
-        result[rows, : chunk.shape[1]] = chunk.masked_fill_(no_loss[rows], 0.0)
+        result[rows, : chunk.shape[1]] = clear_rows(chunk, no_loss[rows])
         result[rows, chunk.shape[1] :] = 0.0
 
 
@@ -93,6 +95,16 @@ def row_chunks(logits: Tensor) -> list[slice]:
     budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
     return [slice(first, first + height) for first in range(0, max(1, logits.shape[0]), height)]
+
+
+def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Zeros in the rows [n] bool of [n, w] fp32 or fp64, whatever they hold, in place; returns `tensor`.
+
+    By a mask over the bits, which waits for no device and takes a CPU a twentieth of the time of `masked_fill_`.
+    """
+    bits = torch.int64 if tensor.dtype == torch.float64 else torch.int32
+    tensor.view(bits).bitwise_and_(rows.logical_not().to(bits).neg_()[:, None])  # -1 has all bits
+    return tensor
 
 
 def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
@@ -120,7 +132,7 @@ def _kd_statistics(
 ) -> dict[str, Tensor]:
     teacher = ShardSoftmax.of(teacher_logits, objective.temperature)
     plain = teacher if objective.temperature == 1.0 else ShardSoftmax.of(teacher_logits, 1.0)
-    top = teacher_logits.argmax(dim=1, keepdim=True)
+    top = first_maximum(teacher_logits)
     return {
         "student_max": student.maximum,
         "student_sum": student.total,
@@ -132,6 +144,25 @@ def _kd_statistics(
         "teacher_label": _label_logit(teacher_logits, labels, shard.start, shard.shared),
         "student_at_teacher_top": student.logits.gather(1, top).squeeze(1),
     }
+
+
+def first_maximum(logits: Tensor) -> Tensor:
+    """Where the first maximum of each row [n, c] is, [n, 1].
+
+    The maximum of every block of columns first, then the place in the first block that has it: on a CPU argmax takes
+    twenty times as long as amax.
+    """
+    columns, block = logits.shape[1], ARGMAX_COLUMNS
+    if columns <= block:
+        return logits.argmax(dim=1, keepdim=True)
+    whole = columns // block * block
+    largest = [logits[:, :whole].unflatten(1, (-1, block)).amax(dim=2)]
+    if whole < columns:
+        largest.append(logits[:, whole:].amax(dim=1, keepdim=True))
+    start = torch.cat(largest, dim=1).argmax(dim=1, keepdim=True) * block
+    start.clamp_(max=columns - block)  # the last block may be short: what comes before it in the window is smaller
+    window = logits.gather(1, start + torch.arange(block, device=logits.device))
+    return start + window.argmax(dim=1, keepdim=True)
 
 
 def _foreign_labels(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST, compute_dtype
 from mkd.losses.statistics import gather_statistics
+from mkd.losses.torch_rows import clear_rows
 from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.class_rules import ClassRule
 from mkd.xtoken.loss_settings import ChunkLossSettings
@@ -109,4 +110,4 @@ def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
 
 def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
     """logits = gradient * scale [n], exactly 0 where the scale is."""
-    logits.copy_(gradient.mul_(scale[:, None]).masked_fill_(scale[:, None] == 0, 0.0))
+    logits.copy_(clear_rows(gradient.mul_(scale[:, None]), scale == 0))
