@@ -26,8 +26,7 @@ __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gr
 # enough to hide the launches and small against the logits themselves.
 CPU_CHUNK_BYTES = 2 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
-
-ARGMAX_COLUMNS = 256
+ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
 
 
 def local_statistics(

@@ -109,5 +109,5 @@ def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
 
 
 def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
-    """logits = gradient * scale [n], exactly 0 where the scale is."""
+    """logits [n, w] = gradient [n, w] fp32 or fp64 (written over) * scale [n], exactly 0 where the scale is."""
     logits.copy_(clear_rows(gradient.mul_(scale[:, None]), scale == 0))
