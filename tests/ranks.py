@@ -44,8 +44,8 @@ class RankPool:
     def run(self, function, world_size: int, *args) -> list:
         """Results of `function(*args)` by rank, with torch.distributed initialised for `world_size` ranks.
 
-        A failing rank raises AssertionError with the tracebacks, and the pool starts afresh; where the ranks did not even
-        meet, because some other process was at a port of theirs, it does so once by itself.
+        A failing rank raises AssertionError with the tracebacks; if one has ended or does not answer, the pool starts
+        afresh. Where the ranks did not even meet, because some other process was at a port of theirs, it tries once more.
         """
         try:
             return self._run(function, world_size, args)
@@ -78,7 +78,9 @@ class RankPool:
             if failures:
                 deadline = min(deadline, time.monotonic() + 2.0)
         if failures or len(results) < world_size:
-            self.close()
+            answered = len(results) + len(failures) == world_size
+            if not answered or not all(process.is_alive() for process, _ in self._workers):
+                self.close()
             texts = [f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items()]
             did_not_meet = any(RanksDidNotMeet.__name__ in text for text in failures.values())
             raise (RanksDidNotMeet if did_not_meet else AssertionError)(

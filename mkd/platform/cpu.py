@@ -32,7 +32,7 @@ def install() -> None:
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
     _hide(FOR_GPUS)
-    with _nothing_compiled():
+    with _nothing_compiled(), _not_yet("wandb"):
         import megatron.core  # noqa: F401
     _replace_tensor_functions()
     _replace_device_functions()
@@ -60,6 +60,22 @@ def _nothing_compiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_function
+
+
+@contextlib.contextmanager
+def _not_yet(package: str) -> Iterator[None]:
+    """Let its import fail in here, unless it has been imported before.
+
+    Megatron's inference takes wandb wherever it finds it, which is half a second of every start; mkd imports it when asked for.
+    """
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _replace_tensor_functions() -> None:

@@ -66,6 +66,7 @@ def huge(tmp_path):
 
 
 @pytest.mark.fault(25)
+@pytest.mark.slow
 def test_20_mb_of_one_letter_take_seconds_and_little_memory(huge, hf_dir, tmp_path):
     """In processor seconds, because other programs may run on this machine."""
     command = [sys.executable, "-c", BUILD, hf_dir, str(huge), str(tmp_path / "corpus")]

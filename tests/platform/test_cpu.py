@@ -160,9 +160,10 @@ def test_a_gpu_is_never_hidden(monkeypatch):
 
 
 def test_what_is_for_gpus_stays_outside(tmp_path):
-    """Megatron would take Transformer Engine's optimizer and kernels where they are installed, and load torch's compiler."""
+    """Megatron would take Transformer Engine's optimizer and kernels where they are installed, load a compiler, and wandb."""
     for name in cpu.FOR_GPUS:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('there is no GPU')")
+    (tmp_path / "wandb.py").write_text("there = True")
     code = """
 import sys, torch
 from mkd.platform import detect
@@ -171,6 +172,9 @@ import megatron.core.optimizer, mkd.models.builder
 assert megatron.core.optimizer.Adam is torch.optim.AdamW
 assert "torch._inductor" not in sys.modules
 assert torch.compile.__module__ == "torch"
+assert "wandb" not in sys.modules
+import wandb
+assert wandb.there
 """
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

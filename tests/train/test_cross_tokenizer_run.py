@@ -9,7 +9,7 @@ import pytest
 from tests.train.command import read_metrics
 from tests.train.cross_tokenizer_run import SIZES, compare, prepare, run_folder, show
 
-pytestmark = pytest.mark.download
+pytestmark = [pytest.mark.download, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

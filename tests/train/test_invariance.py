@@ -10,7 +10,7 @@ UPDATES = 2  # the table has more
 QUICK = {
     "TP2 + SP, all logits at once, micro-batch 4",
     "PP2 uneven",
-    "PP4 VPP2",
+    "PP4",
     "PP2, full recomputation",
     "PP2 VPP2 CP2 micro-batch 2",
     "DP4 + distributed optimizer",
