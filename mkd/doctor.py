@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,14 +83,19 @@ def probe(code: str) -> Probe:
 
 
 def examine(folder: Path) -> list[Finding]:
-    """All findings. `folder` is where a run would write. A check that fails itself is a note."""
-    findings: list[Finding] = []
-    for check in (_python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages, _machine, _environment):
-        try:
-            findings += check()
-        except Exception as error:  # the report of a broken machine must not break
-            findings.append(Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}"))
+    """All findings. `folder` is where a run would write."""
+    checks = (_python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages, _machine, _environment)
+    with ThreadPoolExecutor() as threads:  # most of the time is that of child processes which import something
+        findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
+
+
+def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """What a check finds; one that fails itself is a note."""
+    try:
+        return list(check())
+    except Exception as error:  # the report of a broken machine must not break
+        return [Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}")]
 
 
 def describe(findings: list[Finding]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,11 +20,15 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}
 
 
+@cache
 def repository_files() -> list[Path]:
     """The files of a clean clone: nothing from build products, runs or hidden folders other than .ci."""
     skipped = re.compile(r"(^\.(?!ci$))|^(runs|build|dist|__pycache__)$|\.egg-info$")
-    relative = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return sorted(ROOT / path for path in relative if not any(skipped.search(part) for part in path.parts))
+    found = []
+    for folder, below, files in os.walk(ROOT):
+        below[:] = [part for part in below if not skipped.search(part)]
+        found += [Path(folder, file) for file in files if not skipped.search(file)]
+    return sorted(found)
 
 
 def python_files() -> list[Path]:

@@ -55,7 +55,11 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     characters = args.characters_per_sample
     if characters is not None and characters < 1:
         raise UsageError(f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more")
-    from mkd.data.store_builder import build_store  # not by the workers, who import this file
+    # Not by the workers, who import this file.
+    from mkd.platform import import_megatron_for_files
+
+    import_megatron_for_files()
+    from mkd.data.store_builder import build_store
     from mkd.tokenizers.load import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)

@@ -55,6 +55,14 @@ def detect() -> Platform:
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
 
 
+def import_megatron_for_files() -> None:
+    """Import Megatron quickly and without its remarks, for programs that read and write its files and train nothing."""
+    _quiet_remarks()
+    from mkd.platform import cpu
+
+    cpu.import_megatron()
+
+
 def make_deterministic() -> None:
     """Ask torch, cuBLAS, NCCL and Transformer Engine for kernels that give the same bits in every run.
 

@@ -32,13 +32,18 @@ def install() -> None:
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
     _hide(FOR_GPUS)
-    with _nothing_compiled(), _not_yet("wandb"):
-        import megatron.core  # noqa: F401
+    import_megatron()
     _replace_tensor_functions()
     _replace_device_functions()
     _replace_generators()
     _replace_norm()
     torch.cuda._mkd_cpu_shim = True
+
+
+def import_megatron() -> None:
+    """Import Megatron without what it would load for GPUs and for inference: three seconds of a start."""
+    with _nothing_compiled(), _not_yet("wandb"):
+        import megatron.core  # noqa: F401
 
 
 def _hide(packages: tuple[str, ...]) -> None:
@@ -51,8 +56,8 @@ def _hide(packages: tuple[str, ...]) -> None:
 def _nothing_compiled() -> Iterator[None]:
     """Leave the functions that are decorated with torch.compile in here as they are.
 
-    Megatron decorates its fused functions when it is imported, and that loads the compiler: two seconds of every start, for
-    functions that are fused for GPUs. Where it has been imported before, nothing changes.
+    Megatron decorates its fused functions when it is imported, and that loads the compiler, for functions that are fused for
+    GPUs. Where it has been imported before, nothing changes.
     """
     compile_function = torch.compile
     torch.compile = lambda function: function
@@ -64,10 +69,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_yet(package: str) -> Iterator[None]:
-    """Let its import fail in here, unless it has been imported before.
-
-    Megatron's inference takes wandb wherever it finds it, which is half a second of every start; mkd imports it when asked for.
-    """
+    """Let its import fail in here, unless it has been imported before; Megatron takes wandb wherever it finds it."""
     if package in sys.modules:
         yield
         return
