@@ -22,6 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.platform import import_megatron_for_files  # noqa: E402
+
+import_megatron_for_files()  # before mkd.data does
 from mkd.data.build import open_datasets  # noqa: E402
 from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
 from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mkd.convert.parity import Parity, random_documents
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
 from tools import check_parity, convert_hf_to_mcore, convert_mcore_to_hf
-from tools.check_parity import Parity, random_documents
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

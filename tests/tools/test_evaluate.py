@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 
 import pytest
 
@@ -53,10 +52,10 @@ def save_checkpoint(hf, save) -> None:
     """The conversion leaves the process group, and the pool wants to leave one too."""
     import torch.distributed as dist
 
-    from tools.convert_hf_to_mcore import convert
+    from mkd.convert.hf_to_mcore import convert
 
     sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    convert(Namespace(hf=str(hf), save=save, dtype=None, **sizes))
+    convert(hf=str(hf), save=save, dtype=None, **sizes)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -72,6 +72,7 @@ def test_colours_on_a_terminal_only(arguments, monkeypatch):
 def test_it_runs_as_a_script(arguments):
     result = subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_DONE and "\033" not in result.stdout and "|The|" in result.stdout
+    assert "Warning" not in result.stderr
 
 
 def test_bytes_that_are_no_text_are_escaped():
