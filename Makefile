@@ -3,19 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The suite starts some hundred processes: compiled modules are kept, and two cores are shared.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PHONY: help test test-slow faults quickstart invariance lint clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
-test: lint  ## set up, then run every check: ruff, import contracts, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+test: lint  ## set up, then run ruff, import contracts and tests, but those that take long
+	$(TESTS)
 
 test-slow: lint  ## the same with the tests that take long
-	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	MKD_SLOW=1 $(TESTS)
 
 faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
-	MKD_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fault -p tests.faults
+	MKD_SLOW=1 $(TESTS) -m fault -p tests.faults
 
 quickstart: $(READY)  ## set up, then distil a real small model on this machine's CPU
 	$(BIN)/python tools/quickstart.py

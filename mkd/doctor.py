@@ -91,11 +91,14 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """What a check finds; one that fails itself is a note."""
+    """What a check finds; one that fails itself adds a note."""
+    findings: list[Finding] = []
     try:
-        return list(check())
+        for finding in check():
+            findings.append(finding)
     except Exception as error:  # the report of a broken machine must not break
-        return [Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}")]
+        findings.append(Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}"))
+    return findings
 
 
 def describe(findings: list[Finding]) -> str:

@@ -44,8 +44,9 @@ class RankPool:
     def run(self, function, world_size: int, *args) -> list:
         """Results of `function(*args)` by rank, with torch.distributed initialised for `world_size` ranks.
 
-        A failing rank raises AssertionError with the tracebacks; if one has ended or does not answer, the pool starts
-        afresh. Where the ranks did not even meet, because some other process was at a port of theirs, it tries once more.
+        A failing rank raises AssertionError with the tracebacks; if one has ended or does not answer, and always on GPUs,
+        the pool starts afresh. Where the ranks did not even meet, because some other process was at a port of theirs, it
+        does so once by itself.
         """
         try:
             return self._run(function, world_size, args)
@@ -79,10 +80,11 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + 2.0)
         if failures or len(results) < world_size:
             answered = len(results) + len(failures) == world_size
-            if not answered or not all(process.is_alive() for process, _ in self._workers):
+            did_not_meet = any(RanksDidNotMeet.__name__ in text for text in failures.values())
+            is_whole = answered and not did_not_meet and all(process.is_alive() for process, _ in self._workers)
+            if self.on_gpus or not is_whole:  # an error on a GPU may have spoilt its context
                 self.close()
             texts = [f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items()]
-            did_not_meet = any(RanksDidNotMeet.__name__ in text for text in failures.values())
             raise (RanksDidNotMeet if did_not_meet else AssertionError)(
                 "\n".join(texts) or f"no answer within {self.timeout_s} s"
             )

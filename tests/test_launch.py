@@ -118,7 +118,6 @@ def test_a_signal_that_comes_three_times(number, files):
 
 
 @pytest.mark.fault("13 save")
-@pytest.mark.slow
 def test_a_signal_during_a_save(files):
     save = files / "during a save"
     more = ("--train-iters", 100000, "--save", save, "--save-interval", 1, "--keep-checkpoints", 2)

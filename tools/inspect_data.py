@@ -22,9 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.platform import import_megatron_for_files  # noqa: E402
+if __name__ == "__main__":
+    from mkd.platform import prepare_for_files
 
-import_megatron_for_files()  # before mkd.data does
+    prepare_for_files()  # before mkd.data imports Megatron
+
 from mkd.data.build import open_datasets  # noqa: E402
 from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
 from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402

@@ -56,9 +56,9 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     if characters is not None and characters < 1:
         raise UsageError(f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more")
     # Not by the workers, who import this file.
-    from mkd.platform import import_megatron_for_files
+    from mkd.platform import prepare_for_files
 
-    import_megatron_for_files()
+    prepare_for_files()
     from mkd.data.store_builder import build_store
     from mkd.tokenizers.load import load_tokenizer
 

@@ -80,7 +80,7 @@ def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.devi
 def mkd_model(
     folder: Path, hf_b: str | None, load: Path | None, ckpt_step: int | None, context: ParallelContext
 ) -> tuple[LanguageModel, Path]:
-    """(the model in question, in fp32; where its weights come from)."""
+    """(the model in question, in fp32; where its weights come from). Raises CheckpointError where `load` has none."""
     if load is not None:
         checkpoint, reference = locate(load, ckpt_step, str(folder))
         model = build_model(ModelShape.from_hf_dir(reference), torch.float32, context)
@@ -101,7 +101,11 @@ def check(
     tolerance: float,
     kl_tolerance: float,
 ) -> None:
-    """Print the comparison that the tool's flags ask for; raises CheckpointError when it is beyond a tolerance."""
+    """Print the comparison that the tool's flags ask for.
+
+    Raises CheckpointError when it is beyond a tolerance, when the vocabularies differ or `load` has no checkpoint, and
+    UsageError for counts below 1.
+    """
     if num_tokens < 1 or num_documents < 1:
         raise UsageError("--num-tokens and --num-documents must be at least 1", "nothing would be compared", "raise them")
     folder = resolve_hf(hf)

@@ -55,12 +55,12 @@ def detect() -> Platform:
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
 
 
-def import_megatron_for_files() -> None:
-    """Import Megatron quickly and without its remarks, for programs that read and write its files and train nothing."""
-    _quiet_remarks()
-    from mkd.platform import cpu
-
-    cpu.import_megatron()
+def prepare_for_files() -> None:
+    """As `detect`, but take no GPU: for programs that read and write Megatron's files, before they import it."""
+    if torch.cuda.is_available():
+        _quiet_remarks()
+    else:
+        detect()
 
 
 def make_deterministic() -> None:

@@ -32,18 +32,13 @@ def install() -> None:
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
     _hide(FOR_GPUS)
-    import_megatron()
+    with _nothing_compiled(), _not_yet("wandb"):
+        import megatron.core  # noqa: F401
     _replace_tensor_functions()
     _replace_device_functions()
     _replace_generators()
     _replace_norm()
     torch.cuda._mkd_cpu_shim = True
-
-
-def import_megatron() -> None:
-    """Import Megatron without what it would load for GPUs and for inference: three seconds of a start."""
-    with _nothing_compiled(), _not_yet("wandb"):
-        import megatron.core  # noqa: F401
 
 
 def _hide(packages: tuple[str, ...]) -> None:
@@ -56,11 +51,11 @@ def _hide(packages: tuple[str, ...]) -> None:
 def _nothing_compiled() -> Iterator[None]:
     """Leave the functions that are decorated with torch.compile in here as they are.
 
-    Megatron decorates its fused functions when it is imported, and that loads the compiler, for functions that are fused for
-    GPUs. Where it has been imported before, nothing changes.
+    Megatron decorates its fused functions when it is imported, and that loads the compiler: two seconds of every start, for
+    functions that are fused for GPUs. Where it has been imported before, nothing changes.
     """
     compile_function = torch.compile
-    torch.compile = lambda function: function
+    torch.compile = lambda function=None, **settings: function or (lambda decorated: decorated)
     try:
         yield
     finally:

@@ -92,7 +92,6 @@ def test_signals_that_go_on_until_the_process_is_gone(files, number):
 
 
 @pytest.mark.fault("13 evaluation")
-@pytest.mark.slow
 def test_a_signal_ends_an_evaluation(files):
     more = ("--valid-data-path", files / "text.jsonl", "--eval-interval", 1, "--eval-iters", 3000)
     lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()] * 200

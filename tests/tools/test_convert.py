@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mkd.convert.parity import Parity, random_documents
+from mkd.convert.models import DTYPES
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
@@ -71,21 +71,8 @@ def test_parity_fails_for_another_model(original, tmp_path):
     assert "max |dlogit|" in result.stdout and "beyond the tolerances: 0.0001" in result.stderr
 
 
-def test_parity_figures():
-    reference = torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 3.0]])
-    same = Parity.between(reference, reference + 1.0)  # a constant shift changes logits, not probabilities
-    assert same.max_logit_difference == 1.0 and same.relative_difference == 0.25
-    assert abs(same.kl) < 1e-15 and same.top1_agreement == 1.0
-    other = Parity.between(torch.tensor([[0.0, 0.0]] * 2), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
-    # KL([1/2, 1/2] || softmax([0, -1])) = ln((1 + e^-1) / 2) + 1/2
-    assert other.kl == pytest.approx(0.1201145, abs=1e-6)
-    assert other.top1_agreement == 0.5
-
-
-def test_random_documents_have_several_lengths_and_repeat():
-    first, second = random_documents(50, 3, 12, seed=7), random_documents(50, 3, 12, seed=7)
-    assert [len(ids) for ids in first] == [12, 6, 4]
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def test_dtypes_are_those_of_the_conversion():
+    assert tuple(DTYPES) == convert_hf_to_mcore.DTYPES
 
 
 def test_wrong_number_of_processes(original, tmp_path, monkeypatch, capsys):

@@ -62,6 +62,18 @@ def test_an_import_that_ends_its_process_is_a_line(tmp_path):
     assert line_of(lines, "torch").startswith("FAIL") and "code 9" in line_of(lines, "torch")
 
 
+def test_what_a_check_found_before_it_failed_stays(monkeypatch, tmp_path):
+    def torch_and_driver():
+        yield doctor.Finding("FAIL", "torch", "too old")
+        raise TimeoutError("nvidia-smi")
+
+    for name in ("_megatron", "_transformer_engine", "_apex", "_packages"):
+        monkeypatch.setattr(doctor, name, lambda: iter(()))
+    monkeypatch.setattr(doctor, "_torch", torch_and_driver)
+    found = [finding for finding in doctor.examine(tmp_path) if finding.subject.startswith("torch")]
+    assert [(finding.level, finding.subject) for finding in found] == [("FAIL", "torch"), ("note", "torch_and_driver")]
+
+
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.0"])
 def test_another_megatron_is_named(monkeypatch, version):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)

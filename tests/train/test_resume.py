@@ -102,7 +102,7 @@ def test_resume_is_bitwise(name, files, ranks):
     [
         ("TP2", "PP2", ()),
         pytest.param("PP2", "TP2", (), marks=pytest.mark.slow),
-        pytest.param("DP2 distributed optimizer", "TP2 distributed optimizer", (), marks=pytest.mark.slow),
+        ("DP2 distributed optimizer", "TP2 distributed optimizer", ()),
         # context parallelism pads documents and would pack them differently
         pytest.param("CP2", "one process", ("--pack", "none"), marks=pytest.mark.slow),
     ],
