@@ -7,6 +7,7 @@ of Megatron's own writer, which does wait for it.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import shutil
 import tempfile
 import time
@@ -79,6 +80,8 @@ def measure(context, folder, megabytes):
         unhashed += seconds_of_saves(context, folder, megabytes, without_hashing())
         bare += seconds_of_saves(context, folder, megabytes, without_hashing(), without_fsync())
         others += seconds_of_megatrons_saves(context, folder / "megatron", megabytes)
+    for process in multiprocessing.active_children():  # Megatron's writer leaves one behind
+        process.terminate()
     return tuple(map(median, (proven, unhashed, bare, others, verified)))
 
 
