@@ -94,8 +94,7 @@ def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     """What a check finds; one that fails itself adds a note."""
     findings: list[Finding] = []
     try:
-        for finding in check():
-            findings.append(finding)
+        findings += check()
     except Exception as error:  # the report of a broken machine must not break
         findings.append(Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}"))
     return findings

@@ -20,15 +20,6 @@ sys.path.insert(0, str(ROOT))
 from tools.convert_hf_to_mcore import run_tool  # noqa: E402
 
 
-def check(**flags) -> None:
-    from mkd.platform import detect
-
-    detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.convert import parity
-
-    parity.check(**flags)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="reference, run by transformers")
@@ -41,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="max |dlogit| over max |logit| (default 1e-4)")
     parser.add_argument("--kl-tolerance", type=float, default=1e-8, help="nats per token (default 1e-8)")
-    return run_tool(check, parser.parse_args())
+    return run_tool("parity", parser.parse_args())
 
 
 if __name__ == "__main__":

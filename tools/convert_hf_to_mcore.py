@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,19 +31,13 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def convert(**flags) -> None:
+def run_tool(name: str, args: argparse.Namespace) -> int:
+    """Exit code of `mkd.convert.<name>.run`, which takes the tool's flags as arguments; a user error is printed once."""
     from mkd.platform import detect
 
     detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.convert import hf_to_mcore
-
-    hf_to_mcore.convert(**flags)
-
-
-def run_tool(convert: Callable[..., None], args: argparse.Namespace) -> int:
-    """Exit code of a tool that takes its flags as arguments; a user error is printed once."""
     try:
-        convert(**vars(args))
+        import_module(f"mkd.convert.{name}").run(**vars(args))
     except MkdError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -57,7 +51,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to")
     parser.add_argument("--dtype", choices=DTYPES, help="of the checkpoint (default: bf16 if the files are, else fp32)")
     add_layout_arguments(parser)
-    return run_tool(convert, parser.parse_args())
+    return run_tool("hf_to_mcore", parser.parse_args())
 
 
 if __name__ == "__main__":

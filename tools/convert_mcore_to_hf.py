@@ -19,15 +19,6 @@ sys.path.insert(0, str(ROOT))
 from tools.convert_hf_to_mcore import DTYPES, add_layout_arguments, run_tool  # noqa: E402
 
 
-def convert(**flags) -> None:
-    from mkd.platform import detect
-
-    detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.convert import mcore_to_hf
-
-    mcore_to_hf.convert(**flags)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder")
@@ -36,7 +27,7 @@ def main() -> int:
     parser.add_argument("--reference-hf", metavar="DIR_OR_ID", help="configuration and tokenizer (default: CKPT's own)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
-    return run_tool(convert, parser.parse_args())
+    return run_tool("mcore_to_hf", parser.parse_args())
 
 
 if __name__ == "__main__":

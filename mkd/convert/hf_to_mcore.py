@@ -14,7 +14,7 @@ from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
 
 
-def convert(hf: str, save: Path, dtype: str | None, tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:
+def run(hf: str, save: Path, dtype: str | None, tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:
     """Read, build, save: the tool's flags. The checkpoint keeps the dtype of the files unless `dtype` says otherwise.
 
     Raises CheckpointError where `save` has checkpoints or `hf` is not whole, UsageError where the sizes do not make up the

@@ -43,7 +43,7 @@ def saved_dtype(folder: Path) -> torch.dtype:
     return torch.float32 if embedding is None else embedding.dtype
 
 
-def convert(
+def run(
     load: Path,
     ckpt_step: int | None,
     hf_out: Path,

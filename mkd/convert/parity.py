@@ -35,7 +35,7 @@ class Parity:
 
     @classmethod
     def between(cls, reference: Tensor, other: Tensor) -> Parity:
-        """Both [n, v] float. KL is summed in fp64: at equality the terms of fp32 would hide what is looked for."""
+        """Of logits, both [n, v] float. KL is summed in fp64: at equality the terms of fp32 would hide what is looked for."""
         kl = 0.0
         for p, q in zip(reference.split(64), other.split(64), strict=True):
             log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
@@ -90,7 +90,7 @@ def mkd_model(
     return load_from_hf(other, ModelShape.from_hf_dir(other), torch.float32, context), other
 
 
-def check(
+def run(
     hf: str,
     hf_b: str | None,
     load: Path | None,

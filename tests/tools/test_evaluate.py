@@ -52,10 +52,10 @@ def save_checkpoint(hf, save) -> None:
     """The conversion leaves the process group, and the pool wants to leave one too."""
     import torch.distributed as dist
 
-    from mkd.convert.hf_to_mcore import convert
+    from mkd.convert import hf_to_mcore
 
     sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
-    convert(hf=str(hf), save=save, dtype=None, **sizes)
+    hf_to_mcore.run(hf=str(hf), save=save, dtype=None, **sizes)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
