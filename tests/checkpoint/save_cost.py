@@ -1,17 +1,19 @@
 """What the proof of a checkpoint costs: `python -m tests.checkpoint.save_cost [--megabytes 256] [--folder DIR]`.
 
-Median seconds of saves by one rank and by two, of the same saves without hashing and without waiting for the disk, and
-of Megatron's own writer, which does wait for it.
+Median seconds of saves by one rank and by two, of the same saves without waiting for the disk and without hashing, and
+of Megatron's own writer, which does wait for it. All in turns, so that what else the machine does meets all alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -20,14 +22,12 @@ from unittest import mock
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from mkd.checkpoint.folders import Retention
 from mkd.checkpoint.verifying import verify
 from tests.checkpoint.tiny_saves import new_save, run_forked, sharded_tensor
 
 ROW_BYTES = 256
 TENSORS = 16
-SAVES = 3
-TURNS = 3
+TURNS = 11
 
 
 def without_hashing():
@@ -39,50 +39,69 @@ def without_fsync():
     return mock.patch("os.fsync", lambda descriptor: None)
 
 
-def seconds_of_saves(context, folder, megabytes, *patches):
-    """The seconds of each of `SAVES` saves, with parts of the proof left out."""
-    rows = megabytes * 10**6 // ROW_BYTES // TENSORS
-    state, seconds = {str(i): sharded_tensor(context, str(i), i, rows) for i in range(TENSORS)}, []
+def ours(context, folder, state, patches=()):
+    """One save by mkd, with parts of the proof left out."""
     with ExitStack() as stack:
         for patch in patches:
-            stack.enter_context(patch)
-        for iteration in range(1, SAVES + 1):
-            dist.barrier()
-            start = time.monotonic()
-            new_save(context, folder, iteration, Retention(1)).start(state, copied=False).write().finish()
-            seconds.append(time.monotonic() - start)
-    return seconds
+            stack.enter_context(patch())
+        new_save(context, folder, 1).start(state, copied=False).write().finish()
 
 
-def seconds_of_megatrons_saves(context, folder, megabytes):
+def megatrons(context, folder, state):
     """The same by Megatron's own writer, which waits for the disk but hashes nothing."""
-    rows, seconds = megabytes * 10**6 // ROW_BYTES // TENSORS, []
-    for _ in range(SAVES):
-        state = {str(i): sharded_tensor(context, str(i), i, rows) for i in range(TENSORS)}
-        if context.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        dist.barrier()
-        start = time.monotonic()
-        dist_checkpointing.save(state, str(folder))
-        seconds.append(time.monotonic() - start)
-    return seconds
+    if context.rank == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(folder))
 
 
-def measure(context, folder, megabytes):
-    """Median s of (a save, one without hashing, one without fsync too, one by Megatron, a verification), in turns."""
-    proven, unhashed, bare, others, verified = [], [], [], [], []
+ARMS = {
+    "proven": ours,
+    "without fsync": partial(ours, patches=(without_fsync,)),
+    "without hashing too": partial(ours, patches=(without_fsync, without_hashing)),
+    "by Megatron": megatrons,
+}
+
+
+def seconds_of(save, context, folder, megabytes) -> float:
+    """Of one save in a new folder, begun when the disk has no work left."""
+    rows = megabytes * 10**6 // ROW_BYTES // TENSORS
+    state = {str(i): sharded_tensor(context, str(i), i, rows) for i in range(TENSORS)}
+    if context.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+    start = time.monotonic()
+    save(context, folder, state)
+    return time.monotonic() - start
+
+
+def measure(context, folder, megabytes) -> dict[str, list[float]]:
+    """s of each save of each arm, in turns, and of verifications."""
+    seconds = {name: [] for name in (*ARMS, "verified")}
     for _ in range(TURNS):
-        proven += seconds_of_saves(context, folder, megabytes)
+        for name, save in ARMS.items():
+            seconds[name].append(seconds_of(save, context, folder / name, megabytes))
         start = time.monotonic()
-        verify(folder / f"iter_{SAVES:07d}", context, print)
-        verified.append(time.monotonic() - start)
-        unhashed += seconds_of_saves(context, folder, megabytes, without_hashing())
-        bare += seconds_of_saves(context, folder, megabytes, without_hashing(), without_fsync())
-        others += seconds_of_megatrons_saves(context, folder / "megatron", megabytes)
+        verify(folder / "proven" / "iter_0000001", context, print)
+        seconds["verified"].append(time.monotonic() - start)
     for process in multiprocessing.active_children():  # Megatron's writer leaves one behind
         process.terminate()
-    return tuple(map(median, (proven, unhashed, bare, others, verified)))
+    return seconds
+
+
+def medians(ranks: int, folder: Path, megabytes: int) -> dict[str, float]:
+    """s, as rank 0 sees them: a save ends when all have written."""
+    (_, seconds), *_ = run_forked(ranks, measure, folder / str(ranks), megabytes, timeout_s=600)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def line(ranks: int, megabytes: int, seconds: dict[str, float]) -> str:
+    proven, cached, bare, others, verified = seconds.values()
+    return (
+        f"{ranks} x {megabytes} MB: saved in {proven:.3f} s, by Megatron in {others:.3f} s: {proven / others:.2f} of it; "
+        f"without fsync in {cached:.3f} s, without hashing too in {bare:.3f} s; verified in {verified:.3f} s"
+    )
 
 
 def main() -> None:
@@ -90,19 +109,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256, help="of tensors, a rank (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where to save: on the disk that is meant (default: that of TMPDIR)")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=args.folder))
-    try:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for ranks in (1, 2):
-            outcomes = run_forked(ranks, measure, folder / str(ranks), args.megabytes, timeout_s=600)
-            columns = zip(*(answer for _, answer in outcomes), strict=True)
-            save_s, unhashed_s, bare_s, other_s, verify_s = map(max, columns)
-            print(
-                f"{ranks} x {args.megabytes} MB: saved in {save_s:.2f} s, without hashing in {unhashed_s:.2f} s, without fsync "
-                f"too in {bare_s:.2f} s, by Megatron in {other_s:.2f} s; verified in {verify_s:.2f} s",
-                flush=True,
-            )
-    finally:
-        shutil.rmtree(folder)
+            print(line(ranks, args.megabytes, medians(ranks, Path(folder), args.megabytes)), flush=True)
 
 
 if __name__ == "__main__":
