@@ -15,8 +15,8 @@ from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
 READ_BYTES = 1 << 22
-BLOCK_BYTES = 1 << 24  # written, then hashed
-WRITE_OUT_BYTES = 1 << 20  # a smaller block is left to the end
+BLOCK_BYTES = 1 << 24
+ASIDE_BYTES = 1 << 20  # a smaller block is hashed sooner than handed over, and left to the end by the disk
 THREADS = 4  # per rank; hashing releases the interpreter lock
 
 
@@ -29,25 +29,32 @@ class FileEntry:
 
 
 class HashedFile:
-    """A new file that is hashed while the disk takes it, and on the disk when it is closed."""
+    """A new file, hashed by another thread while it is written and the disk takes it; on the disk when it is closed."""
 
     def __init__(self, path: Path):
         self.size, self.digest = 0, hashlib.sha256()
+        self.pool = ThreadPoolExecutor(1)
         self.file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
 
     def write(self, data: bytes | memoryview) -> int:
         """Returns the bytes written, which are all."""
         for first in range(0, len(data), BLOCK_BYTES):
             block = data[first : first + BLOCK_BYTES]
-            self.file.write(block)
-            if len(block) >= WRITE_OUT_BYTES:
-                self._start_write_out(len(block))
-            self.digest.update(block)
+            if len(block) < ASIDE_BYTES:
+                self.digest.update(block)
+                self.file.write(block)
+            else:
+                hashed = self.pool.submit(self.digest.update, block)
+                try:
+                    self.file.write(block)
+                    self._start_write_out(len(block))
+                finally:
+                    hashed.result()  # the caller may free the data afterwards
             self.size += len(block)
         return len(data)
 
     def _start_write_out(self, length: int) -> None:
-        """Have the disk begin with the bytes just written: what it takes while we hash, nobody waits for in the end."""
+        """Have the disk begin with the bytes just written: what it takes meanwhile, nobody waits for in the end."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             self.file.flush()
             os.posix_fadvise(self.file.fileno(), self.size, length, os.POSIX_FADV_DONTNEED)
@@ -63,7 +70,7 @@ class HashedFile:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        with self.file:
+        with self.pool, self.file:
             if kind is None:
                 self.file.flush()
                 os.fsync(self.file.fileno())

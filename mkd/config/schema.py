@@ -135,8 +135,8 @@ class KDConfig:
     )
     kd_fp32_logits: bool = option(
         False,
-        "make logits in fp32 under --bf16: ten times smaller rounding errors in the gradient, for twice the memory of a "
-        "chunk of logits and about a tenth more time in the loss",
+        "make the training loss's logits in fp32 under --bf16: ten times smaller rounding errors in the gradient, for twice "
+        "the memory of a chunk of logits and about a tenth more time in the loss; evaluation has fp32 logits anyway",
     )
 
 

@@ -1,4 +1,4 @@
-"""Packed (THD) causal attention for the local layer spec: one SDPA call per document."""
+"""Packed (THD) causal attention, one SDPA call per document: where Transformer Engine is not, or has no kernel."""
 
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ class PackedAttention(nn.Module):
         n, m = query.size(0), key.size(0)
         if n == 0:
             return query
+        if query.is_cuda:  # of torch's kernels only flash attention takes groups of heads, and that neither fp32 nor masks
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         masked = n < m or (self.window is not None and m > self.window)
         output = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],

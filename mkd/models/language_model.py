@@ -43,9 +43,12 @@ class LanguageModel(GPTModel):
         if shape.rope.attention_factor != 1.0:
             config.yarn_rotary_scaling_factor = _as_yarn_scale(shape.rope.attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
+        # Transformer Engine has context parallelism in 16 bits only.
+        packed_attention = context.cp_size > 1 and options.dtype == torch.float32
+        spec = block_spec(num_layers, shape.qk_norm, context.platform.transformer_engine, packed_attention)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(num_layers, shape.qk_norm, context.platform.transformer_engine),
+            transformer_layer_spec=spec,
             vocab_size=padded_vocab_size or shape.padded_vocab_size(context.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=context.is_first_stage(virtual_stage),

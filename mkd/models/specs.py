@@ -18,12 +18,19 @@ from mkd.models.attention import PackedAttention
 from mkd.models.norm import RMSNorm
 
 
-def block_spec(num_layers: int, qk_norm: bool, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """The layers and the final norm of one pipeline stage with `num_layers` decoder layers."""
+def block_spec(
+    num_layers: int, qk_norm: bool, transformer_engine: bool, packed_attention: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers and the final norm of one pipeline stage with `num_layers` decoder layers.
+
+    `packed_attention`: mkd's own attention in Transformer Engine's layers; its own layers have no other.
+    """
     if transformer_engine and HAVE_TE:
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        if packed_attention:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=[local_layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm)
 

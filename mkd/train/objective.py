@@ -47,6 +47,11 @@ class Objective:
     def num_sums(self) -> int:
         return report_size(len(self.names))
 
+    @property
+    def fp32_logits(self) -> bool:
+        """Always in evaluation: bf16 logits would add as much error as the rest of the model in bf16 (docs/performance.md)."""
+        return self.kd.kd_fp32_logits or not torch.is_grad_enabled()
+
     def sums(self, vector: Tensor) -> LossSums:
         """Of the added-up reports."""
         return LossSums.of(vector, self.names, self.kd.kd_ratio)
@@ -83,7 +88,7 @@ class Objective:
             own = batch.teachers[index] if batch.teachers else None
             loss, sums = compare(
                 teacher, self.context, stage.student, model, hidden, rider, batch, own, weights[index], factor,
-                self.kd.kd_fp32_logits,
+                self.fp32_logits,
             )  # fmt: skip
             total = total + loss * factor
             teachers.append(sums)
@@ -111,7 +116,7 @@ class Objective:
                 loss_rows=batch.loss_rows,
                 sequence_parallel=stage.student.config.sequence_parallel,
                 loss_gradient=self.inverse_counts[0] if loss_gradient is None else loss_gradient,
-                fp32_logits=self.kd.kd_fp32_logits,
+                fp32_logits=self.fp32_logits,
                 teacher_shares=[teacher.share for teacher in self.teachers],
                 **self._settings(stage, kd_ratio),
             )

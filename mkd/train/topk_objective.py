@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDOutput, vocab_parallel_topk_kd
+from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.models.language_model import LanguageModel
 
 
@@ -41,10 +43,13 @@ def topk_loss(
 
 
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Logits [n, v/tp] of the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
+    """Logits [n, v/tp] of the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 where no gradient is asked for.
 
-    Rows without loss skip the head, but for sequence parallelism: there the head itself gathers the rows of all ranks.
+    Rows without loss skip the head, but in training with sequence parallelism: there the head gathers the rows of all ranks.
     """
+    if not torch.is_grad_enabled():
+        states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel).index_select(0, rows)
+        return model.use_head(lambda weight: head_logits(states, weight, torch.float32))
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)
     return model.logits(hidden.index_select(0, rows)).squeeze(1)

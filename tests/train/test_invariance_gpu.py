@@ -36,8 +36,6 @@ def cosine(ours, theirs) -> float:
 def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     flags, folder, student, teacher, single = reference
     skip_unless_gpus_take(layout.ranks)
-    if layout.cp > 1 and not flags:
-        pytest.skip("Transformer Engine has context parallelism in 16 bits only")
     errors = compare(layout.with_flags(flags), gpu_ranks, student, teacher, folder, single)
     if flags:
         errors["cosine"] = cosine(folder / "layout" / "gradients", folder / "single" / "gradients")

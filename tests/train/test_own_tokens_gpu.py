@@ -28,8 +28,6 @@ def reference(request, gpu_ranks, tmp_path_factory):
 def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     flags, loss, files, single = reference
     skip_unless_gpus_take(layout.ranks)
-    if layout.cp > 1 and not flags:
-        pytest.skip("Transformer Engine has context parallelism in 16 bits only")
     results = gpu_ranks.run(run_layout, layout.ranks, layout.with_flags(flags), files, loss, files / "layout")
     errors = errors_of(results, files, single)
     if flags:
