@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class HashedFile:
         """Have the disk begin with the bytes just written: what it takes meanwhile, nobody waits for in the end."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             self.file.flush()
-            os.posix_fadvise(self.file.fileno(), self.size, length, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self.file.fileno(), self.size, length, os.POSIX_FADV_DONTNEED)
 
     def flush(self) -> None:
         self.file.flush()

@@ -136,7 +136,7 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
     elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
-        yield no_effect("kd-fp32-logits", "only the fused head makes logits of another precision than the model", "remove it")
+        yield no_effect("kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it")
     if stored and not kd.kd_fused_head:
         yield no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
     elif not kd.kd_fused_head and (len(config.teachers) > 1 or any(teacher.xtoken for teacher in config.teachers)):

@@ -75,7 +75,7 @@ def fused_linear_kd(
     objective.require_teacher(None not in (teacher_hidden, teacher_weight, teacher_vocab_size))
     rows = labels.shape[0] if loss_rows is None else loss_rows.shape[0]
     shard = VocabShard.of_group(student_weight.shape[0], tp_group, objective)
-    dtype = torch.float32 if fp32_logits else student_hidden.dtype
+    dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
     chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
     head = _Head(objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype)
     student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import context_parallel_rows, document_parts
@@ -31,6 +34,7 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.deterministic = config.deterministic_mode  # the other kernels add up in any order in backward
         self.cp_size = config.context_parallel_size
         self.cp_group = pg_collection.cp if self.cp_size > 1 else None
         self.cp_rank = self.cp_group.rank() if self.cp_size > 1 else 0
@@ -78,18 +82,19 @@ class PackedAttention(nn.Module):
         n, m = query.size(0), key.size(0)
         if n == 0:
             return query
-        if query.is_cuda:  # of torch's kernels only flash attention takes groups of heads, and that neither fp32 nor masks
-            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         masked = n < m or (self.window is not None and m > self.window)
-        output = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            attn_mask=_causal_mask(n, m, self.window or m, query.device) if masked else None,
-            is_causal=not masked,
-            scale=self.scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )
+        if query.is_cuda and (masked or query.dtype == torch.float32):  # kernels for these take no groups of heads
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+        with sdpa_kernel(SDPBackend.MATH) if self.deterministic else nullcontext():
+            output = F.scaled_dot_product_attention(
+                query.transpose(0, 1)[None],
+                key.transpose(0, 1)[None],
+                value.transpose(0, 1)[None],
+                attn_mask=_causal_mask(n, m, self.window or m, query.device) if masked else None,
+                is_causal=not masked,
+                scale=self.scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
         return output[0].transpose(0, 1)
 
 

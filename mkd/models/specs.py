@@ -23,7 +23,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers and the final norm of one pipeline stage with `num_layers` decoder layers.
 
-    `packed_attention`: mkd's own attention in Transformer Engine's layers; its own layers have no other.
+    `packed_attention`: mkd's own attention in Transformer Engine's layers; the local layers always have it.
     """
     if transformer_engine and HAVE_TE:
         from megatron.core.extensions.transformer_engine import TENorm

@@ -180,6 +180,8 @@ class _Models:
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
         table = self.vocab_rows * self.student.hidden_size * self.element  # what autograd gets as gradient of embedding or head
+        if self.config.training.eval_interval and last % layout.pipeline_parallel == rank:
+            yield 0, self._head_bytes(with_gradient=False)
         alive = 0
         for task in rank_order(rank, layout.pipeline_parallel, layout.virtual_stages, self.batch.num_microbatches):
             stage = task.virtual_stage * layout.pipeline_parallel + rank
@@ -203,7 +205,7 @@ class _Models:
             kept += self._activations(teacher).hidden_bytes
         return peak
 
-    def _head_bytes(self) -> int:
+    def _head_bytes(self, with_gradient: bool = True) -> int:
         """The heads: the largest of the teachers' (`_chunk_bytes`), and for all rows every teacher's hidden state, the
         gradient of the student's, and statistics. With sequence parallelism hidden states are gathered.
         """
@@ -211,23 +213,25 @@ class _Models:
         groups = [(teacher,) for teacher in self.teachers] or [()]
         if self.config.kd.teacher_combination == "average":
             groups = [self.teachers]
-        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (1 + student.is_sharded)
+        whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
         for teacher in map(self._activations, self.teachers):
             whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        return whole + max(self._chunk_bytes(group) for group in groups)
+        return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
 
-    def _chunk_bytes(self, teachers: tuple[Teacher, ...]) -> int:
+    def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
         """One divergence from `teachers`, for a chunk of rows (all, if the head is not fused): the logits of all models, their
-        hidden states and the student's gradient. The weight's gradient goes into DDP's buffer.
+        hidden states and the student's gradient. The weight's gradient goes into DDP's buffer. Without a gradient logits are
+        fp32.
         """
         kd = self.config.kd
-        bytes_per_logit = 4 if kd.kd_fp32_logits else self.element
+        is_fused, is_fp32 = kd.kd_fused_head or not with_gradient, kd.kd_fp32_logits or not with_gradient
+        bytes_per_logit = 4 if is_fp32 else self.element
         tokens = self._student_activations.tokens
         rows = tokens
-        if kd.kd_fused_head and not any(source.topk for source in self.config.teachers):
+        if is_fused and not any(source.topk for source in self.config.teachers):
             rows = head_chunk_rows(rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit)
-        of_row = self.vocab_rows * bytes_per_logit + 2 * self.student.hidden_size * self.element
-        if kd.kd_fp32_logits and self.element < 4:
+        of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * self.student.hidden_size * self.element
+        if is_fp32 and with_gradient and self.element < 4:
             of_row += self.vocab_rows * self.element  # the gradient; bf16 logits are overwritten by theirs
         total = rows * of_row
         for teacher in teachers:

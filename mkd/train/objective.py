@@ -49,7 +49,7 @@ class Objective:
 
     @property
     def fp32_logits(self) -> bool:
-        """Always in evaluation: bf16 logits would add as much error as the rest of the model in bf16 (docs/performance.md)."""
+        """Always in evaluation: bf16 logits add nearly as much error as the rest of a model in bf16 (docs/performance.md)."""
         return self.kd.kd_fp32_logits or not torch.is_grad_enabled()
 
     def sums(self, vector: Tensor) -> LossSums:
@@ -70,7 +70,7 @@ class Objective:
         if batch.teacher is not None:
             output = topk_loss(self.kd, stage.student, batch, hidden, self.context.tp_group, self.with_ce_metric)
         else:
-            loss = self._fused if self.kd.kd_fused_head else self._on_logits
+            loss = self._fused if self.kd.kd_fused_head or not torch.is_grad_enabled() else self._on_logits
             output = loss(stage, batch, hidden, riders, self.kd.kd_ratio)
         teachers = [TeacherSums.of(output, output.num_loss_tokens)] * len(self.names)
         sums = report(output.ce, output.num_loss_tokens, teachers, hidden)

@@ -10,6 +10,7 @@ from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDOutput, vocab_parallel_topk_kd
 from mkd.losses.fused_linear import head_logits, whole_sequence
+from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 
 
@@ -49,7 +50,7 @@ def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tenso
     """
     if not torch.is_grad_enabled():
         states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel).index_select(0, rows)
-        return model.use_head(lambda weight: head_logits(states, weight, torch.float32))
+        return model.use_head(lambda weight: head_logits(states, weight, compute_dtype(states)))
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)
     return model.logits(hidden.index_select(0, rows)).squeeze(1)

@@ -85,7 +85,7 @@ def fused_chunk_kd(
     """
     assert teacher_weight.shape[0] == vocabulary.teacher_width, "the teacher's head has the rows of TeacherSlots"
     assert student_weight.shape[0] == vocabulary.student_width, "the student's head is the one that the slots were made for"
-    dtype = torch.float32 if fp32_logits and student_hidden.dtype != torch.float64 else student_hidden.dtype
+    dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
     call = LossCall(vocabulary, settings, rule_of(settings), tp_group)
     most_rows = _most_rows(chunks, call, dtype, student_hidden.is_cuda, chunk_rows)
     student_hidden = _chunk_rows(student_hidden, chunks.student, tp_group, cp_group, sequence_parallel)

@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoint.save_cost import line, medians
 
 MEGABYTES = 256  # a rank
-BOUND = 1.1  # of Megatron's seconds: docs/decisions/2026-11-22-what-a-proof-costs.md
+BOUND = 1.0  # of Megatron's seconds: docs/decisions/2026-11-22-what-a-proof-costs.md
 
 
 @pytest.mark.slow

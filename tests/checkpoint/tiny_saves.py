@@ -32,7 +32,7 @@ ROWS = 512  # of 64 fp32 values, a rank
 def run_forked(world_size, function, *args, fault=None, timeout_s=60):
     """(exit code, answer) by rank of `function(context, *args)`; the answer of an MkdError is the error, and its seconds."""
     fork = multiprocessing.get_context("forkserver")  # a fork of this process has its locks, but not the threads that hold them
-    fork.set_forkserver_preload([__name__])
+    fork.set_forkserver_preload([__name__])  # without effect, and ranks start slowly, if something else has started the server
     with tempfile.TemporaryDirectory() as store:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

@@ -26,11 +26,12 @@ def packed(lengths=LENGTHS, spans=SPANS):
     return packed_documents(real, padded, max(spans))
 
 
-def attention(window=None, scale=None):
+def attention(window=None, scale=None, deterministic=False):
     window_size = None if window is None else (window - 1, 0)
     config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, window_size=window_size
-    )
+        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, window_size=window_size,
+        deterministic_mode=deterministic,
+    )  # fmt: skip
     return PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
 
 
@@ -61,10 +62,10 @@ def dense(query, key, value, window=None, scale=None, lengths=LENGTHS, spans=SPA
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 3, 9, 100])
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_output_and_gradients_equal_dense_attention(groups, window, scale):
+@pytest.mark.parametrize("scale, deterministic", [(None, False), (0.5, False), (None, True)])
+def test_output_and_gradients_equal_dense_attention(groups, window, scale, deterministic):
     ours, theirs = random_qkv(groups), random_qkv(groups)
-    output = attention(window, scale)(*ours, None, packed_seq_params=packed())
+    output = attention(window, scale, deterministic)(*ours, None, packed_seq_params=packed())
     expected = dense(*theirs, window, scale)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)

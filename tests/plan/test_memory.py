@@ -199,6 +199,18 @@ def test_other_heads_hold_more():
     assert exact.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
 
 
+def test_an_evaluation_of_few_activations_is_the_peak():
+    """Its logits are fp32, and all rows at once where the teacher is stored; then nothing is kept for backward."""
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
+    (trained,), (evaluated,) = (
+        predict("--teacher-topk", "cache", *full, *more, teachers=()) for more in ((), ("--eval-interval", 5))
+    )
+    head = SEQ_LENGTH * (4 * 151936 + 2 * 2048 + 8 * 4)
+    assert evaluated.activations_gib == 0 < trained.activations_gib
+    assert evaluated.transient_gib == pytest.approx(head / GIB + WORKSPACE_GIB)
+    assert evaluated.allocated_gib > trained.allocated_gib
+
+
 def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
     """Its MLP: layer input, residual, SwiGLU's input and output; besides, messages of both models in and out."""
     first, _ = predict("--pipeline-model-parallel-size", 2, layouts=("0,28", "18,18"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.train.command import flags, make_files, read_metrics, run_main
@@ -23,17 +25,30 @@ def records(ranks, files, argv) -> list[dict]:
     return read_metrics(files / argv[argv.index("--log-dir") + 1])
 
 
+def write_teachers(files) -> str:
+    """A file that names the same teacher twice; then each has a pass over the heads of its own."""
+    teachers = [{"name": name, "hf": str(files / "teacher"), "weight": weight} for name, weight in (("one", 1), ("two", 3))]
+    (files / "teachers.yaml").write_text(json.dumps({"teachers": teachers}), encoding="utf-8")
+    return str(files / "teachers.yaml")
+
+
+def command(files, run, number, *more) -> list[str]:
+    """The command line of a run with one or two teachers."""
+    argv = flags(files, run, *DATA, *EVALUATED, *more, **({"teacher_hf": None} if number == 2 else {}))
+    return argv + (["--config", write_teachers(files)] if number == 2 else [])
+
+
 @pytest.fixture(scope="module")
 def trained(ranks, files):
     return records(ranks, files, flags(files, "bf16", *DATA, *EVALUATED))
 
 
-def test_evaluation_is_that_of_fp32_logits(trained, files, ranks):
-    exact = records(ranks, files, flags(files, "fp32 logits", *DATA, *EVALUATED, "--kd-fp32-logits"))
-    evaluation, step = ([one[i] for one in (trained, exact)] for i in (0, 1))
+@pytest.mark.parametrize("number, flag", [(1, "--kd-fp32-logits"), (1, "--no-kd-fused-head"), (2, "--kd-fp32-logits")])
+def test_evaluation_is_that_of_fp32_logits(number, flag, files, ranks):
+    plain, other = (records(ranks, files, command(files, f"{number} {more}", number, *more)) for more in ((), (flag,)))
     for key in LOSSES:
-        assert evaluation[0][key] == evaluation[1][key], key
-    assert step[0]["kd_loss"] != step[1]["kd_loss"], "bf16 logits would be seen"
+        assert plain[0][key] == other[0][key], key
+    assert plain[1]["grad_norm"] != other[1]["grad_norm"], "another way in training"
 
 
 def test_a_stored_teacher_has_fp32_logits(trained, files, ranks):

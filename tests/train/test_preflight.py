@@ -254,7 +254,7 @@ def test_a_folder_that_this_user_may_not_write_to(tmp_path):
     """In a process that is not root's, for whom permissions do not count."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
-    process = multiprocessing.get_context("forkserver").Process(target=check_as_nobody, args=(folder / "below",))
+    process = multiprocessing.get_context("spawn").Process(target=check_as_nobody, args=(folder / "below",))
     process.start()
     process.join()
     assert process.exitcode == 0
