@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from mkd.checkpoint.manifest import FileEntry, HashedFile
 
 METADATA_FILE = ".metadata"
-FILES_PER_RANK = 4
+FILES_PER_RANK = 4  # written by a thread each
 SHARD_FILE = "__{rank}_{number}.distcp"
 
 
