@@ -10,14 +10,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST_FILE = "manifest.json"
 READ_BYTES = 1 << 22
-BLOCK_BYTES = 1 << 24
-ASIDE_BYTES = 1 << 20  # a smaller block is hashed sooner than handed over, and left to the end by the disk
 THREADS = 4  # per rank; hashing releases the interpreter lock
 
 
@@ -27,55 +24,6 @@ class FileEntry:
 
     size: int  # bytes
     sha256: str
-
-
-class HashedFile:
-    """A new file, hashed by another thread while it is written and the disk takes it; on the disk when it is closed."""
-
-    def __init__(self, path: Path):
-        self.size, self.digest = 0, hashlib.sha256()
-        self.pool = ThreadPoolExecutor(1)
-        self.file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Returns the bytes written, which are all."""
-        for first in range(0, len(data), BLOCK_BYTES):
-            block = data[first : first + BLOCK_BYTES]
-            if len(block) < ASIDE_BYTES:
-                self.digest.update(block)
-                self.file.write(block)
-            else:
-                hashed = self.pool.submit(self.digest.update, block)
-                try:
-                    self.file.write(block)
-                    self._start_write_out(len(block))
-                finally:
-                    hashed.result()  # the caller may free the data afterwards
-            self.size += len(block)
-        return len(data)
-
-    def _start_write_out(self, length: int) -> None:
-        """Have the disk begin with the bytes just written: what it takes meanwhile, nobody waits for in the end."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            self.file.flush()
-            with suppress(OSError):  # a file system that takes no advice
-                os.posix_fadvise(self.file.fileno(), self.size, length, os.POSIX_FADV_DONTNEED)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    @property
-    def entry(self) -> FileEntry:
-        return FileEntry(self.size, self.digest.hexdigest())
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        with self.pool, self.file:
-            if kind is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
 
 
 class ManifestError(Exception):

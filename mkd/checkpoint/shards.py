@@ -7,6 +7,7 @@ write. Here planning is collective, writing is local and can go on in a thread, 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +29,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from mkd.checkpoint.manifest import FileEntry, HashedFile
+from mkd.checkpoint.hashed_file import HashedFile
+from mkd.checkpoint.manifest import FileEntry
 
 METADATA_FILE = ".metadata"
-FILES_PER_RANK = 4  # written by a thread each
+MAX_FILES = 4  # of a rank
 SHARD_FILE = "__{rank}_{number}.distcp"
 
 
@@ -79,7 +81,7 @@ def write_shards(
     """Write this rank's files; (their entries in the manifest, what is where). Local. `on_item` is called before every item."""
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
     names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
-    with ThreadPoolExecutor(FILES_PER_RANK) as pool:
+    with ThreadPoolExecutor(MAX_FILES) as pool:
         files = [pool.submit(_write_file, folder / name, bucket, on_item) for name, bucket in zip(names, buckets, strict=True)]
     results = [file.result() for file in files]
     entries = {name: entry for name, (entry, _) in zip(names, results, strict=True)}
@@ -94,8 +96,9 @@ def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path)
 
 
 def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
-    """The items in `FILES_PER_RANK` lists of about as many bytes."""
-    buckets, loads = [[] for _ in range(FILES_PER_RANK)], [0] * FILES_PER_RANK
+    """The items in lists of about as many bytes, one for each file, which a thread hashes and writes."""
+    files = min(MAX_FILES, len(os.sched_getaffinity(0)))
+    buckets, loads = [[] for _ in range(files)], [0] * files
     for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
         lightest = loads.index(min(loads))
         loads[lightest] += data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes
