@@ -140,7 +140,8 @@ class Save:
     def _explain(self, error: Exception) -> CheckpointError:
         what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
         kept = "checkpoints that were there before are as they were"
-        met = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
+        of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
+        met = {cause.errno for cause in of_disk}
         make_room = "make room, or let old checkpoints go with --keep-checkpoints K, and start again with --load"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
@@ -153,7 +154,8 @@ class Save:
                 kept,
                 "raise the limit (ulimit -f shows that of a process), and start again with --load",
             )
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = of_disk[0] if of_disk else error  # torch says only that it could not write
+        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         do = "see to the cause, and start again with --load"
         return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -124,11 +125,12 @@ def what_is_kept(current) -> tuple[str, str]:
 def leave(exit_code: int) -> None:
     """End the process: nothing changes its exit code any more, though schedulers may go on sending signals.
 
-    After a failure at once: other threads, and groups of ranks that are gone, must not hold it up.
+    The interpreter's own end is left out: threads of libraries that still run may abort it. After a failure nothing is
+    waited for at all, as groups of ranks may be gone.
     """
     ignore_signals()
     if exit_code in (EXIT_DONE, EXIT_PREEMPTED):
-        sys.exit(exit_code)
+        atexit._run_exitfuncs()  # what libraries want to do in the end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,7 +1,7 @@
 """What the proof of a checkpoint costs: `python -m tests.checkpoint.save_cost [--megabytes 256] [--folder DIR] [--turns 21]`.
 
-Median seconds of saves by one rank and by two, of the same saves without waiting for the disk and without hashing, and
-of Megatron's own writer, which does wait for it. All in turns, so that what else the machine does meets all alike.
+Median seconds of saves by one rank and by two, of the same saves without fsync and without hashing too, and of Megatron's
+own writer, which waits for the disk as well. All in turns, so that what else the machine does meets all alike.
 """
 
 from __future__ import annotations

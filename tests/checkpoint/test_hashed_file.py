@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import random
 import resource
-from pathlib import Path
+import threading
+import time
 
 import pytest
 import torch
 
-from mkd.checkpoint import hashed_file
 from mkd.checkpoint.hashed_file import BUFFER_BYTES, HashedFile
 from mkd.checkpoint.manifest import FileEntry
-
-IN_MEMORY = Path("/dev/shm")  # a file system that may refuse O_DIRECT
+from mkd.checkpoint.saving import _causes
 
 
 def write(path, pieces):
@@ -28,18 +29,6 @@ def write(path, pieces):
 
 def entry_of(content):
     return FileEntry(len(content), hashlib.sha256(content).hexdigest())
-
-
-@pytest.fixture
-def memory_folder(tmp_path):
-    if not IN_MEMORY.is_dir():
-        pytest.skip("no file system in memory")
-    folder = IN_MEMORY / f"mkd-{os.getpid()}-{tmp_path.name}"
-    folder.mkdir()
-    yield folder
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
 
 
 SIZES = (0, 1, 4095, 4096, 4097, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 777)
@@ -79,17 +68,97 @@ def test_tensors_as_torch_saves_them(tmp_path):
     assert file.entry == entry_of((tmp_path / "tensor.pt").read_bytes())
 
 
-def test_a_file_system_in_memory(memory_folder):
-    content = random.Random(2).randbytes(BUFFER_BYTES + 5)
-    assert write(memory_folder / "file", [content]) == entry_of(content)
-    assert (memory_folder / "file").read_bytes() == content
+def is_direct(descriptor):
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def test_a_disk_of_larger_blocks_than_expected(tmp_path, monkeypatch):
-    monkeypatch.setattr(hashed_file, "ALIGNMENT", 1)  # lengths that a real disk refuses
-    content = random.Random(3).randbytes(BUFFER_BYTES + 5)
+def test_the_bytes_go_past_the_page_cache_where_the_file_system_lets_them(tmp_path):
+    try:
+        os.close(os.open(tmp_path / "tried", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    with HashedFile(tmp_path / "file") as file:
+        file.write(bytes(BUFFER_BYTES + 5))
+    assert file.is_direct
+
+
+def refuse(descriptor_of):
+    """Of a function of `os`, one that refuses with EINVAL whatever goes past the page cache."""
+
+    def refusing(function):
+        def refused(first, second, *more):
+            if descriptor_of(first, second):
+                raise OSError(errno.EINVAL, "no O_DIRECT here")
+            return function(first, second, *more)
+
+        return refused
+
+    return refusing
+
+
+@pytest.mark.parametrize(
+    ("name", "refusing"),
+    [
+        ("open", refuse(lambda path, flags: flags & os.O_DIRECT)),  # the file system
+        ("pwrite", refuse(lambda descriptor, block: is_direct(descriptor))),  # the disk
+    ],
+)
+def test_file_systems_without_o_direct(tmp_path, monkeypatch, name, refusing):
+    monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    content = random.Random(3).randbytes(2 * BUFFER_BYTES + 5)
+    with HashedFile(tmp_path / "file") as file:
+        file.write(content)
+    assert not file.is_direct
+    assert (tmp_path / "file").read_bytes() == content
+    assert file.entry == entry_of(content)
+
+
+def test_a_slow_disk_that_takes_a_part_at_a_time(tmp_path, monkeypatch):
+    def slow(descriptor, block, place, pwrite=os.pwrite):
+        time.sleep(0.02)
+        return pwrite(descriptor, block[: BUFFER_BYTES // 4 if is_direct(descriptor) else 12_345_678], place)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    content = random.Random(4).randbytes(3 * BUFFER_BYTES + 5)
     assert write(tmp_path / "file", [content]) == entry_of(content)
     assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("answer", [OSError(errno.ENOSPC, "full"), 0], ids=["an error", "nothing written"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_disk_that_fails_under_a_tensor(tmp_path, monkeypatch, answer, failing):
+    """Whichever block fails, the file does: there are no later bytes in it, threads and descriptors have ended."""
+    places = []
+
+    def fails(descriptor, block, place, pwrite=os.pwrite):
+        places.append(place)
+        if place // BUFFER_BYTES == failing:
+            if answer == 0:
+                return 0
+            raise answer
+        return pwrite(descriptor, block, place)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with pytest.raises((OSError, RuntimeError)) as raised, HashedFile(tmp_path / "file") as file:
+        torch.save(torch.ones(4 * BUFFER_BYTES // 4), file)
+    met = {cause.errno for cause in _causes(raised.value) if isinstance(cause, OSError)}
+    assert met == {errno.EIO if answer == 0 else errno.ENOSPC}
+    assert max(places) // BUFFER_BYTES == failing
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+
+
+def test_an_error_that_the_caller_passes_over_ends_the_file_all_the_same(tmp_path, monkeypatch):
+    def fails_once(descriptor, block, place, pwrite=os.pwrite):
+        if place == 0:
+            raise OSError(errno.EIO, "broken")
+        return pwrite(descriptor, block, place)
+
+    monkeypatch.setattr(os, "pwrite", fails_once)
+    with pytest.raises(OSError, match="broken"), HashedFile(tmp_path / "file") as file:
+        for _ in range(4):
+            with contextlib.suppress(OSError):
+                file.write(bytes(BUFFER_BYTES))
 
 
 def test_what_the_disk_refuses_is_raised(tmp_path):
