@@ -187,6 +187,22 @@ def test_slurm_requeues_a_preempted_job_and_no_other(training_ends_with, environ
     assert not list(LAUNCH.parent.glob(".mkd-exit-*"))
 
 
+@pytest.mark.parametrize(("failures", "requeues"), [(2, 1), (100, 0)])
+@pytest.mark.parametrize("busy", ["squeue", "scontrol requeue"])
+def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_path):
+    programs = tmp_path / "programs"
+    name, _, only = busy.partition(" ")
+    answer = (programs / name).read_text().partition("\n")[2]
+    failing = f'[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] || {{ touch {tmp_path}/failed$$; exit 1; }}'
+    program(programs / name, f'case "$*" in {only}*) {failing};; esac\n{answer}')
+    program(programs / "sleep", "exit 0")
+    python = program(tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit 75;; esac; exec {sys.executable} "$@"')
+    code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python)))
+    assert code == 75, stderr
+    assert (tmp_path / "asked").read_text().splitlines().count(f"requeue {slurm['SLURM_JOB_ID']}") == requeues
+    assert ("does not answer" in stderr) == (not requeues)
+
+
 @pytest.mark.parametrize("is_training", [True, False])
 def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path):
     """To a training that saves; or to a Python that is still starting up, knows no signal yet, and dies of it."""

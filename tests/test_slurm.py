@@ -20,6 +20,7 @@ from tests.train.saved_state import saved_state
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 CYCLES = 3
+CONTROLLER_S = 30  # that a busy controller may take to answer
 RESTART_DELAY_S = 5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
 LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
 SETTINGS = """
@@ -74,9 +75,16 @@ class Slurm:
         return self.ask(sys.executable, ROOT / "launch" / "submit.py", *own, *argv).split()[-1]
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of it: JobState, Restarts, ExitCode, ..."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """What Slurm knows of it: JobState, Restarts, ExitCode, ...; a controller that is busy is asked again."""
+        deadline = time.monotonic() + CONTROLLER_S
+        while True:
+            try:
+                words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
+                return dict(word.split("=", 1) for word in words if "=" in word)
+            except subprocess.CalledProcessError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
 
 
 def free_ports(number: int) -> list[int]:
@@ -157,7 +165,8 @@ def run_flags(files: Path, run: str, *more: object) -> list[str]:
 
 def steps_of(files: Path, run: str) -> int:
     """The last step that is logged."""
-    return read_metrics(files / run)[-1]["iteration"] if (files / run / "metrics.jsonl").exists() else 0
+    lines = read_metrics(files / run) if (files / run / "metrics.jsonl").exists() else []
+    return lines[-1]["iteration"] if lines else 0
 
 
 def saved_step(files: Path, run: str) -> int:
