@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
-from tests.checkpoint.save_cost import line, medians, share_of_proof
+from tests.checkpoint.save_cost import line, seconds_by_arm, share_of_proof
 
 MEGABYTES = 256  # a rank
 
@@ -12,7 +14,7 @@ MEGABYTES = 256  # a rank
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hashing_and_fsync_are_a_small_part_of_a_save(ranks, tmp_path):
-    seconds = medians(ranks, tmp_path, MEGABYTES)
+    seconds = seconds_by_arm(ranks, tmp_path, MEGABYTES)
     print(line(ranks, MEGABYTES, seconds))
     assert share_of_proof(seconds) <= 0.1
-    assert seconds["proven"] <= seconds["by Megatron"]
+    assert median(seconds["proven"]) <= median(seconds["by Megatron"])
