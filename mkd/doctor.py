@@ -317,6 +317,9 @@ def _disk(folder: Path) -> list[Finding]:
     text = f"{free:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK):
         return [Finding("FAIL", "disk", f"{existing} cannot be written to", "choose another folder with --save and --log-dir")]
+    if not free:
+        do = "make room, or choose another folder with --save and --log-dir"
+        return [Finding("FAIL", "disk", f"the disk of {folder} has no room left", do)]
     if free < FREE_DISK_GIB:
         do = "a checkpoint takes 14 bytes a student parameter in bf16 runs, 12 in fp32"
         return [Finding("note", "disk", text, do)]

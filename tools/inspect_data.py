@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         show_alignment(args, colour) if args.align else show_packs(args, colour)
     except MkdError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return EXIT_DONE
 

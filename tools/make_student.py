@@ -69,7 +69,7 @@ def main() -> int:
     try:
         print(f"kept teacher layers {make_student(args.hf, args.out, args.num_layers)} in {args.out}")
     except MkdError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

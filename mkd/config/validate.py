@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.config.validate_log import check_log
+from mkd.config.validate_ranges import SIZES, check_ranges
 from mkd.config.validate_teachers import check_objective, check_teachers, no_effect
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
@@ -17,64 +18,6 @@ from mkd.plan.cost import DOCUMENT_LENGTH, pair_cost
 from mkd.plan.layout import PipelineLayout, count_virtual_stages
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import teacher_roles
-
-_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
-_PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
-_RANGES = {
-    "device_memory_gib": ("above 0", lambda x: x > 0),
-    **dict.fromkeys(
-        ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"), ("above 0", lambda x: x > 0)
-    ),
-    **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
-    **dict.fromkeys(
-        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
-    ),
-    "eval_interval": ("0 (never) or more", lambda x: x >= 0),
-    "exit_duration_in_mins": ("above 0", lambda x: x > 0),
-    "num_workers": ("0 or more", lambda x: x >= 0),
-    "lr": ("above 0", lambda x: x > 0),
-    "min_lr": ("0 or more", lambda x: x >= 0),
-    "lr_warmup_iters": ("0 or more", lambda x: x >= 0),
-    "lr_warmup_fraction": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "weight_decay": ("0 or more", lambda x: x >= 0),
-    "clip_grad": ("0 (never) or more", lambda x: x >= 0),
-    "adam_beta1": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "adam_beta2": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "adam_eps": ("above 0", lambda x: x > 0),
-    "ckpt_step": ("0 or more", lambda x: x >= 0),
-    "seed": ("0 or more", lambda x: x >= 0),
-    "profile_step_start": ("0 or more", lambda x: x >= 0),
-    "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
-    "max_bad_records": ("0 or more", lambda x: x >= 0),
-    **dict.fromkeys(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "micro_batch_size",
-            "global_batch_size",
-            "seq_length",
-            "eval_iters",
-            "exit_interval",
-            "recompute_num_layers",
-            "lr_decay_iters",
-            "lr_wsd_decay_iters",
-            "save_interval",
-            "save_retain_interval",
-            "keep_checkpoints",
-            "log_interval",
-            "max_non_finite_skips",
-            "characters_per_sample",
-            "xtoken_seq_length",
-            "xtoken_top_k",
-        ),
-        ("1 or more", lambda x: x >= 1),
-    ),
-    "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
-}
-"""Option -> (what it must be, whether a value is that). Settings that were not given (None) are not asked."""
 
 
 def validate(
@@ -87,11 +30,11 @@ def validate(
 
     Checks of a model are left out where its shape is None. Whether files exist is for those who read them.
     """
-    problems: list[MkdError] = list(_ranges(config))
-    is_in_range = not problems
+    out_of_range = list(check_ranges(config))
+    problems: list[MkdError] = [error for _, error in out_of_range]
     for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel, check_log):
         problems += check(config)
-    if not is_in_range:
+    if any(name in SIZES for name, _ in out_of_range):
         return problems  # the arithmetic below needs sizes that make sense
     problems += _sequences(config)
     stages = config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -178,19 +121,6 @@ def _attempt(problems: list[MkdError], compute: Callable):
     except UsageError as error:
         problems.append(error)
         return None
-
-
-def _ranges(config: Config) -> Iterator[UsageError]:
-    if config.training.train_iters < 1:
-        yield UsageError(
-            f"train-iters is {config.training.train_iters}", "a run needs at least one step", "give --train-iters N"
-        )
-    for option, value in settings(config):
-        if option.name in _RANGES:
-            wanted, is_fine = _RANGES[option.name]
-            if value is not None and not is_fine(value):
-                why = f"{option.label}: {option.help}"
-                yield UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")
 
 
 def _models(config: Config) -> Iterator[UsageError]:

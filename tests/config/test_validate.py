@@ -100,6 +100,14 @@ def test_a_range_error_does_not_hide_independent_problems():
     assert len(whats) == 4 and any("held-out" in what for what in whats)  # lr, min-lr above it, eval, save
 
 
+def test_only_a_size_out_of_range_hides_the_arithmetic():
+    batch = ["--micro-batch-size", "2", "--global-batch-size", "3"]
+    whats = [error.what for error in problems(*batch, "--kd-ratio", "2.0", "--train-iters", "0")]
+    assert len(whats) == 3 and whats[-1].startswith("global-batch-size 3 is not divisible by micro-batch-size 2")
+    (error,) = problems(*batch, "--seq-length", "0")
+    assert error.what == "seq-length 0 must be 1 or more"
+
+
 def test_models():
     teacherless = ["--student-hf", "s", "--data-path", "d", "--train-iters", "1"]
     (error,) = validate(load_config(teacherless).config, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,13 @@ def test_a_file_is_no_folder_for_runs(below, tmp_path):
     file.touch()
     (finding,) = doctor._disk(file.joinpath(*below))
     assert finding.level == "FAIL" and f"{file} is a file" in finding.text and finding.do
+
+
+def test_no_run_starts_on_a_disk_without_room(tmp_path, monkeypatch):
+    size = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: size._replace(free=0))
+    (finding,) = doctor._disk(tmp_path / "a")
+    assert finding.level == "FAIL" and f"the disk of {tmp_path / 'a'} has no room left" == finding.text and finding.do
 
 
 def test_versions_are_those_of_setup():

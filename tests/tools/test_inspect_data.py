@@ -89,7 +89,8 @@ def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"texts": "x"}\n')
     arguments[2] = str(tmp_path / "bad.jsonl")
     assert main(arguments) == EXIT_DATA
-    assert "bad.jsonl:2: " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "bad.jsonl:2: " in error
     assert main([*arguments, "--mode", "bytes"]) == EXIT_USAGE
     assert "use one of byte_offset, dp" in capsys.readouterr().err
 
