@@ -98,7 +98,7 @@ def seconds_by_arm(ranks: int, folder: Path, megabytes: int, turns: int = TURNS)
 
 
 def share_of_proof(seconds: dict[str, list[float]]) -> float:
-    """Hashing and fsync, as a share of the save's time."""
+    """Hashing and fsync, as a share of the time of a save: the median over turns. `seconds` as of `seconds_by_arm`."""
     return median(1 - bare / proven for proven, bare in zip(seconds["proven"], seconds["without hashing too"], strict=True))
 
 
