@@ -82,7 +82,7 @@ def start_save(
     context: ParallelContext,
     assets: HFAssets | None,
     *,
-    fingerprints: Mapping[str, object] | None = None,  # of what the run was trained on; compared when it goes on
+    origin: Mapping[str, object] | None = None,  # what the run is: fingerprints, settings; compared when it goes on
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
@@ -91,7 +91,7 @@ def start_save(
     if state.optimizer is not None:
         give_first_state(state.optimizer)
     more = {"layout": _layout(context), "device": _device(context), "optimizer": _kind(state)}
-    more |= {"fingerprints": dict(fingerprints or {})}
+    more |= origin or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
     return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(sharded, copied)

@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from mkd.checkpoint.folders import saved_iterations
+from mkd.checkpoint.folders import Retention, saved_iterations
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
@@ -69,6 +70,33 @@ def checkpoints_to_come(config: Config) -> int:
     saves = -(-train_iters // checkpoint.save_interval) if checkpoint.save_interval else 1
     present = min(kept, len(saved_iterations(Path(checkpoint.save))))
     return max(1, min(kept + 1, saves) - present)
+
+
+def disk_notes(config: Config, student: ModelShape) -> list[str]:
+    """What fills a disk in the end if nobody makes room: checkpoints of which more and more stay."""
+    checkpoint = config.checkpoint
+    if not checkpoint.save:
+        return []
+    save = Written("checkpoints", "--save", Path(checkpoint.save))
+    staying, present = checkpoints_in_the_end(config), len(saved_iterations(save.folder))
+    each = checkpoint_bytes(student, config.training.bf16)
+    free = shutil.disk_usage(save.existing).free
+    if (staying - present) * each <= free:
+        return []
+    flag = "--keep-checkpoints N" if checkpoint.save_retain_interval is None else "a larger --save-retain-interval"
+    return [
+        f"note: {staying} checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in the end, and its "
+        f"disk has {_size(free)} left: give {flag}, or remove some as they come"
+    ]
+
+
+def checkpoints_in_the_end(config: Config) -> int:
+    """How many stay when the run is done, if nobody removes any."""
+    checkpoint, train_iters = config.checkpoint, config.training.train_iters
+    interval = checkpoint.save_interval or train_iters
+    retention = Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
+    saves = chain([train_iters], reversed(range(interval, train_iters, interval)))
+    return sum(retention.keeps(iteration, place) for place, iteration in enumerate(saves))
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:

@@ -21,6 +21,7 @@ from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.changed_settings import describe_changes, run_settings
 from mkd.train.fingerprints import fingerprints, require_same
 from mkd.train.plan import Plan
 from mkd.train.report import Reporter
@@ -38,11 +39,12 @@ def take_fingerprints(plan: Plan, tokenizer: Tokenizer, train_set, context: Para
     return context.broadcast_object(on_rank_0(lambda: fingerprints(plan, tokenizer, train_set), _unreadable))
 
 
-def find_start(checkpoint: CheckpointConfig, known: Mapping[str, object], context: ParallelContext) -> Path | None:
+def find_start(plan: Plan, known: Mapping[str, object], context: ParallelContext) -> Path | None:
     """The verified checkpoint of --load to continue from; None: start from the student's own weights. Collective.
 
-    Raises CheckpointError when it was saved by a run whose fingerprints are not the `known` ones.
+    Raises CheckpointError when it was saved by a run whose fingerprints are not the `known` ones; says what else has changed.
     """
+    checkpoint = plan.config.checkpoint
 
     def say(text: str) -> None:
         print(f" {text}", flush=True)
@@ -51,12 +53,19 @@ def find_start(checkpoint: CheckpointConfig, known: Mapping[str, object], contex
         return None
     folder = choose_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step, context, say)
     if folder is not None:
-        accepted = checkpoint.accept_change
-        on_rank_0(lambda: require_same(folder, read_state(folder).get("fingerprints", {}), known, accepted), _unreadable)
-        on_rank_0(lambda: _point_at(folder, checkpoint), _unreadable)
+        on_rank_0(lambda: _take_up(folder, plan, known, say), _unreadable)
     elif context.rank == 0:
         say(f"{checkpoint.load} holds no checkpoint yet: starting from the student's own weights")
     return folder
+
+
+def _take_up(folder: Path, plan: Plan, known: Mapping[str, object], say: Callable[[str], None]) -> None:
+    """Compare the run that goes on with the one that saved `folder`, and move the pointer."""
+    saved, checkpoint = read_state(folder), plan.config.checkpoint
+    require_same(folder, saved.get("fingerprints", {}), known, checkpoint.accept_change)
+    _point_at(folder, checkpoint)
+    for line in describe_changes(saved.get("settings", {}), run_settings(plan)):
+        say(line)
 
 
 def _point_at(folder: Path, checkpoint: CheckpointConfig) -> None:
@@ -76,7 +85,7 @@ def build_saver(
         directory=Path(checkpoint.save),
         context=context,
         assets=plan.assets,
-        fingerprints=known,
+        origin={"fingerprints": known, "settings": run_settings(plan)},
         retention=Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval),
         is_async=checkpoint.async_save,
         note=reporter.note,
@@ -90,7 +99,7 @@ class Saver:
     directory: Path
     context: ParallelContext
     assets: HFAssets
-    fingerprints: Mapping[str, object]
+    origin: Mapping[str, object]  # as of `start_save`
     retention: Retention
     is_async: bool
     note: Callable[[str], None]  # called with what has been saved
@@ -106,7 +115,7 @@ class Saver:
             position,
             self.context,
             self.assets,
-            fingerprints=self.fingerprints,
+            origin=self.origin,
             open_interval=open_interval,
             retention=self.retention,
             copied=in_background,

@@ -10,7 +10,7 @@ from mkd.config.schema import Config
 from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.errors import ErrorList, MkdError
 from mkd.log.writers import missing_packages
-from mkd.operations.disk import disk_problems, writes_of
+from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
 from mkd.operations.start import start_problems
 from mkd.plan.batch import BatchPlan
@@ -62,7 +62,8 @@ class Plan:
 
     def describe(self) -> str:
         """The batch as an equation, the layers of all models on each stage, what to expect of time and memory, and notes."""
-        return "\n".join([describe(self.forecast), *(self.tokenizers.notes if self.tokenizers else ())])
+        notes = self.tokenizers.notes if self.tokenizers else ()
+        return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
     def loss_card(self) -> str:
         """The objective with its numbers."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
-from mkd.operations.disk import Written, checkpoints_to_come, disk_problems, writes_of
+from mkd.operations.disk import (
+    Written,
+    checkpoints_in_the_end,
+    checkpoints_to_come,
+    disk_notes,
+    disk_problems,
+    writes_of,
+)
 from tests.checkpoint.tiny_saves import small_disk
 from tests.plan.shapes import STUDENT
 
@@ -38,6 +47,38 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
     write = next(iter(writes_of(config, STUDENT, [])))
     assert write.num_bytes == count * checkpoint_bytes(STUDENT, bf16=True)
     assert write.what == ("a checkpoint" if count == 1 else f"{count} checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "count"),
+    [
+        ({}, 1),
+        ({"save_interval": 10}, 10),
+        ({"save_interval": 30}, 4),
+        ({"save_interval": 10, "keep_checkpoints": 3}, 3),
+        ({"save_interval": 10, "keep_checkpoints": 30}, 10),
+        ({"save_interval": 10, "save_retain_interval": 50}, 2),
+        ({"save_interval": 10, "save_retain_interval": 25, "keep_checkpoints": 4}, 5),
+    ],
+)
+def test_checkpoints_that_stay(checkpoint, count, tmp_path):
+    assert checkpoints_in_the_end(settings(tmp_path, **checkpoint)) == count
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "text"),
+    [
+        ({"save_interval": 10}, "give --keep-checkpoints N"),
+        ({"save_interval": 10, "save_retain_interval": 20}, "give a larger --save-retain-interval"),
+        ({"save_interval": 10, "keep_checkpoints": 3}, None),
+        ({}, None),
+    ],
+)
+def test_a_disk_that_will_be_full_is_foretold(checkpoint, text, tmp_path, monkeypatch):
+    each = checkpoint_bytes(STUDENT, bf16=True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 4 * each))
+    (note,) = disk_notes(settings(tmp_path, **checkpoint), STUDENT) or [None]
+    assert note is None if text is None else text in note and f"{4 * each / 2**30:.2f} GiB left" in note
 
 
 @pytest.mark.parametrize(("bf16", "width", "with_optimizer"), [(True, 2, 14), (False, 4, 12)])

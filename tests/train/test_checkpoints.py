@@ -13,6 +13,7 @@ from mkd.checkpoint.folders import POINTER, saved_iterations
 from mkd.checkpoint.manifest import MANIFEST_FILE
 from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, checkpoint_bytes
 from mkd.plan.model_shape import ModelShape
+from mkd.train.changed_settings import describe_changes
 from tests.checkpoint.tiny_saves import run_forked
 from tests.train.command import call_main, flags, make_files, poison, read_metrics, run_main, with_fault
 
@@ -93,6 +94,30 @@ def test_a_changed_setting_is_named_and_can_be_accepted(name, files, folder, ran
     assert f"--accept-change {text.split(' ')[0]}" in result.stderr
     (result,) = go_on(ranks, files, folder, *more, "--accept-change", *name.split(" "), "data.files")
     assert result.exit_code == 0, result.stderr
+
+
+def changes_said(result):
+    assert result.exit_code == 0, result.stderr
+    return [line for line in result.stdout.splitlines() if "changed since" in line]
+
+
+def test_what_may_change_is_said(files, folder, ranks):
+    """Once, by one rank, with both values; the batch as it comes out, though no flag has another value."""
+    argv = flags(files, folder.name, "--save", folder, "--load", folder)
+    (result,) = run_main(ranks, argv)
+    assert changes_said(result) == []
+    at = argv.index("--global-batch-size")
+    first, second = run_main(ranks, [*argv[:at], *argv[at + 2 :], "--lr", "0.0003", "--train-iters", "3"], 2)
+    assert changes_said(second) == []
+    assert changes_said(first) == [
+        " changed since the checkpoint: --train-iters 2 -> 3, --global-batch-size 4 -> 2, --lr 0.001 -> 0.0003, "
+        "data-parallel replicas 1 -> 2"
+    ]
+
+
+def test_what_an_older_checkpoint_does_not_say_is_not_compared():
+    assert describe_changes({}, {"--lr": 1e-3}) == []
+    assert describe_changes({"--lr": None}, {"--lr": 1e-3}) == ["changed since the checkpoint: --lr not given -> 0.001"]
 
 
 def other_text(files):
