@@ -14,7 +14,7 @@ The teacher is never part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, read_state
+from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, position_of, read_state
 from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
 from mkd.checkpoint.saving import Contents, Save
@@ -90,7 +90,7 @@ def start_save(
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
     if state.optimizer is not None:
         give_first_state(state.optimizer)
-    more = {"layout": _layout(context), "device": _device(context), "optimizer": _kind(state)}
+    more = {"layout": _layout(context), "device": _device(context), "optimizer": _kind(state), "precision": _precision(state)}
     more |= origin or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
@@ -116,6 +116,7 @@ def load_checkpoint(
     saved = read_state(folder)
     if state.optimizer is not None:
         _require_same_kind(folder, saved.get("optimizer"), _kind(state))
+        _require_same_precision(folder, saved.get("precision"), _precision(state))
         give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
     if saved.get("layout") != _layout(context) or saved.get("device", _device(context)) != _device(context):
@@ -132,7 +133,7 @@ def load_checkpoint(
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         assert not [name for name in missing if not name.endswith(EXTRA_STATE)] and not unexpected, (missing, unexpected)
-    position = TrainingPosition(**{name: saved[name] for name in asdict(TrainingPosition())})
+    position = position_of(saved)
     if state.optimizer is not None:
         load_optimizer(state.optimizer, loaded["optimizer"])
         state.scheduler.num_steps = position.iteration - position.skipped_iterations
@@ -196,6 +197,20 @@ def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
             f"{folder} holds a {saved} optimizer, this run has a {wanted} one",
             "Megatron writes the two in different forms",
             "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with --student-load",
+        )
+
+
+def _precision(state: TrainingState) -> str:
+    """Of the parameters: beside those in bf16 an optimizer has fp32 copies, so that the two cannot read each other's either."""
+    return "bf16" if state.models[0].config.bf16 else "fp32"
+
+
+def _require_same_precision(folder: Path, saved: str | None, wanted: str) -> None:
+    if saved not in (None, wanted):  # None: of an older version
+        raise CheckpointError(
+            f"{folder} is of a run in {saved}, this one is in {wanted}",
+            "the optimizer's state has other parts in bf16 than in fp32",
+            "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
         )
 
 

@@ -3,6 +3,7 @@
     SAVE/iter_0000010/                        a whole checkpoint, with its manifest
     SAVE/iter_0000010.partial/                one that is being written or removed: never read
     SAVE/iter_0000010.replaced/               the former checkpoint of an iteration, for as long as the new one moves in
+    SAVE/iter_0000010.abandoned/              one that a run has gone back from: kept for people, never read
     SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
 """
 
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ STATE_FILE = "mkd.json"
 COMMON_FILE = "common.pt"  # what is no tensor, and the same on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
-PARTIAL, REPLACED = ".partial", ".replaced"
+PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
 ITERATION_FOLDER = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
 
 
@@ -134,6 +135,24 @@ def point_at(folder: Path) -> None:
         write_pointer(folder.parent, int(match.group(1)))
 
 
+def later_than_pointer(directory: Path) -> list[Path]:
+    """Checkpoints of iterations after the one that the pointer names, which a run that goes back to that one leaves behind."""
+    try:
+        named = read_pointer(directory)
+    except CheckpointError:
+        return []
+    found = [] if named is None else saved_iterations(directory)
+    return [folder for folder in found if int(ITERATION_FOLDER.fullmatch(folder.name).group(1)) > named]
+
+
+def abandon(folders: Iterable[Path]) -> None:
+    """Rename checkpoints, so that no retention counts them and no run falls back on them."""
+    for folder in folders:
+        left = folder.with_name(folder.name.removesuffix(REPLACED) + ABANDONED)
+        remove(left)
+        folder.rename(left)
+
+
 def saved_iterations(directory: Path) -> list[Path]:
     """The folders of `directory` that look like checkpoints, the latest first."""
     found = []
@@ -142,6 +161,12 @@ def saved_iterations(directory: Path) -> list[Path]:
         if match is not None and path.is_dir():
             found.append((int(match.group(1)), match.group(2) is None, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def latest_iteration(directory: Path) -> int:
+    """The iteration of the latest checkpoint in `directory`, or of itself if it is one; 0 where there is none."""
+    match = ITERATION_FOLDER.fullmatch(next(iter(saved_iterations(directory)), directory).name)
+    return int(match.group(1)) if match else 0
 
 
 def has_valid_names(folder: Path) -> bool:
@@ -197,6 +222,11 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
     for folder in doomed:
         remove(folder)
     return doomed
+
+
+def position_of(state: Mapping) -> TrainingPosition:
+    """Of what `read_state` returns."""
+    return TrainingPosition(**{name: state[name] for name in asdict(TrainingPosition())})
 
 
 def read_state(folder: Path) -> dict:

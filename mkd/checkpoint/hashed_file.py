@@ -30,8 +30,8 @@ class HashedFile:
 
     def __init__(self, path: Path):
         self.size, self.digest = 0, hashlib.sha256()
-        self.descriptor, self.is_direct = _open(path)
         self.filling, self.leaving = (np.frombuffer(mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(2))  # whole pages: aligned
+        self.descriptor, self.is_direct = _open(path)
         self.disk = ThreadPoolExecutor(1)
         self.left: Future | None = None  # done when `leaving` is free again, and all before it is written
 

@@ -29,8 +29,10 @@ from mkd.checkpoint.folders import (
     STATE_FILE,
     Retention,
     TrainingPosition,
+    abandon,
     apply_retention,
     iteration_folder,
+    later_than_pointer,
     publish,
     remove_stumps,
     write_pointer,
@@ -133,6 +135,7 @@ class Save:
             sync(path)
         publish(self.partial, self.folder)
         self._fault_at("before_pointer")
+        abandon(folder for folder in later_than_pointer(self.directory) if folder != self.folder)
         write_pointer(self.directory, position.iteration, lambda: self._fault_at("mid_pointer"))
         self._fault_at("after_pointer")
         apply_retention(self.directory, self.retention, position.iteration)
@@ -142,7 +145,7 @@ class Save:
         kept = "checkpoints that were there before are as they were"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
-        make_room = "make room, or let old checkpoints go with --keep-checkpoints K, and start again with --load"
+        make_room = "remove what is not needed and start again with --load; with --keep-checkpoints K old ones go by themselves"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
             return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
@@ -166,4 +169,4 @@ class Save:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -7,7 +7,6 @@ write. Here planning is collective, writing is local and can go on in a thread, 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mkd.checkpoint.hashed_file import HashedFile
 from mkd.checkpoint.manifest import FileEntry
+from mkd.platform import usable_cores
 
 METADATA_FILE = ".metadata"
 MAX_FILES = 4  # of a rank
@@ -97,7 +97,7 @@ def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path)
 
 def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
     """The items in lists of about as many bytes, one for each file, which a thread hashes and writes."""
-    files = min(MAX_FILES, len(os.sched_getaffinity(0)))
+    files = min(MAX_FILES, usable_cores())
     buckets, loads = [[] for _ in range(files)], [0] * files
     for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
         lightest = loads.index(min(loads))

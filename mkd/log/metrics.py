@@ -48,7 +48,8 @@ METRICS = (
     Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
     Metric("teacher_share", "proportion", Reduction.TIME_MEAN, "of the steps' time: the teachers' layers, on the first device"),
     Metric("loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; only where there are some", int),
-    Metric("gap_closed", "proportion", Reduction.LAST, "of held-out kd_loss before the first step: what is gone of it"),
+    Metric("gap_closed", "proportion", Reduction.LAST, "of held-out kd_loss before the first step: what is gone of it; left "
+           "out while loss, teacher or held-out set are others"),  # fmt: skip
     Metric("peak_memory_gib", "GiB", Reduction.LAST, "most memory that torch has had allocated on any GPU since the start"),
 )
 

@@ -7,10 +7,9 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
-from mkd.checkpoint.folders import Retention, saved_iterations
+from mkd.checkpoint.folders import latest_iteration, saved_iterations
 from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
@@ -73,30 +72,33 @@ def checkpoints_to_come(config: Config) -> int:
 
 
 def disk_notes(config: Config, student: ModelShape) -> list[str]:
-    """What fills a disk in the end if nobody makes room: checkpoints of which more and more stay."""
+    """What fills the disk in the end if nobody makes room: checkpoints to come of which more and more stay."""
     checkpoint = config.checkpoint
     if not checkpoint.save:
         return []
     save = Written("checkpoints", "--save", Path(checkpoint.save))
-    staying, present = checkpoints_in_the_end(config), len(saved_iterations(save.folder))
-    each = checkpoint_bytes(student, config.training.bf16)
+    each, staying = checkpoint_bytes(student, config.training.bf16), checkpoints_to_stay(config)
     free = shutil.disk_usage(save.existing).free
-    if (staying - present) * each <= free:
+    if staying * each <= free:
         return []
     flag = "--keep-checkpoints N" if checkpoint.save_retain_interval is None else "a larger --save-retain-interval"
     return [
-        f"note: {staying} checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in the end, and its "
+        f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in all; its "
         f"disk has {_size(free)} left: give {flag}, or remove some as they come"
     ]
 
 
-def checkpoints_in_the_end(config: Config) -> int:
-    """How many stay when the run is done, if nobody removes any."""
+def checkpoints_to_stay(config: Config) -> int:
+    """How many come that nothing removes: not those of --keep-checkpoints, which later ones replace."""
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
+    retained = checkpoint.save_retain_interval
+    if checkpoint.keep_checkpoints is not None and retained is None:
+        return 0
+    start = checkpoint.ckpt_step or (latest_iteration(Path(checkpoint.load)) if checkpoint.load else 0)
     interval = checkpoint.save_interval or train_iters
-    retention = Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
-    saves = chain([train_iters], reversed(range(interval, train_iters, interval)))
-    return sum(retention.keeps(iteration, place) for place, iteration in enumerate(saves))
+    saves = {train_iters} if start < train_iters else set()
+    saves |= set(range((start // interval + 1) * interval, train_iters, interval))
+    return len(saves) if retained is None else sum(iteration % retained == 0 for iteration in saves)
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.folders import TrainingPosition, read_pointer
+from mkd.checkpoint.folders import TrainingPosition, named_by_pointer, position_of, read_state
 from mkd.errors import CheckpointError, Preempted
 from mkd.operations.markers import PREEMPTED, remove_markers, write_marker
 from mkd.operations.signals import Signals
@@ -63,8 +63,9 @@ def leave_preempted(save: str | None, stop: Preempted) -> None:
     """For rank 0: the marker of a run that ends before it knows where it stands."""
     if save:
         try:
-            iteration = read_pointer(Path(save)) or 0
+            latest = named_by_pointer(Path(save))
+            position = position_of(read_state(latest)) if latest else TrainingPosition()
         except CheckpointError:  # for the next start to find and to say
-            iteration = 0
+            position = TrainingPosition()
         remove_markers(Path(save))
-        write_marker(Path(save), PREEMPTED, TrainingPosition(iteration), stop.what)
+        write_marker(Path(save), PREEMPTED, position, stop.what)

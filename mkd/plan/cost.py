@@ -2,7 +2,7 @@
 
 Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes. The last stage
 also runs the LM heads and the loss: the fused head makes the gradient during forward, so all of it is forward time there.
-Embeddings, norms, communication and copies of weights from host memory are not counted.
+Embeddings, norms and communication are not counted, copies from and to the host where a forecast adds them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from mkd.plan.teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
 """Tokens of a document where nobody knows better: about what web text has. Attention costs in proportion to it."""
+
+HOST_BYTES_PER_MS = 50e6
+"""Of page-locked memory over PCIe 5 x16: 63 GB/s by its specification, about 50 of it in use."""
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
-from mkd.plan.cost import DOCUMENT_LENGTH, StageTime, pair_cost
-from mkd.plan.flops import distillation_flops
+from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
+from mkd.plan.flops import distillation_flops, layer_matmul_parameters
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import MemoryPlan, predict_memory
+from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
 
@@ -31,13 +31,34 @@ class Forecast:
     document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document; longer than a pack: one fills it
 
     def stage_times(self) -> list[StageTime]:
-        """By stage, in model order."""
-        stages = len(self.student_layout.layers)
-        cost = pair_cost(self.config, self.student, self.teachers, stages, self.document_length)
-        return cost.stage_times(self.student_layout, self.teacher_layouts)
+        """By stage, in model order; with what computing does not hide of the copies of teachers on the host."""
+        stages, config = len(self.student_layout.layers), self.config
+        cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
+        times = cost.stage_times(self.student_layout, self.teacher_layouts)
+        element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
+        planned = zip(plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts, strict=True)
+        for teacher, forward_ms, layout in planned:
+            if teacher.on_host:  # the next layer comes while one computes
+                copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
+                waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
+                times = [StageTime(time.forward_ms + wait, time.backward_ms) for time, wait in zip(times, waits, strict=True)]
+        return times
 
     def step(self) -> StepForecast:
+        """Of the models alone; `step_ms` has the optimizer's copies too."""
         return simulate(self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches)
+
+    def optimizer_copies_ms(self) -> float:
+        """Of an optimizer state on the host: to the device and back, nothing computes meanwhile."""
+        training = self.config.training
+        if training.optimizer_residency == "device":
+            return 0.0
+        on_device = replace(self, config=replace(self.config, training=replace(training, optimizer_residency="device")))
+        return 2 * max(rank.optimizer_gib for rank in on_device.memory().ranks) * GIB / HOST_BYTES_PER_MS
+
+    def step_ms(self) -> float:
+        """Predicted time of a step, without communication."""
+        return self.step().step_ms + self.optimizer_copies_ms()
 
     def flops_per_step(self) -> int:
         """Model FLOPs of one optimizer step, all processes together."""
@@ -98,13 +119,16 @@ class Forecast:
 
     def _times(self) -> list[str]:
         step, layout, microbatches = self.step(), self.student_layout, self.batch.num_microbatches
+        copies_ms = self.optimizer_copies_ms()
+        step_ms = step.step_ms + copies_ms
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
         return [
             f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
-            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step.step_ms):.3f}; "
+            *([f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"] * (copies_ms > 0)),
+            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step_ms):.3f}; "
             f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
             *([f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"] if self.teachers else []),
         ]

@@ -8,15 +8,10 @@ from itertools import combinations
 from typing import Any
 
 from mkd.errors import MkdError
-from mkd.plan.bubble import simulate
-from mkd.plan.cost import StageTime, pair_cost
-from mkd.plan.flops import layer_matmul_parameters
 from mkd.plan.forecast import Forecast
-from mkd.plan.memory import GIB, RankMemory
-from mkd.plan.teachers import plan_teachers
+from mkd.plan.memory import RankMemory
 
 USABLE = 0.95  # of a GPU's memory; torch's allocator loses a few percent to fragmentation
-HOST_BYTES_PER_MS = 50e6  # page-locked memory over PCIe 5 x16: 63 GB/s by its specification, about 50 of it in use
 SHOWN = 3
 MAX_TENSOR_PARALLEL = 8  # processes of one machine
 
@@ -38,8 +33,9 @@ class Remedy:
     step_ms: float
     need_gib: float
 
-    def describe(self) -> str:
-        return f"{' '.join(change.text for change in self.changes)}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
+    def describe(self, more: str = "") -> str:
+        """`more` stands behind the flags."""
+        return f"{' '.join(change.text for change in self.changes)}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
 
 
 def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[[Any], Forecast]) -> str:
@@ -55,8 +51,10 @@ def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[
     lines = [f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"]
     found = remedies(forecast, usable, forecast_of)
     if found:
-        lines.append(f"what fits, by predicted step time without communication (as it is: {step_ms(forecast):.4g} ms):")
-        lines += [f"  {place}. {remedy.describe()}" for place, remedy in enumerate(found[:SHOWN], 1)]
+        lines.append(f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} ms):")
+        follows = forecast.config.training.global_batch_size is None  # from the layout, which the changes may change
+        batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
+        lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     else:
         lines.append("no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or a shorter "
                      "--seq-length")  # fmt: skip
@@ -98,7 +96,7 @@ def _try(
     except MkdError:
         return None
     _, need = fullest_rank(forecast)
-    return Remedy(chosen, step_ms(forecast), need) if need <= usable_gib else None
+    return Remedy(chosen, forecast.step_ms(), need) if need <= usable_gib else None
 
 
 def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
@@ -107,25 +105,6 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
     for remedy in sorted(found, key=lambda remedy: round(remedy.step_ms, 3)):
         best.setdefault(tuple(change.kind for change in remedy.changes), remedy)
     return list(best.values())
-
-
-def step_ms(forecast: Forecast) -> float:
-    """Predicted time of a step, with the copies from and to the host that computing does not hide."""
-    config, stages = forecast.config, len(forecast.student_layout.layers)
-    cost = pair_cost(config, forecast.student, forecast.teachers, stages, forecast.document_length)
-    times = forecast.stage_times()
-    element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    planned = zip(plan_teachers(config, forecast.teachers), cost.teacher_forward_ms, forecast.teacher_layouts, strict=True)
-    for teacher, forward_ms, layout in planned:
-        if teacher.on_host:  # the next layer comes while one computes
-            copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
-            waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
-            times = [StageTime(time.forward_ms + wait, time.backward_ms) for time, wait in zip(times, waits, strict=True)]
-    total = simulate(times, forecast.student_layout.pipeline_parallel, forecast.batch.num_microbatches).step_ms
-    if config.training.optimizer_residency == "host":  # to the device and back, nothing computes meanwhile
-        on_device = replace(forecast, config=_training(config, optimizer_residency="device"))
-        total += 2 * max(rank.optimizer_gib for rank in on_device.memory().ranks) * GIB / HOST_BYTES_PER_MS
-    return total
 
 
 def changes(config: Any, stage_layers: int) -> Iterator[Change]:

@@ -41,6 +41,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may use; those of the machine where the system does not say (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def detect() -> Platform:
     """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
     _quiet_remarks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from mkd.data.build import open_datasets
@@ -13,6 +12,7 @@ from mkd.operations.signals import Signals
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
+from mkd.platform import usable_cores
 from mkd.train.own_tokens import OwnTokens
 from mkd.train.plan import Plan
 
@@ -62,7 +62,7 @@ def _open(plan: Plan, context: ParallelContext, own_tokens: Sequence[OwnTokens |
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,
-        workers=min(MAX_WORKERS, len(os.sched_getaffinity(0))),
+        workers=min(MAX_WORKERS, usable_cores()),
     )
     has_tasks = data.eval_multiple_choice or data.eval_completions
     if valid_set is None and plan.config.training.eval_interval and not has_tasks:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from mkd.config.options import settings
 from mkd.train.plan import Plan
 
-SECTIONS = ("training", "optimizer", "parallel")  # data, teachers and loss are refused when they differ: `require_same`
+NOT_COMPARED = ("checkpoint", "log", "")  # sections: where things are written, and the root
 
 
 def run_settings(plan: Plan) -> dict[str, object]:
-    """Flag -> value (JSON) of all that decides a step and is no fingerprint, the batch as it came out; for checkpoints."""
-    found = {option.flag: value for option, value in settings(plan.config) if option.section in SECTIONS}
+    """Flag, or path in a file -> value (JSON), the batch as it came out; for checkpoints."""
+    found = {option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED}
     found |= {"--global-batch-size": plan.batch.global_batch_size, "data-parallel replicas": plan.batch.data_parallel}
     return json.loads(json.dumps(found))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, start_save
-from mkd.checkpoint.folders import Retention, TrainingPosition, point_at, read_state
+from mkd.checkpoint.folders import ABANDONED, Retention, TrainingPosition, later_than_pointer, point_at, read_state
 from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
@@ -22,7 +22,7 @@ from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.changed_settings import describe_changes, run_settings
-from mkd.train.fingerprints import fingerprints, require_same
+from mkd.train.fingerprints import evaluation_print, fingerprints, require_same
 from mkd.train.plan import Plan
 from mkd.train.report import Reporter
 
@@ -32,17 +32,25 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
     return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
 
 
-def take_fingerprints(plan: Plan, tokenizer: Tokenizer, train_set, context: ParallelContext) -> dict[str, object]:
-    """What the run is made of, for its checkpoints; {} where it neither saves nor loads any. Collective."""
+def take_origin(plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext) -> dict[str, object]:
+    """What the run is, for its checkpoints; {} where it neither saves nor loads any. Collective.
+
+    `fingerprints` must be the same when it goes on, `settings` may change, `evaluation` says what gap_closed is a share of.
+    """
+
+    def look() -> dict[str, object]:
+        known = fingerprints(plan, tokenizer, train_set)
+        return {"fingerprints": known, "settings": run_settings(plan), "evaluation": evaluation_print(plan, known, valid_set)}
+
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
-    return context.broadcast_object(on_rank_0(lambda: fingerprints(plan, tokenizer, train_set), _unreadable))
+    return context.broadcast_object(on_rank_0(look, _unreadable))
 
 
-def find_start(plan: Plan, known: Mapping[str, object], context: ParallelContext) -> Path | None:
+def find_start(plan: Plan, origin: Mapping[str, object], context: ParallelContext) -> Path | None:
     """The verified checkpoint of --load to continue from; None: start from the student's own weights. Collective.
 
-    Raises CheckpointError when it was saved by a run whose fingerprints are not the `known` ones; says what else has changed.
+    Raises CheckpointError when it was saved by a run whose fingerprints are not those of `origin`; says what else has changed.
     """
     checkpoint = plan.config.checkpoint
 
@@ -53,29 +61,40 @@ def find_start(plan: Plan, known: Mapping[str, object], context: ParallelContext
         return None
     folder = choose_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step, context, say)
     if folder is not None:
-        on_rank_0(lambda: _take_up(folder, plan, known, say), _unreadable)
+        on_rank_0(lambda: _take_up(folder, plan.config.checkpoint, origin, say), _unreadable)
     elif context.rank == 0:
         say(f"{checkpoint.load} holds no checkpoint yet: starting from the student's own weights")
     return folder
 
 
-def _take_up(folder: Path, plan: Plan, known: Mapping[str, object], say: Callable[[str], None]) -> None:
+def _take_up(
+    folder: Path, checkpoint: CheckpointConfig, origin: Mapping[str, object], say: Callable[[str], None]
+) -> None:
     """Compare the run that goes on with the one that saved `folder`, and move the pointer."""
-    saved, checkpoint = read_state(folder), plan.config.checkpoint
-    require_same(folder, saved.get("fingerprints", {}), known, checkpoint.accept_change)
-    _point_at(folder, checkpoint)
-    for line in describe_changes(saved.get("settings", {}), run_settings(plan)):
+    saved = read_state(folder)
+    require_same(folder, saved.get("fingerprints", {}), origin["fingerprints"], checkpoint.accept_change)
+    if _point_at(folder, checkpoint) and later_than_pointer(folder.parent):
+        names = ", ".join(path.name for path in later_than_pointer(folder.parent))
+        say(f"this run leaves {names} behind: its first save renames them to *{ABANDONED}, which no run reads or removes")
+    if saved.get("evaluation") not in (None, origin["evaluation"]):
+        say("gap_closed is left out: the evaluation before the first step was of another loss, teacher or held-out set")
+    for line in describe_changes(saved.get("settings", {}), origin["settings"]):
         say(line)
 
 
-def _point_at(folder: Path, checkpoint: CheckpointConfig) -> None:
-    """A run that goes back in its own --save leaves what it goes back from: a start after a crash must not go on from that."""
-    if checkpoint.save and folder.parent.resolve() == Path(checkpoint.save).resolve():
+def _point_at(folder: Path, checkpoint: CheckpointConfig) -> bool:
+    """A run that goes back in its own --save leaves what it goes back from: a start after a crash must not go on from that.
+
+    Returns whether `folder` is in its --save.
+    """
+    is_own = checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve()
+    if is_own:
         point_at(folder)
+    return is_own
 
 
 def build_saver(
-    plan: Plan, context: ParallelContext, known: Mapping[str, object], reporter: Reporter
+    plan: Plan, context: ParallelContext, origin: Mapping[str, object], reporter: Reporter
 ) -> Saver | None:
     """None without --save."""
     checkpoint = plan.config.checkpoint
@@ -85,7 +104,7 @@ def build_saver(
         directory=Path(checkpoint.save),
         context=context,
         assets=plan.assets,
-        origin={"fingerprints": known, "settings": run_settings(plan)},
+        origin=origin,
         retention=Retention(checkpoint.keep_checkpoints, checkpoint.save_retain_interval),
         is_async=checkpoint.async_save,
         note=reporter.note,

@@ -43,6 +43,19 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))  # as it comes back
 
 
+def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
+    """Of what held-out figures depend on besides the student: teachers, loss, the packs that are read; None without any.
+
+    `known` are the `fingerprints` of the run.
+    """
+    if valid_set is None:
+        return None
+    packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
+    members = [[*_corpus(member.store).items()] for member in valid_set.members]
+    others = {name: value for name, value in known.items() if not name.startswith("data.") and name != "loss.kd_ratio"}
+    return _sha256([others, members, packs, plan.config.training.seq_length, plan.config.data.split])
+
+
 def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:
     """Raise CheckpointError, with every difference by name, unless all of them are accepted.
 

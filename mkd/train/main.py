@@ -114,6 +114,7 @@ def end(current, stop) -> None:
 def what_is_kept(current) -> tuple[str, str]:
     """(What there is of a run that was told to end, what to do)."""
     save, iteration, again = current.config.checkpoint.save, current.position.iteration, "start the same command again"
+    again += ", without --ckpt-step" if current.config.checkpoint.ckpt_step is not None else ""
     if iteration > current.kept_iteration:
         return "there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR"
     if current.kept_in is None:

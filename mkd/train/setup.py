@@ -26,7 +26,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.train.build_data import build_data
 from mkd.train.build_engine import build_engine
-from mkd.train.checkpoints import build_saver, find_start, lock_save, take_fingerprints
+from mkd.train.checkpoints import build_saver, find_start, lock_save, take_origin
 from mkd.train.eval_tasks import build_tasks
 from mkd.train.evaluate import is_evaluated
 from mkd.train.loop import Run
@@ -68,14 +68,16 @@ def build_run(
     own_tokens = find_own_tokens(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, own_tokens, signals, watchdog)
     tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
-    known = take_fingerprints(plan, tokenizer, train_set, context)
-    start_folder = find_start(plan, known, context)
+    origin = take_origin(plan, tokenizer, train_set, valid_set, context)
+    start_folder = find_start(plan, origin, context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
     with engine.optimizer.state_on_device():
         position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()
     train_stream, eval_stream = build_streams(plan, context, train_set, valid_set, position.consumed_samples)
-    reporter = build_reporter(plan, context, position, engine)
-    reporter.go_on(read_state(start_folder).get("open_interval", {}) if start_folder else {})
+    start = read_state(start_folder) if start_folder else {}
+    first = {"evaluation": start.get("evaluation", origin.get("evaluation"))}  # of before the first step
+    reporter = build_reporter(plan, context, position, engine, has_baseline=first["evaluation"] == origin.get("evaluation"))
+    reporter.go_on(start.get("open_interval", {}))
     ending.add(lambda error: reporter.close())
     for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
         reporter.note(line)
@@ -88,7 +90,7 @@ def build_run(
         state=state,
         position=position,
         reporter=reporter,
-        saver=build_saver(plan, context, known, reporter),
+        saver=build_saver(plan, context, origin | first, reporter),
         profiler=profiler,
         stopper=build_stopper(plan, context, signals or Signals()),
         non_finite=NonFinitePolicy.of(config, engine, train_set, reporter.note),
@@ -162,8 +164,13 @@ def describe_data(train_set, valid_set, tasks) -> list[str]:
     return lines + (tasks.describe() if tasks else [])
 
 
-def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine) -> Reporter:
-    """Writers on rank 0 only; lines after the resumed iteration are dropped, they will be written again."""
+def build_reporter(
+    plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
+) -> Reporter:
+    """Writers on rank 0 only; lines after the resumed iteration are dropped, they will be written again.
+
+    `has_baseline`: the evaluation before the first step, if there is one, was of what this run evaluates.
+    """
     config = plan.config
     writers, metrics = [], log_folder(config) / "metrics.jsonl"
     if context.rank == 0:
@@ -188,6 +195,6 @@ def build_reporter(plan: Plan, context: ParallelContext, position: TrainingPosit
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         has_own_tokens=any(one.xtoken for one in config.teachers),
-        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0) if writers else None,
+        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0) if writers and has_baseline else None,
         take_teacher_ms=partial(take_teacher_ms, engine.chunks),
     )

@@ -72,12 +72,18 @@ def is_direct(descriptor):
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def test_the_bytes_go_past_the_page_cache_where_the_file_system_lets_them(tmp_path):
+@pytest.fixture
+def direct_path(tmp_path):
+    """A folder whose file system lets bytes past the page cache."""
     try:
         os.close(os.open(tmp_path / "tried", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system has no O_DIRECT")
-    with HashedFile(tmp_path / "file") as file:
+    return tmp_path
+
+
+def test_the_bytes_go_past_the_page_cache_where_the_file_system_lets_them(direct_path):
+    with HashedFile(direct_path / "file") as file:
         file.write(bytes(BUFFER_BYTES + 5))
     assert file.is_direct
 
@@ -103,20 +109,20 @@ def refuse(descriptor_of):
         ("pwrite", refuse(lambda descriptor, block: is_direct(descriptor))),  # the disk
     ],
 )
-def test_file_systems_without_o_direct(tmp_path, monkeypatch, name, refusing):
+def test_file_systems_without_o_direct(direct_path, monkeypatch, name, refusing):
     monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     content = random.Random(3).randbytes(2 * BUFFER_BYTES + 5)
-    with HashedFile(tmp_path / "file") as file:
+    with HashedFile(direct_path / "file") as file:
         file.write(content)
     assert not file.is_direct
-    assert (tmp_path / "file").read_bytes() == content
+    assert (direct_path / "file").read_bytes() == content
     assert file.entry == entry_of(content)
 
 
 def test_a_slow_disk_that_takes_a_part_at_a_time(tmp_path, monkeypatch):
     def slow(descriptor, block, place, pwrite=os.pwrite):
         time.sleep(0.02)
-        return pwrite(descriptor, block[: BUFFER_BYTES // 4 if is_direct(descriptor) else 12_345_678], place)
+        return pwrite(descriptor, block[: BUFFER_BYTES // 4 if is_direct(descriptor) else 1_234_567], place)
 
     monkeypatch.setattr(os, "pwrite", slow)
     content = random.Random(4).randbytes(3 * BUFFER_BYTES + 5)

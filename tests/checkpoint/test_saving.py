@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import shutil
 import signal
@@ -10,6 +12,7 @@ import threading
 import pytest
 import torch
 
+from mkd.checkpoint import hashed_file
 from mkd.checkpoint.folders import POINTER, Retention, saved_iterations
 from tests.checkpoint.tiny_saves import choose, copy, new_save, run_forked, save, sharded, small_disk, value_in
 
@@ -108,6 +111,23 @@ def test_full_disk(tmp_path):
         assert not list(disk.glob("*.partial"))
         ((_, (name, value, said)),) = run_forked(1, choose, disk)
         assert (name, value, said) == ("iter_0000001", 1, [])
+
+
+def save_on_a_broken_disk(context, directory, *iterations):
+    def broken(descriptor, block, place):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    os.pwrite, hashed_file.BUFFER_BYTES = broken, hashed_file.ALIGNMENT  # of this process, which ends with the save
+    return save(context, directory, *iterations)
+
+
+@pytest.mark.fault(9)
+def test_a_broken_disk_is_named(first, tmp_path):
+    """Row 9, where torch.save is in between, whose own error says something else."""
+    folder = copy(first, tmp_path / "save")
+    for _, (text, _) in run_forked(2, save_on_a_broken_disk, folder, 2):
+        assert os.strerror(errno.EIO) in text and "as they were" in text
+    assert (folder / POINTER).read_text() == "1\n" and not list(folder.glob("*.partial"))
 
 
 def save_with_file_limit(context, directory, *iterations):

@@ -10,8 +10,8 @@ from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import CheckpointConfig, Config, TrainingConfig
 from mkd.operations.disk import (
     Written,
-    checkpoints_in_the_end,
     checkpoints_to_come,
+    checkpoints_to_stay,
     disk_notes,
     disk_problems,
     writes_of,
@@ -50,19 +50,26 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "count"),
+    ("checkpoint", "start", "count"),
     [
-        ({}, 1),
-        ({"save_interval": 10}, 10),
-        ({"save_interval": 30}, 4),
-        ({"save_interval": 10, "keep_checkpoints": 3}, 3),
-        ({"save_interval": 10, "keep_checkpoints": 30}, 10),
-        ({"save_interval": 10, "save_retain_interval": 50}, 2),
-        ({"save_interval": 10, "save_retain_interval": 25, "keep_checkpoints": 4}, 5),
+        ({}, 0, 1),
+        ({"save_interval": 10}, 0, 10),
+        ({"save_interval": 30}, 0, 4),
+        ({"save_interval": 30}, 45, 3),
+        ({"save_interval": 10}, 90, 1),
+        ({"save_interval": 10}, 100, 0),
+        ({"save_interval": 10, "keep_checkpoints": 3}, 0, 0),
+        ({"save_interval": 10, "save_retain_interval": 50}, 0, 2),
+        ({"save_interval": 10, "save_retain_interval": 25, "keep_checkpoints": 4}, 0, 2),
+        ({"save_interval": 10, "save_retain_interval": 50}, 50, 1),
+        ({"save_interval": 10, "ckpt_step": 20}, 90, 8),
     ],
 )
-def test_checkpoints_that_stay(checkpoint, count, tmp_path):
-    assert checkpoints_in_the_end(settings(tmp_path, **checkpoint)) == count
+def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
+    """Of a run that goes on those to come, however many there are already."""
+    if start:
+        (tmp_path / f"iter_{start:07d}").mkdir()
+    assert checkpoints_to_stay(settings(tmp_path / "other", load=str(tmp_path), **checkpoint)) == count
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_what_is_said_of_what_was_saved(files, ranks):
     saved = (f"iteration 1 is saved in {save / 'iter_0000001'}", f"{again}, with --load {save}")
     assert end_of("save", True, *go_on) == saved and (save / "iter_0000001").is_dir()
     assert end_of("save", False, *go_on) == saved
+    back = end_of("save", False, *go_on, "--ckpt-step", 1)  # once is enough
+    assert back == (saved[0], f"{again}, without --ckpt-step, with --load {save}")
     assert end_of("other", False, "--save", other, "--load", save) == (saved[0], again)
     assert not list(other.glob("iter_*")) and (other / "PREEMPTED").exists()
 

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from mkd.errors import Preempted
+from mkd.operations.shared_build import leave_preempted
 from tests.operations.test_stopping import run_and_signal
 from tests.train.command import flags, make_files, run_main, write_records
 from tests.train.processes import run_processes
@@ -73,6 +75,21 @@ def test_a_signal_to_any_rank_ends_all(rank, ranks):
 def test_an_error_is_raised_by_all(ranks):
     for outcome, *_ in ranks.run(build_together, 2, 0.1, None, True):
         assert outcome == ("DataError", 65, "preparing the data failed: OSError: no space")
+
+
+def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
+    """And of none where the folder is damaged: that is for the next start to say."""
+    def position():
+        leave_preempted(str(tmp_path), Preempted("received SIGTERM"))
+        return json.loads((tmp_path / "PREEMPTED").read_text())
+
+    assert position() == {"iteration": 0, "consumed_samples": 0, "skipped_iterations": 0, "reason": "received SIGTERM"}
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / "mkd.json").write_text('{"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert position() == {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1, "reason": "received SIGTERM"}
+    (tmp_path / "iter_0000004" / "mkd.json").write_text("{")
+    assert position()["iteration"] == 0
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import pytest
 
 from mkd.config.forecast import describe, forecast_of
 from mkd.errors import ErrorList
+from mkd.plan.cost import HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
-from mkd.plan.verdict import HOST_BYTES_PER_MS, SHOWN, fullest_rank, step_ms
+from mkd.plan.verdict import SHOWN, fullest_rank
 from tests.plan.shapes import STUDENT, TEACHER, config
 
 
@@ -66,9 +67,10 @@ def test_changes_do_what_they_say(world_size, memory_gib, argv):
     assert 1 <= len(found) <= SHOWN and [ms for _, ms, _ in found] == sorted(ms for _, ms, _ in found)
     batch = forecast(world_size, *argv).batch.global_batch_size
     for flags, ms, gib in found:
-        changed = forecast(world_size, *argv, "--global-batch-size", batch, *flags)
+        changed = forecast(world_size, *argv, *flags)
+        assert changed.batch.global_batch_size == batch  # also where it was not given, and follows from the layout
         assert fullest_rank(changed)[1] == pytest.approx(gib, abs=0.051) and gib <= 0.95 * memory_gib
-        assert step_ms(changed) == pytest.approx(ms, rel=1e-3)
+        assert changed.step_ms() == pytest.approx(ms, rel=1e-3)
 
 
 def test_no_part_of_a_change_is_idle():
@@ -91,9 +93,12 @@ def test_host_copies_cost_time():
         forecast(1, *more) for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
     )
     state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
-    assert step_ms(optimizer) == pytest.approx(plain.step().step_ms + state_ms)
-    assert step_ms(plain) == plain.step().step_ms
-    assert step_ms(teacher) > plain.step().step_ms  # 8,192 tokens do not hide the copy of a layer
+    assert optimizer.step_ms() == pytest.approx(plain.step().step_ms + state_ms)
+    assert plain.step_ms() == plain.step().step_ms
+    assert teacher.step_ms() > plain.step().step_ms  # 8,192 tokens do not hide the copy of a layer
+    assert f"from and to the host: {optimizer.step_ms():.4g} ms" in optimizer.describe()
+    assert optimizer.describe().count(f"predicted MFU {optimizer.mfu(optimizer.step_ms()):.3f}") == 1
+    assert f"predicted step: {teacher.step_ms():.4g} ms" in teacher.describe() and "to the host" not in teacher.describe()
 
 
 def test_a_forecast_of_what_cannot_run_says_so():

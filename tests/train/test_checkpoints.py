@@ -216,7 +216,25 @@ def test_a_run_that_has_gone_back_does_not_return(files, folder, ranks):
     (folder / "iter_0000002" / "common.pt").unlink()
     (result,) = go_on(ranks, files, folder)
     assert result.exit_code == 0 and f"continuing from {folder / 'iter_0000001'}" in result.stdout, result.stderr
-    assert [line["iteration"] for line in read_metrics(folder)] == [1, 2, 3] and left.is_dir()
+    assert [line["iteration"] for line in read_metrics(folder)] == [1, 2, 3]
+    assert not left.exists() and (folder / "iter_0000008.abandoned" / MANIFEST_FILE).exists()
+
+
+@pytest.mark.fault(4, 5, 12)
+def test_what_a_run_has_gone_back_from_is_never_its_own(files, folder, ranks):
+    """Also once it has passed those steps, saving others: they are neither counted by retention nor fallen back on."""
+    left = shutil.copytree(folder / "iter_0000002", folder / "iter_0000004")
+    former = folder / f"{left.name}.abandoned"  # by an earlier run that went back
+    former.mkdir()
+    more = ("--ckpt-step", 1, "--save-interval", 3, "--keep-checkpoints", 2)
+    argv = flags(files, folder.name, "--save", folder, "--load", folder, *more)
+    (result,) = run_main(ranks, [*argv, "--train-iters", "5"])
+    assert result.exit_code == 0, result.stderr
+    assert "leaves iter_0000004, iter_0000002 behind" in result.stdout
+    assert [path.name for path in saved_iterations(folder)] == ["iter_0000005", "iter_0000003"]
+    assert {path.name for path in folder.glob("*.abandoned")} == {"iter_0000002.abandoned", former.name}
+    (result,) = run_main(ranks, flags(files, "to it", "--load", former, "--train-iters", 3))  # for people it is there
+    assert result.exit_code == 0 and [line["iteration"] for line in read_metrics(files / "to it")] == [3], result.stderr
 
 
 def test_going_back_moves_the_pointer_at_once(files, folder, ranks):

@@ -66,6 +66,18 @@ def train_and_hash(arguments, export=None):
     return digest.hexdigest(), run.position
 
 
+def train_and_save(arguments):
+    from mkd.config.load import load_config
+    from mkd.platform import detect
+    from mkd.train.loop import train
+    from mkd.train.plan import plan_run
+    from mkd.train.setup import build_run
+
+    run = build_run(plan_run(load_config(arguments).config, 1), detect())
+    train(run)
+    run.reporter.close()
+
+
 LAYOUTS = {
     "one process": (1, ()),
     "TP2": (2, ("--tensor-model-parallel-size", 2)),
@@ -132,6 +144,15 @@ def test_another_kind_of_optimizer_is_refused(files, ranks):
     ranks.run(train_and_hash, 1, argv(files, "kind", "--exit-interval", 1))
     with pytest.raises(AssertionError, match="holds a replicated optimizer, this run has a distributed one"):
         ranks.run(train_and_hash, 1, argv(files, "kind", "--load", files / "kind", "--use-distributed-optimizer"))
+
+
+@pytest.mark.parametrize("first", [(), ("--bf16",)])
+def test_another_precision_is_refused(first, files, ranks):
+    name, second = f"precision {len(first)}", () if first else ("--bf16",)
+    saved, wanted = ("bf16", "fp32") if first else ("fp32", "bf16")
+    ranks.run(train_and_save, 1, argv(files, name, *first, "--exit-interval", 1))
+    with pytest.raises(AssertionError, match=f"is of a run in {saved}, this one is in {wanted}"):
+        ranks.run(train_and_save, 1, argv(files, name, "--load", files / name, *second))
 
 
 def test_checkpoint_holds_the_student_alone(files, ranks):
