@@ -142,11 +142,11 @@ def later_than_pointer(directory: Path) -> list[Path]:
     except CheckpointError:
         return []
     found = [] if named is None else saved_iterations(directory)
-    return [folder for folder in found if int(ITERATION_FOLDER.fullmatch(folder.name).group(1)) > named]
+    return [folder for folder in found if _iteration(folder) > named]
 
 
 def abandon(folders: Iterable[Path]) -> None:
-    """Rename checkpoints, so that no retention counts them and no run falls back on them."""
+    """Rename checkpoints, so that no retention counts them and no run falls back on them; former ones so named are deleted."""
     for folder in folders:
         left = folder.with_name(folder.name.removesuffix(REPLACED) + ABANDONED)
         remove(left)
@@ -165,8 +165,12 @@ def saved_iterations(directory: Path) -> list[Path]:
 
 def latest_iteration(directory: Path) -> int:
     """The iteration of the latest checkpoint in `directory`, or of itself if it is one; 0 where there is none."""
-    match = ITERATION_FOLDER.fullmatch(next(iter(saved_iterations(directory)), directory).name)
-    return int(match.group(1)) if match else 0
+    folder = next(iter(saved_iterations(directory)), directory)
+    return _iteration(folder) if ITERATION_FOLDER.fullmatch(folder.name) else 0
+
+
+def _iteration(folder: Path) -> int:
+    return int(ITERATION_FOLDER.fullmatch(folder.name).group(1))
 
 
 def has_valid_names(folder: Path) -> bool:
@@ -213,7 +217,7 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
     """
     doomed, place = [], 0
     for folder in saved_iterations(directory):
-        iteration = int(ITERATION_FOLDER.fullmatch(folder.name).group(1))
+        iteration = _iteration(folder)
         if iteration > latest or not has_valid_names(folder):
             continue
         if not retention.keeps(iteration, place):

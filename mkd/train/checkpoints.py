@@ -47,12 +47,11 @@ def take_origin(plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context:
     return context.broadcast_object(on_rank_0(look, _unreadable))
 
 
-def find_start(plan: Plan, origin: Mapping[str, object], context: ParallelContext) -> Path | None:
+def find_start(checkpoint: CheckpointConfig, origin: Mapping[str, object], context: ParallelContext) -> Path | None:
     """The verified checkpoint of --load to continue from; None: start from the student's own weights. Collective.
 
     Raises CheckpointError when it was saved by a run whose fingerprints are not those of `origin`; says what else has changed.
     """
-    checkpoint = plan.config.checkpoint
 
     def say(text: str) -> None:
         print(f" {text}", flush=True)
@@ -61,7 +60,7 @@ def find_start(plan: Plan, origin: Mapping[str, object], context: ParallelContex
         return None
     folder = choose_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step, context, say)
     if folder is not None:
-        on_rank_0(lambda: _take_up(folder, plan.config.checkpoint, origin, say), _unreadable)
+        on_rank_0(lambda: _take_up(folder, checkpoint, origin, say), _unreadable)
     elif context.rank == 0:
         say(f"{checkpoint.load} holds no checkpoint yet: starting from the student's own weights")
     return folder
@@ -73,9 +72,10 @@ def _take_up(
     """Compare the run that goes on with the one that saved `folder`, and move the pointer."""
     saved = read_state(folder)
     require_same(folder, saved.get("fingerprints", {}), origin["fingerprints"], checkpoint.accept_change)
-    if _point_at(folder, checkpoint) and later_than_pointer(folder.parent):
-        names = ", ".join(path.name for path in later_than_pointer(folder.parent))
-        say(f"this run leaves {names} behind: its first save renames them to *{ABANDONED}, which no run reads or removes")
+    left = later_than_pointer(folder.parent) if _point_at(folder, checkpoint) else []
+    if left:
+        names = ", ".join(path.name for path in left)
+        say(f"this run leaves {names} behind: its first save replaces or renames them, to *{ABANDONED}, which no run reads")
     if saved.get("evaluation") not in (None, origin["evaluation"]):
         say("gap_closed is left out: the evaluation before the first step was of another loss, teacher or held-out set")
     for line in describe_changes(saved.get("settings", {}), origin["settings"]):

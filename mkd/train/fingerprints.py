@@ -51,7 +51,7 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
     if valid_set is None:
         return None
     packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
-    members = [[*_corpus(member.store).items()] for member in valid_set.members]
+    members = [_corpus(member.store) for member in valid_set.members]
     others = {name: value for name, value in known.items() if not name.startswith("data.") and name != "loss.kd_ratio"}
     return _sha256([others, members, packs, plan.config.training.seq_length, plan.config.data.split])
 

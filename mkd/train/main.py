@@ -114,13 +114,14 @@ def end(current, stop) -> None:
 def what_is_kept(current) -> tuple[str, str]:
     """(What there is of a run that was told to end, what to do)."""
     save, iteration, again = current.config.checkpoint.save, current.position.iteration, "start the same command again"
-    again += ", without --ckpt-step" if current.config.checkpoint.ckpt_step is not None else ""
     if iteration > current.kept_iteration:
         return "there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR"
     if current.kept_in is None:
         return "no step was done: there is nothing to save", again
-    is_in_save = save is not None and current.kept_in.parent == Path(save)
-    return f"iteration {iteration} is saved in {current.kept_in}", again + (f", with --load {save}" if is_in_save else "")
+    if save is not None and current.kept_in.parent == Path(save):
+        again += ", without --ckpt-step" if current.config.checkpoint.ckpt_step is not None else ""
+        again += f", with --load {save}"
+    return f"iteration {iteration} is saved in {current.kept_in}", again
 
 
 def leave(exit_code: int) -> None:

@@ -117,7 +117,8 @@ def test_what_is_said_of_what_was_saved(files, ranks):
     assert end_of("save", False, *go_on) == saved
     back = end_of("save", False, *go_on, "--ckpt-step", 1)  # once is enough
     assert back == (saved[0], f"{again}, without --ckpt-step, with --load {save}")
-    assert end_of("other", False, "--save", other, "--load", save) == (saved[0], again)
+    for step in ((), ("--ckpt-step", 1)):  # which a start from another folder still needs
+        assert end_of("other", False, "--save", other, "--load", save, *step) == (saved[0], again)
     assert not list(other.glob("iter_*")) and (other / "PREEMPTED").exists()
 
 
