@@ -23,7 +23,7 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.config.validate import validate
-from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError
+from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, returns_exit_code
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
@@ -43,14 +43,11 @@ WRITTEN = {  # option of sbatch -> the flag that it is written from
 PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)  # what sbatch reads as it stands
 
 
+@returns_exit_code
 def main(argv: list[str]) -> int:
     """Submit, or print the script; returns the exit code."""
-    try:
-        own, run = own_flags(argv)
-        script = render(own, run)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    own, run = own_flags(argv)
+    script = render(own, run)
     if own.dry_run:
         print(script, end="")
         return EXIT_DONE

@@ -6,6 +6,11 @@ anything a user can cause raises one of these, before expensive work.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+
 EXIT_DONE = 0
 EXIT_USAGE = 64
 EXIT_DATA = 65
@@ -98,3 +103,22 @@ class ErrorList(UsageError):
             return str(self.errors[0])
         numbered = [f"[{i}] {error}" for i, error in enumerate(self.errors, 1)]
         return f"{len(self.errors)} problems:\n" + "\n".join(numbered)
+
+
+def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
+    """Decorator of a tool's `main`: an `MkdError` is printed on stderr and becomes its exit code; None becomes 0.
+
+    Under torchrun rank 0 speaks for errors that all ranks have; any other one is printed by the rank that has it.
+    """
+
+    @wraps(main)
+    def run(*args, **kwargs) -> int:
+        try:
+            return main(*args, **kwargs) or EXIT_DONE
+        except MkdError as error:
+            rank = int(os.environ.get("RANK", "0"))
+            if rank == 0 or not error.on_all_ranks:
+                print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+
+    return run

@@ -23,9 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.data.documents import parse_row, read_rows  # noqa: E402
 from mkd.data.joining import join_texts  # noqa: E402
-from mkd.errors import EXIT_DONE, DataError, MkdError  # noqa: E402
+from mkd.errors import DataError, returns_exit_code  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from mkd.xtoken.audit import audit  # noqa: E402
@@ -36,7 +37,7 @@ SHOWN_ROWS = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--student", required=True, metavar="DIR|FILE",
         help="the student's tokenizer: model folder or Hub id, SentencePiece .model, or .tiktoken file")  # fmt: skip
@@ -130,14 +131,9 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        run(args)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return EXIT_DONE
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    run(build_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from tools.convert_hf_to_mcore import run_tool  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="reference, run by transformers")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--load", type=Path, metavar="CKPT", help="Megatron checkpoint for mkd")
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="max |dlogit| over max |logit| (default 1e-4)")
     parser.add_argument("--kl-tolerance", type=float, default=1e-8, help="nats per token (default 1e-8)")
-    return run_tool("parity", parser.parse_args())
+    return run_tool("parity", parser)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mkd.config.flags import FlagParser  # noqa: E402
-from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
+from mkd.errors import EXIT_DONE, DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.log.metrics import METRICS, Reduction  # noqa: E402
 from mkd.log.records import read_records, split_of  # noqa: E402
 
@@ -151,17 +151,14 @@ def last_step(records: list[dict]) -> int:
     return max((record["iteration"] for record in records), default=0)
 
 
+@returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
     parser.add_argument("--eps", type=relative_difference, default=1e-6, help="relative difference that counts (default 1e-6)")
     parser.add_argument("--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)")
-    try:
-        return run(parser.parse_args(argv))
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ One process does any model that fits in memory; under torchrun the parallel size
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.errors import EXIT_DONE, MkdError  # noqa: E402
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import MkdError, returns_exit_code  # noqa: E402
 
 DTYPES = ("bf16", "fp32")
 
@@ -31,27 +31,27 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run_tool(name: str, args: argparse.Namespace) -> int:
-    """Exit code of `mkd.convert.<name>.run`, which takes the tool's flags as arguments; a user error is printed once."""
+@returns_exit_code
+def run_tool(name: str, parser: argparse.ArgumentParser) -> None:
+    """Exit code of `mkd.convert.<name>.run`, which takes the tool's flags as arguments. Rank 0 speaks for all ranks."""
+    args = parser.parse_args()
     from mkd.platform import detect
 
     detect()  # before Megatron is imported, whose remarks it quiets
     try:
         import_module(f"mkd.convert.{name}").run(**vars(args))
     except MkdError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return EXIT_DONE
+        error.on_all_ranks = True  # it comes from files that all of them read
+        raise
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder, or model id to download")
     parser.add_argument("--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to")
     parser.add_argument("--dtype", choices=DTYPES, help="of the checkpoint (default: bf16 if the files are, else fp32)")
     add_layout_arguments(parser)
-    return run_tool("hf_to_mcore", parser.parse_args())
+    return run_tool("hf_to_mcore", parser)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from tools.convert_hf_to_mcore import DTYPES, add_layout_arguments, run_tool  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)")
     parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--reference-hf", metavar="DIR_OR_ID", help="configuration and tokenizer (default: CKPT's own)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
-    return run_tool("mcore_to_hf", parser.parse_args())
+    return run_tool("mcore_to_hf", parser)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.doctor import describe, examine, is_healthy  # noqa: E402
+from mkd.errors import returns_exit_code  # noqa: E402
 
 
+@returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)")
     findings = examine(parser.parse_args(argv).folder)
     print(describe(findings))

@@ -20,15 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.config.load import load_config  # noqa: E402
-from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
+from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(the tool's own flags, those of a run)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--multiple-choice", nargs="+", metavar="FILE", help="questions, choices, answers (JSON lines)")
     parser.add_argument("--completions", nargs="+", metavar="FILE", help="prompts and completions (JSON lines)")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="answered examples before each question (default 0)")
@@ -38,19 +37,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def main(argv: list[str]) -> int:
+@returns_exit_code
+def main(argv: list[str]) -> None:
     """Run the evaluation; returns the exit code."""
     args, rest = parse(argv)
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        evaluate(args, rest, rank)
-    except MkdError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif not error.on_all_ranks:
-            print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    return EXIT_DONE
+    evaluate(args, rest, rank=int(os.environ.get("RANK", "0")))
 
 
 def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:

@@ -27,11 +27,12 @@ if __name__ == "__main__":
 
     prepare_for_files()  # before mkd.data imports Megatron
 
+from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.data.build import open_datasets  # noqa: E402
 from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
 from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402
 from mkd.data.packing import OVERLONG, PACKINGS  # noqa: E402
-from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
+from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
@@ -41,7 +42,7 @@ TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tik
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", required=True, metavar="FILE",
         help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
@@ -146,15 +147,11 @@ def _new_figure():
     return Figure(figsize=(8, 4), layout="constrained")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-    try:
-        show_alignment(args, colour) if args.align else show_packs(args, colour)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return EXIT_DONE
+    show_alignment(args, colour) if args.align else show_packs(args, colour)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mkd.checkpoint.hf_assets import HFAssets  # noqa: E402
-from mkd.errors import MkdError, UsageError  # noqa: E402
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -60,18 +61,14 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
     return layers
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@returns_exit_code
+def main() -> None:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="teacher's Hugging Face folder")
     parser.add_argument("--num-layers", type=int, required=True, help="decoder layers of the student")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     args = parser.parse_args()
-    try:
-        print(f"kept teacher layers {make_student(args.hf, args.out, args.num_layers)} in {args.out}")
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    print(f"kept teacher layers {make_student(args.hf, args.out, args.num_layers)} in {args.out}")
 
 
 if __name__ == "__main__":

@@ -20,21 +20,17 @@ from mkd.config.forecast import describe, forecast_of
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.config.validate import validate
-from mkd.errors import EXIT_DONE, CheckpointError, ErrorList, MkdError
+from mkd.errors import CheckpointError, ErrorList, MkdError, returns_exit_code
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
 
 
-def main(argv: list[str]) -> int:
+@returns_exit_code
+def main(argv: list[str]) -> None:
     """Print the plan; returns the exit code."""
-    try:
-        own, rest = own_flags(argv)
-        print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return EXIT_DONE
+    own, rest = own_flags(argv)
+    print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

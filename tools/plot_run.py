@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.errors import EXIT_DONE, DataError, MkdError, UsageError  # noqa: E402
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.log.metrics import find_metric  # noqa: E402
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
 
@@ -107,21 +108,17 @@ def names(runs: Sequence[Path]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(run) for run in runs]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("--keys", nargs="+", default=(), metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="picture (default: metrics.png beside the first run's)")
     args = parser.parse_args(argv)
     first = args.runs[0]
     out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")
-    try:
-        plot(args.runs, out, args.keys)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    plot(args.runs, out, args.keys)
     print(out)
-    return EXIT_DONE
 
 
 if __name__ == "__main__":

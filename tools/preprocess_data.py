@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.errors import EXIT_DONE, MkdError, UsageError  # noqa: E402
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 
 if TYPE_CHECKING:
     from mkd.data.store_builder import StoreSummary
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
         help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion; of a .txt file every line "
@@ -75,21 +76,17 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     start = time.perf_counter()
-    try:
-        summary = preprocess(args)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    summary = preprocess(args)
     seconds = time.perf_counter() - start
     print(
         f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
         f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
         + (f"; {summary.bad_records} bad records left out" if summary.bad_records else "")
     )
-    return EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import returns_exit_code  # noqa: E402
 from mkd.log.records import read_records, split_of  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.make_student import make_student  # noqa: E402
@@ -83,8 +85,9 @@ def continuation(path: Path) -> str:
     return tokenizer.decode(output[0])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@returns_exit_code
+def main() -> None:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart", help="where everything is written")
     parser.add_argument("--parallel", choices=("tp", "pp"), default="tp", help="tensor or pipeline parallel over 2 ranks")
     args = parser.parse_args()
@@ -100,7 +103,6 @@ def main() -> int:
     subprocess.run([*parity, "--load", str(args.folder / "checkpoints")], check=True)
     report(args.folder, export)
     print(f"\nquickstart took {time.perf_counter() - start:.0f} s")
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,8 @@ import torch.distributed as dist
 
 from mkd.bench.machine import Machine, ceilings
 from mkd.bench.report import Report, merge
-from mkd.errors import MkdError, UsageError
+from mkd.config.flags import FlagParser
+from mkd.errors import UsageError, returns_exit_code
 from mkd.platform import Platform, detect
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def parser() -> argparse.ArgumentParser:
     """All flags. A flag that is not given takes a value that suits the device (CPU: seconds in CI)."""
-    main = argparse.ArgumentParser(prog="benchmark.py", description="Measure mkd beside its peers, as ratios.")
+    main = FlagParser(prog="benchmark.py", description="Measure mkd beside its peers, as ratios.")
     commands = main.add_subparsers(dest="command", required=True)
     _add(commands, "ceilings", run_ceilings, "copy bandwidth and matrix-product rate of the device")
     logits = _add(commands, "logits", run_logits, "divergences on logits: R1 R2 R3 R4 R8, on CPU R8 R12")
@@ -185,14 +185,10 @@ def is_parallel() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+@returns_exit_code
 def main(argv: list[str]) -> int:
     """Run one benchmark; its table comes first, its requirement lines last. Returns the exit code."""
-    args = parser().parse_args(argv)
-    try:
-        return run(args, detect())
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run(parser().parse_args(argv), detect())
 
 
 def run(args: argparse.Namespace, platform: Platform) -> int:

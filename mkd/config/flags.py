@@ -34,7 +34,9 @@ class FlagParser(argparse.ArgumentParser):
     """argparse whose errors are `UsageError`s: main prints them, beside what else is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "", "see --help")
+        problem = UsageError(message, "", "see --help")
+        problem.on_all_ranks = True
+        raise problem
 
 
 def whole_number(text: str, least: int = 1) -> int:

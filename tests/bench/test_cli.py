@@ -84,8 +84,7 @@ def test_the_tool_runs_and_strict_reports_misses():
 
 
 def test_usage_errors(capsys):
-    with pytest.raises(SystemExit):
-        main(["logits", "--shape", "24,400,1"])
+    assert main(["logits", "--shape", "24,400,1"]) == EXIT_USAGE
     assert "invalid 2 positive integers value: '24,400,1'" in capsys.readouterr().err
     assert main(["step", "--student-shape", "gpt-5"]) == EXIT_USAGE
     assert "shape 'gpt-5' is not known" in capsys.readouterr().err
