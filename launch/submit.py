@@ -211,7 +211,7 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
     if limit_s is None:
         form = "write minutes (90), h:m:s (12:00:00) or days-hours (2-12)"
         return [UsageError(f"--time {time} is not a time that Slurm reads", "", form)]
-    if limit_s <= lead_s + SIGNAL_EARLIER_S:
+    if 0 < limit_s <= lead_s + SIGNAL_EARLIER_S:  # 0: no limit
         return [
             UsageError(
                 f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, or up to "

@@ -145,3 +145,8 @@ def test_without_slurm_and_without_torch(config, tmp_path):
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ended.stdout == "1 False\n" and ended.stderr.startswith("error: there is no sbatch here")
+
+
+def test_no_time_limit_is_one_too(config, capsys):
+    """Slurm's 0: the job is never told to end."""
+    assert "#SBATCH --time=0\n" in script(capsys, "--config", config, "--time", "0")

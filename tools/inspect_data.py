@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 
     prepare_for_files()  # before mkd.data imports Megatron
 
-from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.config.flags import FlagParser, whole_number  # noqa: E402
 from mkd.data.build import open_datasets  # noqa: E402
 from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
 from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402
@@ -37,6 +38,7 @@ from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
 from mkd.xtoken.align_view import view_alignment  # noqa: E402
+from tools.plot_run import new_figure, save_figure  # noqa: E402
 
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
 
@@ -48,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
              "file or the prefix of a tokenised .bin/.idx pair")  # fmt: skip
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
-    add("--limit", type=int, default=3, metavar="N", help="packs or records to show (default 3)")
+    add("--limit", type=partial(whole_number, least=0), default=3, metavar="N", help="packs or records to show (default 3)")
     add("--samples", type=int, nargs="+", metavar="N",
         help="packs to show instead of the first ones, by the numbers that non_finite.jsonl and loss_spikes.jsonl of a run "
              "have; with the run's data flags, and its one --data-path as --input")  # fmt: skip
@@ -90,6 +92,8 @@ def align_record(record: Record, args: argparse.Namespace, student: Tokenizer, t
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
     if not args.teacher:
         raise UsageError("--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER")
+    if args.max_bad_records:
+        raise UsageError("--max-bad-records has no effect with --align", "it shows the records as they are", "leave it out")
     student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
     for number, aligned in aligned_records(args, student, teacher):
         print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
@@ -99,7 +103,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does, and show the first packs and what all of them hold."""
     if args.seq_length < 1:
         raise UsageError(f"--seq-length {args.seq_length} is not a number of tokens", do="use 1 or more")
-    figure = _new_figure() if args.histogram else None
+    figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
     tokenizer = open_tokenizer(args.student)
     with tempfile.TemporaryDirectory() as folder:
         dataset, _ = open_datasets(
@@ -120,7 +124,8 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
         print(*summarise(dataset), sep="\n")
         if figure is not None:
             draw_lengths(document_lengths(dataset), args.seq_length, figure)
-            figure.savefig(args.histogram)
+            figure.set_size_inches(8, 4)
+            save_figure(figure, Path(args.histogram), "--histogram")
 
 
 def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
@@ -135,16 +140,6 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
             "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
         )
     return args.samples
-
-
-def _new_figure():
-    """An empty matplotlib figure. Raises UsageError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        do = "pip install 'mkd[quickstart]', or leave --histogram away"
-        raise UsageError("matplotlib is not installed", "--histogram draws with it", do) from error
-    return Figure(figsize=(8, 4), layout="constrained")
 
 
 @returns_exit_code

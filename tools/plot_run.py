@@ -32,30 +32,20 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
     Raises UsageError without matplotlib, for a key that no record has, and where the picture cannot be written; DataError for
     files without records.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        why = f"the import failed with: {error}"
-        raise UsageError("matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    figure = new_figure(picture, "--out")
     records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
     if not any(records.values()):
         raise DataError(f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on")
     keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
     height = -(-len(keys) // columns)
-    size = (5 * columns, 3.5 * height)
-    figure, axes = pyplot.subplots(height, columns, figsize=size, constrained_layout=True, squeeze=False)
+    figure.set_size_inches(5 * columns, 3.5 * height)
+    axes = figure.subplots(height, columns, squeeze=False)
     for axis, key in zip(axes.flat, keys, strict=False):
         draw(axis, key, records)
     for axis in axes.flat[len(keys) :]:
         axis.set_visible(False)
-    try:
-        _write(figure, picture)
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, picture, "--out")
 
 
 def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
@@ -68,15 +58,26 @@ def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
     return chosen
 
 
-def _write(figure, picture: Path) -> None:
+def new_figure(picture: Path, flag: str):
+    """An empty matplotlib figure for the file that `flag` names. Raises UsageError without matplotlib or a known suffix."""
     if picture.suffix not in PICTURES:
         why = "its suffix says in which format it is drawn"
-        raise UsageError(f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to --out")
+        raise UsageError(f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to {flag}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        why = f"the import failed with: {error}"
+        raise UsageError("matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt") from error
+    return Figure(layout="constrained")
+
+
+def save_figure(figure, picture: Path, flag: str) -> None:
+    """Raises UsageError where the file cannot be written."""
     try:
         figure.savefig(picture, dpi=110)
     except OSError as error:
         what = f"{picture} cannot be written: {error.strerror or error}"
-        raise UsageError(what, "", "name a file in a folder that exists with --out") from error
+        raise UsageError(what, "", f"name a file in a folder that exists with {flag}") from error
 
 
 def draw(axis, key: str, records: dict[str, list[dict]]) -> None:

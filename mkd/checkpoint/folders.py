@@ -35,6 +35,7 @@ class TrainingPosition:
 
     iteration: int = 0
     consumed_samples: int = 0
+    consumed_tokens: int = 0  # of those packs, whose length may have been changed on the way
     skipped_iterations: int = 0
 
 
@@ -229,7 +230,10 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
 
 
 def position_of(state: Mapping) -> TrainingPosition:
-    """Of what `read_state` returns."""
+    """Of what `read_state` returns. Checkpoints of 2026-11-22 and before had one length of packs and no count of tokens."""
+    if "consumed_tokens" not in state:
+        seq_length = state.get("fingerprints", {}).get("data.seq_length", 0)
+        state = {**state, "consumed_tokens": state["consumed_samples"] * seq_length}
     return TrainingPosition(**{name: state[name] for name in asdict(TrainingPosition())})
 
 
@@ -238,8 +242,9 @@ def read_state(folder: Path) -> dict:
     path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not first.keys() <= state.keys():
-            raise ValueError(f"it is not an object with {', '.join(first)}")
+        needed = first.keys() - {"consumed_tokens"}
+        if not isinstance(state, dict) or not needed <= state.keys():
+            raise ValueError(f"it is not an object with {', '.join(sorted(needed))}")
     except FileNotFoundError:
         return first
     except ValueError as error:

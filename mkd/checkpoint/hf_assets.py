@@ -20,6 +20,9 @@ TOKENIZER_ASSETS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATE_FOLDER = "additional_chat_templates"  # of a tokenizer with several
+TEMPLATES = "*.jinja"
+TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class HFAssets:
             found[SENTENCEPIECE_ASSET] = self.tokenizer
         elif self.tokenizer is not None:
             found |= {name: self.tokenizer / name for name in TOKENIZER_ASSETS}
+            templates = (self.tokenizer / TEMPLATE_FOLDER).glob(TEMPLATES)
+            found |= {f"{TEMPLATE_FOLDER}/{path.name}": path for path in templates}
         return {name: path for name, path in found.items() if path.exists()}
 
     def copy_to(self, folder: Path) -> None:
@@ -57,8 +62,12 @@ class HFAssets:
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = self.files()
-        replaced = files.keys() | (set() if files.keys().isdisjoint(TOKENIZER_ASSETS) else set(TOKENIZER_ASSETS))
+        replaced = set(files)
+        if not files.keys().isdisjoint(TOKENIZER_ASSETS):
+            replaced |= set(TOKENIZER_ASSETS)
+            shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
         for name in replaced:
             (folder / name).unlink(missing_ok=True)
         for name, path in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)

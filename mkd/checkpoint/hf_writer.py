@@ -199,9 +199,9 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
     """Everything that can be wrong before tensors move: the first problem, or None."""
     try:
         reference = ModelShape.from_hf_dir(assets.model)
-        for path in assets.files().values():
+        for name, path in assets.files().items():
             if path != assets.tokenizer:  # which its user has named
-                contained_file(path.parent, path.name)
+                contained_file(path.parents[name.count("/")], name)
     except Exception as error:  # carried to all ranks and raised there
         return error
     names = [f.name for f in fields(ModelShape) if f.compare and getattr(reference, f.name) != getattr(shape, f.name)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.config.validate_log import check_log
-from mkd.config.validate_ranges import SIZES, check_ranges
+from mkd.config.validate_ranges import BATCH, PACKS, SHARDS, STAGES, check_ranges
 from mkd.config.validate_teachers import check_objective, check_teachers, no_effect
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
@@ -34,17 +34,24 @@ def validate(
     problems: list[MkdError] = [error for _, error in out_of_range]
     for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel, check_log):
         problems += check(config)
-    if any(name in SIZES for name, _ in out_of_range):
-        return problems  # the arithmetic below needs sizes that make sense
-    problems += _sequences(config)
-    stages = config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    if student is not None:
-        stages = _attempt(problems, lambda: virtual_stages(config, student))
-    batch = _attempt(problems, lambda: BatchPlan.from_config(config, world_size))
-    if batch is not None:
-        problems += _batch(config, batch, stages or 1)
-    for model in _models_of(config, (student, *teachers)):
-        problems += _shape(config, model)
+    wrong = {name for name, _ in out_of_range}  # what reads one of these is left out below
+    if wrong.isdisjoint((*PACKS, *SHARDS)):
+        problems += _sequences(config)
+    stages = None
+    if wrong.isdisjoint(STAGES):
+        stages = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        if student is not None:
+            stages = _attempt(problems, lambda: virtual_stages(config, student))
+    if wrong.isdisjoint((*BATCH, *SHARDS, *STAGES)):
+        batch = _attempt(problems, lambda: BatchPlan.from_config(config, world_size))
+        if batch is not None:
+            problems += _batch(config, batch, stages or 1)
+    models = list(_models_of(config, (student, *teachers)))
+    if "tensor_model_parallel_size" not in wrong:
+        problems += _ffn(config, models, world_size)
+    for model in models:
+        if wrong.isdisjoint(SHARDS):
+            problems += _windows(config, model)
         if stages is not None and config.parallel.pipeline_layout == "even":
             _attempt(problems, lambda model=model: _layout(config, model, stages))
     if not problems and None not in (student, *teachers) and config.parallel.pipeline_layout == "auto":
@@ -154,6 +161,8 @@ def _training(config: Config) -> Iterator[UsageError]:
         value = getattr(checkpoint, name)
         if value and not checkpoint.save:
             yield UsageError(f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR")
+    if checkpoint.accept_change and not checkpoint.load:
+        yield no_effect("accept-change", "a run is compared with the checkpoint that it goes on from", "add --load DIR")
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
         yield UsageError(f"ckpt-step {checkpoint.ckpt_step} has no folder", "", "give --load DIR")
 
@@ -187,7 +196,7 @@ def _evaluation(config: Config) -> Iterator[UsageError]:
 def _optimizer(config: Config) -> Iterator[UsageError]:
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
-    if settings.min_lr > settings.lr:
+    if settings.min_lr > settings.lr > 0:
         yield UsageError(
             f"min-lr {settings.min_lr} is above lr {settings.lr}", "lr decays down to min-lr", "lower --min-lr"
         )
@@ -291,6 +300,12 @@ def _sequence(config: Config, option: Option, seq_length: int) -> Iterator[Usage
     fitting = math.lcm(multiple, shards)
     fitting *= math.ceil(seq_length / fitting)
     tokens = seq_length * micro_batch_size
+    if tokens >= 2**31:
+        yield UsageError(
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
+            "borders of documents are counted in 32 bits",
+            f"lower {option.place} or --micro-batch-size",
+        )
     if seq_length % multiple:
         yield UsageError(
             f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
@@ -307,8 +322,8 @@ def _sequence(config: Config, option: Option, seq_length: int) -> Iterator[Usage
         )
 
 
-def _shape(config: Config, model: _Model) -> Iterator[UsageError]:
-    """What one model's sizes ask of the layout; heads and vocabulary are padded, so that they ask nothing."""
+def _windows(config: Config, model: _Model) -> Iterator[UsageError]:
+    """What a model's attention asks of the layout."""
     role, shape = model.role, model.shape
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     groups = shape.padded_query_groups(tensor) // tensor
@@ -318,10 +333,20 @@ def _shape(config: Config, model: _Model) -> Iterator[UsageError]:
             f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
             "lower --context-parallel-size or --tensor-model-parallel-size",
         )
-    if shape.ffn_hidden_size % tensor:
-        largest = next(size for size in range(tensor, 0, -1) if shape.ffn_hidden_size % size == 0)
-        yield UsageError(
-            f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
-            "every tensor-parallel process holds the same number of MLP channels",
-            f"use --tensor-model-parallel-size {largest}",
-        )
+
+
+def _ffn(config: Config, models: Sequence[_Model], world_size: int) -> Iterator[UsageError]:
+    """What the models' widths ask of tensor parallelism; heads and vocabulary are padded, so that they ask nothing."""
+    parallel = config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
+    common = math.gcd(*(model.shape.ffn_hidden_size for model in models))
+    dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
+    fitting = [size for size in dividing if world_size % (size * others) == 0] or dividing
+    for role, shape, *_ in models:
+        if shape.ffn_hidden_size % tensor:
+            yield UsageError(
+                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
+                "every tensor-parallel process holds the same number of MLP channels",
+                f"use --tensor-model-parallel-size {fitting[-1]}",
+            )

@@ -8,26 +8,23 @@ from mkd.config.options import settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 
-SIZES = (
-    "tensor_model_parallel_size",
+SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
+STAGES = (
     "pipeline_model_parallel_size",
-    "context_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
-    "micro_batch_size",
-    "global_batch_size",
-    "seq_length",
-    "xtoken_seq_length",
 )
-"""What the arithmetic of batches, packs and layouts multiplies and divides."""
+BATCH = ("micro_batch_size", "global_batch_size")
+PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
+"""What the arithmetic of layouts, batches and packs multiplies and divides."""
 
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
+_LARGEST = 2**62  # sums with other settings stay 64-bit numbers
 _RANGES = {
     "device_memory_gib": ("above 0", lambda x: x > 0),
-    **dict.fromkeys(
-        ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"), ("above 0", lambda x: x > 0)
-    ),
+    "distributed_timeout_minutes": ("above 0 and at most a million", lambda x: 0 < x <= 1e6),
+    "distributed_timeout_seconds_after_init": ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7),
     **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
     **dict.fromkeys(
         ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
@@ -51,7 +48,10 @@ _RANGES = {
     "max_bad_records": ("0 or more", lambda x: x >= 0),
     **dict.fromkeys(
         (
-            *SIZES,
+            *SHARDS,
+            *STAGES,
+            *BATCH,
+            *PACKS,
             "eval_iters",
             "exit_interval",
             "recompute_num_layers",
@@ -78,8 +78,9 @@ def check_ranges(config: Config) -> Iterator[tuple[str, UsageError]]:
         what = f"train-iters is {config.training.train_iters}"
         yield "train_iters", UsageError(what, "a run needs at least one step", "give --train-iters N")
     for option, value in settings(config):
-        if option.name in _RANGES:
-            wanted, is_fine = _RANGES[option.name]
-            if value is not None and not is_fine(value):
-                why = f"{option.label}: {option.help}"
-                yield option.name, UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")
+        wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
+        if isinstance(value, int) and value > _LARGEST:
+            wanted, is_fine = "at most 2^62", lambda x: False
+        if value is not None and not is_fine(value):
+            why = f"{option.label}: {option.help}"
+            yield option.name, UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")

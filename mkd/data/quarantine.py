@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from mkd.errors import DataError, ErrorList, MkdError
@@ -74,8 +76,14 @@ class Quarantine:
 def require_few(path: Path, count: int, max_bad_records: int) -> None:
     """Raises what a build would have raised for a finished corpus with `count` bad records in the quarantine file `path`."""
     if count > max_bad_records:
-        first = [BadRecord.of_entry(entry) for _, entry in zip(range(MAX_REPORTED_ERRORS), _entries(path), strict=False)]
-        raise _too_many(first, count, max_bad_records, stopped=False)
+        raise _too_many(first_of(path), count, max_bad_records, stopped=False)
+
+
+def first_of(path: Path) -> list[BadRecord]:
+    """The first ten records of a quarantine file; none where there is no file."""
+    with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+        return [BadRecord.of_entry(json.loads(line)) for line in islice(file, MAX_REPORTED_ERRORS)]
+    return []
 
 
 def collect(paths: Iterable[Path], target: Path) -> int:
@@ -86,11 +94,6 @@ def collect(paths: Iterable[Path], target: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
-
-
-def _entries(path: Path) -> Iterable[Mapping]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
 
 
 def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) -> MkdError:

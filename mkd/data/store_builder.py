@@ -15,9 +15,9 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.encoding import EncodedChunk, encode_files
-from mkd.data.quarantine import Quarantine
+from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
-from mkd.errors import DataError
+from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
 RECORDS_VERSION = 3  # of what a file's records become
@@ -62,7 +62,10 @@ def build_store(
         with closing(encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)) as chunks:
             summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
-            raise DataError(f"no tokens in {', '.join(inputs)}", "there is nothing to train on", "check the input files")
+            bad = first_of(partial.quarantine)
+            why = f"{summary.bad_records} bad records were left out" if bad else "there is nothing to train on"
+            empty = DataError(f"no tokens in {', '.join(inputs)}", why, "check the input files")
+            raise ErrorList([*bad, empty]) if bad else empty
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,

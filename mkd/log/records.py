@@ -43,7 +43,7 @@ def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
 def _record(path: Path, number: int, line: bytes) -> dict:
     try:
         record = json.loads(line)
-        if isinstance(record["iteration"], int):
+        if isinstance(record["iteration"], int) and isinstance(split_of(record), str):
             return record
     except (ValueError, KeyError, TypeError):
         pass

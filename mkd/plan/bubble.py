@@ -1,7 +1,8 @@
 """The pipeline bubble: time that ranks wait in a step, by formula for equal stages and by simulation for any.
 
 The simulation runs every rank's work in Megatron's order; a task starts when its rank is free and its input has been
-computed. Messages take no time, and the update after the last backward is not part of it.
+computed. Messages take no time, and the update after the last backward is not part of it. Of a long step its beginning
+is run: once the pipeline is full, every further micro-batch adds the same time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mkd.plan.cost import StageTime
+
+SIMULATED = 32  # micro-batches for each pipeline rank
 
 
 class Task(NamedTuple):
@@ -74,7 +77,22 @@ def rank_order(
 
 
 def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
-    """Run one step over `stages` (in model order, a multiple of `pipeline_parallel`)."""
+    """One step over `stages` (in model order, a multiple of `pipeline_parallel`).
+
+    Beyond `SIMULATED` micro-batches a rank the time goes on as over the second half of those.
+    """
+    simulated = SIMULATED * pipeline_parallel
+    if num_microbatches <= simulated:
+        step_ms = run(stages, pipeline_parallel, num_microbatches)
+    else:
+        half_ms, whole_ms = (run(stages, pipeline_parallel, number) for number in (simulated // 2, simulated))
+        step_ms = whole_ms + (whole_ms - half_ms) / (simulated // 2) * (num_microbatches - simulated)
+    work_ms = num_microbatches * sum(stage.total_ms for stage in stages)
+    return StepForecast(step_ms=step_ms, ideal_ms=work_ms / pipeline_parallel)
+
+
+def run(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
+    """Milliseconds until the last of all ranks has done all its tasks."""
     virtual_stages = len(stages) // pipeline_parallel
     orders = [rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches) for rank in range(pipeline_parallel)]
     position, clock_ms = [0] * pipeline_parallel, [0.0] * pipeline_parallel
@@ -93,8 +111,7 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
                 done_ms[(task.is_forward, task.microbatch, stage)] = clock_ms[rank]
                 position[rank] += 1
         assert position != before, "the schedule's order waits for itself"
-    work_ms = num_microbatches * sum(stage.total_ms for stage in stages)
-    return StepForecast(step_ms=max(clock_ms), ideal_ms=work_ms / pipeline_parallel)
+    return max(clock_ms)
 
 
 def _input(task: Task, stage: int, num_stages: int) -> tuple[bool, int, int] | None:

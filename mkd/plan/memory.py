@@ -182,9 +182,10 @@ class _Models:
         table = self.vocab_rows * self.student.hidden_size * self.element  # what autograd gets as gradient of embedding or head
         if self.config.training.eval_interval and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
-        alive = 0
-        for task in rank_order(rank, layout.pipeline_parallel, layout.virtual_stages, self.batch.num_microbatches):
-            stage = task.virtual_stage * layout.pipeline_parallel + rank
+        alive, pipeline = 0, layout.pipeline_parallel
+        microbatches = min(self.batch.num_microbatches, 4 * pipeline)  # fill the pipeline; what follows is the same again
+        for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
+            stage = task.virtual_stage * pipeline + rank
             kept = student.chunk_bytes(layout.layers[stage], is_last=stage == last)
             if task.is_forward:
                 yield alive, self._teachers_forward_bytes(stage)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mkd.errors import CheckpointError, UsageError
+from mkd.errors import CheckpointError, MkdError, UsageError
 
 FAMILIES = {
     "llama": "llama",
@@ -24,11 +24,12 @@ FAMILIES = {
 """Hugging Face `model_type` -> mkd family. SmolLM2 is `llama`, Phi-4 (dense) is `phi3`."""
 
 DEFAULTS = {
-    "llama": {},
+    "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-    "phi3": {"num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "phi3": {"num_key_value_heads": 32, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+             "rms_norm_eps": 1e-5},
 }
 """What transformers takes for a key that config.json lacks, where the families differ. A key that is null has no default."""
 
@@ -171,6 +172,8 @@ class ModelShape:
         except KeyError as error:
             do = "download or write it again"
             raise CheckpointError(f"{source}: key {error} is missing or null", f"a {model_type} model needs it", do) from None
+        except MkdError as error:
+            raise type(error)(f"{source}: {error.what}", error.why, error.do) from None
 
     @classmethod
     def _read(cls, family: str, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
@@ -261,7 +264,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShap
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+            original_max_position_embeddings=_original_positions(config, scaling),
         )
     if kind == "longrope":
         return _long_rope(config, scaling, base)
@@ -272,12 +275,23 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShap
     )
 
 
+def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """Positions before the scaling. The model's own key comes before that of its rope parameters, as in transformers."""
+    name = "original_max_position_embeddings"
+    return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
+
+
 def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict[str, Any]) -> RopeShape:
     """LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753) as Phi-3 configurations spell it."""
-    maximum = config.get("max_position_embeddings", 4096)
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    factor = float(scaling.get("factor") or (maximum / original if original else 1.0))
-    original = int(original or maximum)
+    for name in ("short_factor", "long_factor"):
+        if len(scaling[name]) != base["rotary_dim"] // 2:
+            raise CheckpointError(
+                f"the rope parameters have {len(scaling[name])} numbers of {name}",
+                f"each belongs to two of the {base['rotary_dim']} channels of a head that are rotated",
+                "download config.json or write it again",
+            )
+    original = _original_positions(config, scaling)
+    factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -132,7 +132,7 @@ def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[s
     place = dict(
         iteration=position.iteration,
         consumed_samples=position.consumed_samples,
-        consumed_tokens=position.consumed_samples * reporter.seq_length,
+        consumed_tokens=position.consumed_tokens,
     )
     reporter.logger.write({**place, **metrics, "split": "tasks"})
     reporter.note(task_line(position.iteration, metrics))

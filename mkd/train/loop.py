@@ -123,6 +123,7 @@ def one_step(run: Run) -> None:
     run.position = TrainingPosition(
         iteration=iteration,
         consumed_samples=run.position.consumed_samples + run.global_batch_size,
+        consumed_tokens=run.position.consumed_tokens + run.global_batch_size * run.config.training.seq_length,
         skipped_iterations=run.position.skipped_iterations + (not result.is_applied),
     )
     is_spike = run.spikes.is_spike(iteration, result, run.train_stream.last_samples)

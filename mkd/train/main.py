@@ -59,7 +59,8 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, 
         meeting.ready(patience_s)
         return
     if _is_rank_0():
-        make_folders(folder, loaded.config.checkpoint.save, loaded.config.checkpoint.export_hf)
+        log, checkpoint = loaded.config.log, loaded.config.checkpoint
+        make_folders(folder, log.tensorboard_dir, checkpoint.save, checkpoint.export_hf)
     reports.folder = folder / "errors"
     watchdog = Watchdog.of(parallel, reports)
     watchdog.start()

@@ -5,13 +5,14 @@ All ranks look at the same few files, so that all refuse the run together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mkd.checkpoint.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_ASSETS
+from mkd.checkpoint.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf_reader import resolve_hf
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.data.build import require_file, require_vocabulary
@@ -62,14 +63,19 @@ def open_tokenizers(
         else:
             own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
     files = _attempt(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
-    return Tokenizers(tokenizer, tuple(own), files, tuple(_notes(tokenizer, config, student)))
+    unchecked = [
+        f"note: the {role}'s folder {source.assets} has no tokenizer, so that its ids are taken for the student's unchecked"
+        for role, settings, source in zip(teacher_roles(config), config.teachers, teachers, strict=False)
+        if source is not None and settings.xtoken is None and not has_tokenizer(source.assets)
+    ]
+    return Tokenizers(tokenizer, tuple(own), files, (*unchecked, *_notes(tokenizer, config, student)))
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
     """What `HFAssets` copies of the tokenizer of that name. Raises CheckpointError where it cannot be had from the hub."""
     if tokenizer_type == "TiktokenTokenizer":
         return None
-    return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_ASSETS)
+    return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_PATTERNS)
 
 
 def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) -> Iterator[str]:
@@ -85,7 +91,7 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
     if not (config.checkpoint.save or config.checkpoint.export_hf):
         return
     if kind == "SentencePieceTokenizer":
-        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET}, without a tokenizer_config.json that says how to load it"
+        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone: without its settings transformers may make other ids"
     elif kind == "TiktokenTokenizer":
         yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
 
@@ -183,7 +189,7 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
     """
     if is_raw(path):
         require_file(path, flag)
-        return _look_at_records(flag, path, max(LOOKED_AT, max_bad_records + 1))
+        return _look_at_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         raise DataError(
             f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",

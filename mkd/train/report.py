@@ -62,7 +62,7 @@ class Reporter:
             self._per_teacher(result.sums) if result.is_applied else {},
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
-            consumed_tokens=position.consumed_samples * self.seq_length,
+            consumed_tokens=position.consumed_tokens,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             step_time_ms=result.step_time_ms,
@@ -107,7 +107,7 @@ class Reporter:
             self._per_teacher(sums),
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
-            consumed_tokens=position.consumed_samples * self.seq_length,
+            consumed_tokens=position.consumed_tokens,
         )
         record = averager.flush()
         record |= self._gap_closed(record)

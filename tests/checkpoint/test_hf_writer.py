@@ -192,11 +192,15 @@ def test_an_older_export_is_replaced_without_leftovers(ranks, originals, tmp_pat
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+TOOLS = "additional_chat_templates/tool_use.jinja"  # where transformers writes the second template of a tokenizer
+
+
 def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path):
     """Its files may come from another folder than the configuration, from a SentencePiece file, or not at all."""
     source, out, other = originals("llama"), tmp_path / "out", tmp_path / "other"
-    for folder, names in ((out, ("vocab.json", "chat_template.jinja")), (other, ("tokenizer.json", "config.json"))):
-        folder.mkdir()
+    old = "additional_chat_templates/old.jinja"
+    for folder, names in ((out, ("vocab.json", "chat_template.jinja", old)), (other, ("tokenizer.json", "config.json", TOOLS))):
+        (folder / TOOLS).parent.mkdir(parents=True)
         for name in names:
             (folder / name).write_text(f'"{name} of {folder.name}"')
     config = json.loads((source / "config.json").read_text())
@@ -206,12 +210,13 @@ def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path)
         assert ranks.run(import_export, 1, source, out, *options) == [None]
         assert json.loads((out / "config.json").read_text()) == config
         model = {"config.json", "generation_config.json", "model.safetensors"}
-        return {file.name: file.read_text() for file in out.iterdir() if file.name not in model}
+        files = {file.relative_to(out).as_posix(): file for file in out.rglob("*") if file.is_file()}
+        return {name: file.read_text() for name, file in files.items() if name not in model}
 
-    mine = {"vocab.json": '"vocab.json of out"', "chat_template.jinja": '"chat_template.jinja of out"'}
+    mine = {name: f'"{name} of out"' for name in ("vocab.json", "chat_template.jinja", old)}
     assert tokenizer_after(None) == mine
     assert tokenizer_after(make_bare(tmp_path / "bare")) == mine
-    assert tokenizer_after(other) == {"tokenizer.json": '"tokenizer.json of other"'}
+    assert tokenizer_after(other) == {name: f'"{name} of other"' for name in ("tokenizer.json", TOOLS)}
     (tmp_path / "some name.model").write_text("pieces")
     assert tokenizer_after(tmp_path / "some name.model") == {"tokenizer.model": "pieces"}
 

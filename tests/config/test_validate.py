@@ -70,7 +70,7 @@ def test_empty_command_line_reports_everything():
         ("--adam-beta2", "1.0", "from 0 to below 1"),
         ("--lr-warmup-fraction", "1.0", "from 0 to below 1"),
         ("--log-interval", "0", "1 or more"),
-        ("--distributed-timeout-minutes", "0.0", "above 0"),
+        ("--distributed-timeout-minutes", "0.0", "above 0 and at most a million"),
         ("--exit-duration-in-mins", "0.0", "above 0"),
         ("--num-workers", "-1", "0 or more"),
         ("--characters-per-sample", "0", "1 or more"),
@@ -97,15 +97,7 @@ def test_zero_steps():
 
 def test_a_range_error_does_not_hide_independent_problems():
     whats = [error.what for error in problems("--lr", "-1.0", "--eval-interval", "5", "--save-interval", "5")]
-    assert len(whats) == 4 and any("held-out" in what for what in whats)  # lr, min-lr above it, eval, save
-
-
-def test_only_a_size_out_of_range_hides_the_arithmetic():
-    batch = ["--micro-batch-size", "2", "--global-batch-size", "3"]
-    whats = [error.what for error in problems(*batch, "--kd-ratio", "2.0", "--train-iters", "0")]
-    assert len(whats) == 3 and whats[-1].startswith("global-batch-size 3 is not divisible by micro-batch-size 2")
-    (error,) = problems(*batch, "--seq-length", "0")
-    assert error.what == "seq-length 0 must be 1 or more"
+    assert len(whats) == 3 and any("held-out" in what for what in whats)  # lr, eval, save
 
 
 def test_models():
@@ -246,7 +238,7 @@ def test_mlp_width_and_sequence_shards():
     narrow = shape(intermediate_size=102)
     error = problem(*tp4, world_size=4, student=shape(), teacher=narrow)
     assert error.what == "the teacher's ffn_hidden_size 102 is not divisible by tensor-model-parallel-size 4"
-    assert error.do == "use --tensor-model-parallel-size 3"
+    assert error.do == "use --tensor-model-parallel-size 2"  # 3 does not divide the processes
     error = problem(*tp4, "--sequence-parallel", "--seq-length", "63", "--micro-batch-size", "2", world_size=4)
     assert error.what == (
         "seq-length 63 x micro-batch-size 2 = 126 tokens are not divisible by tensor-model-parallel-size 4"

@@ -96,6 +96,15 @@ def test_one_record_more_than_allowed_is_an_error(damaged, tokenizer, tmp_path, 
     assert total.what.startswith(f"{len(BAD)} bad records") and f"--max-bad-records {limit}" in total.what
 
 
+def test_nothing_is_left_where_all_are_bad(tokenizer, write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", *[b"{"] * 12)
+    with pytest.raises(ErrorList) as caught:
+        build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=20)
+    *first, empty = caught.value.errors
+    assert [str(error).partition(": ")[0] for error in first] == [f"{path}:{line}" for line in range(1, 11)]
+    assert empty.what == f"no tokens in {path}" and "12 bad records" in empty.why and caught.value.exit_code == EXIT_DATA
+
+
 def test_a_single_bad_record_says_how_to_leave_it_out(tokenizer, write_jsonl, tmp_path):
     path = write_jsonl("a.jsonl", {"text": "fox"}, b"{")
     with pytest.raises(DataError, match="(?s)a.jsonl:2: not valid JSON.*or leave it out: --max-bad-records 1"):

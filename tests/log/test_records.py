@@ -22,7 +22,10 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     assert read_records(tmp_path) == [{"iteration": 1}]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', '{"iteration": null}'])
+NO_RECORDS = ["not json", "[1]", '{"loss": 1.0}', '{"iteration": null}', '{"iteration": 1, "split": ["valid"]}']
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics record"):

@@ -83,11 +83,14 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
         leave_preempted(str(tmp_path), Preempted("received SIGTERM"))
         return json.loads((tmp_path / "PREEMPTED").read_text())
 
-    assert position() == {"iteration": 0, "consumed_samples": 0, "skipped_iterations": 0, "reason": "received SIGTERM"}
+    reason = {"reason": "received SIGTERM"}
+    assert position() == dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), 0) | reason
     (tmp_path / "iter_0000004").mkdir()
-    (tmp_path / "iter_0000004" / "mkd.json").write_text('{"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}')
+    saved = {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}
+    state = saved | {"fingerprints": {"data.seq_length": 32}}  # as of before tokens were counted
+    (tmp_path / "iter_0000004" / "mkd.json").write_text(json.dumps(state))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    assert position() == {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1, "reason": "received SIGTERM"}
+    assert position() == saved | {"consumed_tokens": 512} | reason
     (tmp_path / "iter_0000004" / "mkd.json").write_text("{")
     assert position()["iteration"] == 0
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 
-from mkd.plan.bubble import Task, balanced_bubble, rank_order, simulate
+from mkd.plan.bubble import SIMULATED, Task, balanced_bubble, rank_order, run, simulate
 from mkd.plan.cost import StageTime
 
 
@@ -45,6 +46,20 @@ def test_a_heavy_first_stage_by_hand():
 def test_interleaved_by_hand():
     """2 ranks x 2 chunks of 1 + 2 ms, 2 micro-batches: 12 ms of work a rank, 3 ms to fill and drain."""
     assert simulate([StageTime(1, 2)] * 4, 2, 2).step_ms == 15
+
+
+@pytest.mark.parametrize(("pipeline", "stages"), [(1, 1), (2, 1), (4, 1), (4, 3), (8, 2)])
+def test_a_long_step_goes_on_as_it_began(pipeline, stages):
+    """Beside the whole simulation of stages that differ by up to a half; three times what is simulated."""
+    times = random.Random(7)
+    chunks = [StageTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
+    number = 3 * SIMULATED * pipeline
+    assert simulate(chunks, pipeline, number).step_ms == pytest.approx(run(chunks, pipeline, number), rel=1e-4)
+
+
+def test_any_number_of_micro_batches_is_simulated_at_once():
+    stages, number = [StageTime(1, 2)] * 16, 10**12
+    assert simulate(stages, 16, number).step_ms == pytest.approx(3 * (number + 15))
 
 
 def test_fewer_micro_batches_than_stages():

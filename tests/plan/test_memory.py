@@ -10,6 +10,7 @@ import pytest
 from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
+from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
@@ -298,3 +299,14 @@ def test_description_adds_up():
     total, parts = text.split(" GiB = ")
     assert sum(float(part.split()[1]) for part in parts.split(" + ")) == pytest.approx(float(total), abs=0.1)
     assert rank.allocated_gib == pytest.approx(rank.total_gib - rank.device_gib)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_memory_does_not_grow_with_micro_batches_once_the_pipeline_is_full(stages, monkeypatch):
+    flags = ["--pipeline-model-parallel-size", 4]
+    flags += ["--num-virtual-stages-per-pipeline-rank", stages] if stages > 1 else []
+    layouts = ("7,7,7,7", "9,9,9,9") if stages == 1 else ("4,4,4,4,3,3,3,3", "5,5,5,5,4,4,4,4")
+    long = predict(*flags, microbatches=10**9, layouts=layouts)
+    order, asked = rank_order, []
+    monkeypatch.setattr("mkd.plan.memory.rank_order", lambda *sizes: asked.append(sizes[3]) or order(*sizes[:3], 64))
+    assert predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4  # the whole schedule of 64

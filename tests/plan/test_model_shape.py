@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -99,3 +100,31 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     assert ours.rope.rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)  # the others pass over the factor
     nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
     assert nothing.sliding_window is None and nothing.num_query_groups == 32
+
+
+LLAMA3, LONG = {"rope_theta": 1e4, **ROPES[0]}, {**ROPES[1], "rope_type": "longrope"}
+
+
+@pytest.mark.parametrize(("family", "rope"), [("llama", LLAMA3), ("llama", LONG), ("phi3", LONG)])
+@pytest.mark.parametrize("own", [None, 16])
+@pytest.mark.parametrize("of_rope", [None, 64])
+def test_the_original_context_is_what_transformers_takes(family, rope, own, of_rope):
+    """The model's own key, that of its rope parameters, or else the context that it has; Phi-3 has a default of its own."""
+    from transformers import AutoConfig
+
+    name = "original_max_position_embeddings"
+    rope = {key: value for key, value in rope.items() if key not in (name, "type")} | ({name: of_rope} if of_rope else {})
+    config = CONFIG | {"model_type": family, "rope_parameters": rope, "max_position_embeddings": 256, "pad_token_id": 0}
+    config |= {name: own} if own else {}
+    theirs = AutoConfig.for_model(**copy.deepcopy(config))
+    theirs.standardize_rope_params()  # as its models do before they compute frequencies
+    assert ModelShape.from_hf_config(config).rope.original_max_position_embeddings == theirs.rope_parameters[name]
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_longrope_has_a_factor_for_each_pair_of_channels(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "rope_parameters": {**LONG, name: [1.0, 2.0]}}))
+    with pytest.raises(CheckpointError) as caught:
+        ModelShape.from_hf_dir(tmp_path)
+    assert caught.value.what == f"{tmp_path / 'config.json'}: the rope parameters have 2 numbers of {name}"
+    assert "12 channels" in caught.value.why

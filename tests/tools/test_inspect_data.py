@@ -159,3 +159,19 @@ def test_what_packs_refuse(packs, tmp_path, capsys, monkeypatch):
     assert "--align needs --teacher" in capsys.readouterr().err
     packs[1] = str(tmp_path / "missing.jsonl")
     assert main(packs) == EXIT_DATA
+
+
+def test_a_picture_that_cannot_be_written(packs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main([*packs, "--histogram", str(tmp_path / "nowhere" / "out.png")]) == EXIT_USAGE
+    assert "cannot be written: No such file" in capsys.readouterr().err
+    assert main([*packs, "--histogram", str(tmp_path / "out.txt")]) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert "out.txt is no name for a picture" in said.err and said.out == ""  # before any work
+
+
+def test_numbers_and_flags_that_mean_nothing(packs, models, capsys):
+    assert main([*packs, "--limit", "-1"]) == EXIT_USAGE
+    assert "'-1' is not a whole number of 0 or more" in capsys.readouterr().err
+    assert main([*packs, "--align", "--teacher", models[1], "--max-bad-records", "2"]) == EXIT_USAGE
+    assert "--max-bad-records has no effect with --align" in capsys.readouterr().err

@@ -94,6 +94,10 @@ def test_a_changed_setting_is_named_and_can_be_accepted(name, files, folder, ran
     assert f"--accept-change {text.split(' ')[0]}" in result.stderr
     (result,) = go_on(ranks, files, folder, *more, "--accept-change", *name.split(" "), "data.files")
     assert result.exit_code == 0, result.stderr
+    *_, before, after = read_metrics(folder)
+    samples, tokens = (after[key] - before[key] for key in ("consumed_samples", "consumed_tokens"))
+    assert before["consumed_tokens"] == 32 * before["consumed_samples"]
+    assert tokens == samples * (64 if name == "data.seq_length" else 32)
 
 
 def changes_said(result):

@@ -87,6 +87,13 @@ def test_a_good_run_has_no_problems_and_keeps_its_tokenizers(files):
     assert plan_run(load_config(flags(files, "good")).config, 1).tokenizers.teachers == (None,)
 
 
+def test_a_teacher_without_tokenizer_is_said_to_be_unchecked(files, tmp_path):
+    bare = make_model(tmp_path / "bare", **TEACHER)
+    plan = plan_run(load_config(flags(files, "bare", teacher_hf=bare)).config, 1)
+    assert f"note: the teacher's folder {bare} has no tokenizer" in plan.describe()
+    assert "has no tokenizer" not in plan_run(load_config(flags(files, "good")).config, 1).describe()
+
+
 def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
     """Ids of ordinary text beyond the head are refused; a special token that no text makes is not."""
     narrow = add_tokenizer(make_model(tmp_path / "narrow", **TEACHER, vocab_size=280))
@@ -150,7 +157,8 @@ def test_where_the_tokenizer_of_exports_comes_from(files, tmp_path, spm_file):  
         ("--tokenizer-model", same): (same, []),
         ("--tokenizer-model", stranger): (stranger, [f"note: --tokenizer-model {stranger} is not the tokenizer in "]),
         ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", spm_file): (
-            Path(spm_file), [f"note: --tokenizer-model {spm_file} is not", f"note: exports get {spm_file} as tokenizer.model, "]
+            Path(spm_file),
+            [f"note: --tokenizer-model {spm_file} is not", f"note: exports get {spm_file} as tokenizer.model alone: "],
         ),
         ("--tokenizer-type", "TiktokenTokenizer", "--tokenizer-model", ranks_file): (
             None, [f"note: --tokenizer-model {ranks_file} is not", "note: exports get no tokenizer: "]
