@@ -108,7 +108,8 @@ class ErrorList(UsageError):
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorator of a tool's `main`: an `MkdError` is printed on stderr and becomes its exit code; None becomes 0.
 
-    Under torchrun rank 0 speaks for errors that all ranks have; any other one is printed by the rank that has it.
+    Under torchrun, which sets LOCAL_RANK, rank 0 speaks for errors that all ranks have; any other one is printed by the rank
+    that has it.
     """
 
     @wraps(main)
@@ -116,7 +117,7 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
         try:
             return main(*args, **kwargs) or EXIT_DONE
         except MkdError as error:
-            rank = int(os.environ.get("RANK", "0"))
+            rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
             if rank == 0 or not error.on_all_ranks:
                 print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code

@@ -102,6 +102,8 @@ def metrics_page() -> str:
             '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
             "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
             "lines weighted by `num_loss_tokens` average exactly.\n",
+            "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
+            "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
             *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
             "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
             "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",

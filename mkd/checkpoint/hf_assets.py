@@ -65,7 +65,8 @@ class HFAssets:
         replaced = set(files)
         if not files.keys().isdisjoint(TOKENIZER_ASSETS):
             replaced |= set(TOKENIZER_ASSETS)
-            shutil.rmtree(folder / TEMPLATE_FOLDER, ignore_errors=True)
+            old = folder / TEMPLATE_FOLDER
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
         for name in replaced:
             (folder / name).unlink(missing_ok=True)
         for name, path in files.items():

@@ -29,6 +29,7 @@ _RANGES = {
     **dict.fromkeys(
         ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
     ),
+    "train_iters": ("at most a trillion", lambda x: x <= 10**12),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
     "exit_duration_in_mins": ("above 0", lambda x: x > 0),
     "num_workers": ("0 or more", lambda x: x >= 0),

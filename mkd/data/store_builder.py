@@ -63,7 +63,7 @@ def build_store(
             summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
-            why = f"{summary.bad_records} bad records were left out" if bad else "there is nothing to train on"
+            why = f"{summary.bad_records} bad records were left out, from these on" if bad else "there is nothing to train on"
             empty = DataError(f"no tokens in {', '.join(inputs)}", why, "check the input files")
             raise ErrorList([*bad, empty]) if bad else empty
         meta = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
+LONGEST_S = timedelta.max.days * 86400
 LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, kept for scripts that grep it
     "loss": "loss",
     "lm loss": "ce_loss",
@@ -40,7 +41,7 @@ def progress_line(
         *_optional(record, "teacher share", "teacher_share", ".3f"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),
         *_optional(record, "peak memory per GPU (GiB)", "peak_memory_gib", ".1f"),
-        f"ETA: {timedelta(seconds=round((train_iters - iteration) * step_time_ms / 1000))}",
+        f"ETA: {timedelta(seconds=min(round((train_iters - iteration) * step_time_ms / 1000), LONGEST_S))}",
     ]
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
 

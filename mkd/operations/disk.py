@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -96,9 +97,9 @@ def checkpoints_to_stay(config: Config) -> int:
         return 0
     start = checkpoint.ckpt_step or (latest_iteration(Path(checkpoint.load)) if checkpoint.load else 0)
     interval = checkpoint.save_interval or train_iters
-    saves = {train_iters} if start < train_iters else set()
-    saves |= set(range((start // interval + 1) * interval, train_iters, interval))
-    return len(saves) if retained is None else sum(iteration % retained == 0 for iteration in saves)
+    step = interval if retained is None else math.lcm(interval, retained)
+    at_the_end = start < train_iters and (retained is None or train_iters % retained == 0)
+    return max(0, (train_iters - 1) // step - start // step) + at_the_end
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:

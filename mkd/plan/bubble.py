@@ -1,8 +1,8 @@
 """The pipeline bubble: time that ranks wait in a step, by formula for equal stages and by simulation for any.
 
 The simulation runs every rank's work in Megatron's order; a task starts when its rank is free and its input has been
-computed. Messages take no time, and the update after the last backward is not part of it. Of a long step its beginning
-is run: once the pipeline is full, every further micro-batch adds the same time.
+computed. Messages take no time, and the update after the last backward is not part of it. Of a long step only the beginning
+is run: once the pipeline is full, a further micro-batch adds the time of the slowest rank, or of a wait that goes in circles.
 """
 
 from __future__ import annotations
@@ -79,14 +79,17 @@ def rank_order(
 def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
     """One step over `stages` (in model order, a multiple of `pipeline_parallel`).
 
-    Beyond `SIMULATED` micro-batches a rank the time goes on as over the second half of those.
+    Beyond `SIMULATED` micro-batches a rank the time goes on as over the second half of those, or as the slowest
+    rank works, if that is more.
     """
     simulated = SIMULATED * pipeline_parallel
     if num_microbatches <= simulated:
         step_ms = run(stages, pipeline_parallel, num_microbatches)
     else:
         half_ms, whole_ms = (run(stages, pipeline_parallel, number) for number in (simulated // 2, simulated))
-        step_ms = whole_ms + (whole_ms - half_ms) / (simulated // 2) * (num_microbatches - simulated)
+        slowest_ms = max(sum(stage.total_ms for stage in stages[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
+        each_ms = max(slowest_ms, (whole_ms - half_ms) / (simulated - simulated // 2))
+        step_ms = whole_ms + each_ms * (num_microbatches - simulated)
     work_ms = num_microbatches * sum(stage.total_ms for stage in stages)
     return StepForecast(step_ms=step_ms, ideal_ms=work_ms / pipeline_parallel)
 

@@ -243,11 +243,11 @@ def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShape:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older), into a `RopeShape`.
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older, and first if there are both).
 
     Only phi3 rotates a part of its heads: the other families' models pass over `partial_rotary_factor`.
     """
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = {"su": "longrope"}.get(kind, kind)

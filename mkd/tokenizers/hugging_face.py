@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from textwrap import shorten
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -184,7 +183,7 @@ def load_hugging_face(model: str) -> Tokenizer:
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UsageError(
             f"{model}: no Hugging Face tokenizer could be loaded",
-            f"{type(error).__name__}: {shorten(str(error), 300) or 'no details'}",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}",
             "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
         ) from error
     return HuggingFaceTokenizer(require_fast(hf, model))

@@ -49,7 +49,7 @@ class StepResult:
 
     sums: LossSums
     grad_norm: float
-    learning_rate: float  # that this update used
+    learning_rate: float  # of this update, also where it is not applied
     step_time_ms: float
     is_applied: bool = True  # the update; else the loss or a gradient of some rank was not finite
     reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()  # then: sample ids and sums of this rank's micro-batches

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.checkpoint.hf_reader import resolve_hf
-from mkd.config.schema import Config, StudentConfig
+from mkd.config.schema import CheckpointConfig, Config, StudentConfig
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, NonFiniteError, UsageError
@@ -91,7 +91,7 @@ def teacher_as_student(config: Config, world_size: int) -> Config:
         kd=replace(config.kd, kd_ratio=0.0),
         data=replace(config.data, tokenizer_model=tokenizer, eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0),
         training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size),
-        checkpoint=replace(config.checkpoint, save=None, load=None, save_interval=None, ckpt_step=None, export_hf=None),
+        checkpoint=CheckpointConfig(),
         log=replace(config.log, log_dir=config.log.log_dir or config.checkpoint.save),
     )
 

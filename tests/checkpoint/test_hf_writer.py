@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,6 +219,10 @@ def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path)
     assert tokenizer_after(None) == mine
     assert tokenizer_after(make_bare(tmp_path / "bare")) == mine
     assert tokenizer_after(other) == {name: f'"{name} of other"' for name in ("tokenizer.json", TOOLS)}
+    shutil.rmtree((out / TOOLS).parent)
+    (out / TOOLS).parent.symlink_to(tmp_path)  # is replaced, not followed
+    assert tokenizer_after(other) == {name: f'"{name} of other"' for name in ("tokenizer.json", TOOLS)}
+    assert not (tmp_path / Path(TOOLS).name).exists()
     (tmp_path / "some name.model").write_text("pieces")
     assert tokenizer_after(tmp_path / "some name.model") == {"tokenizer.model": "pieces"}
 

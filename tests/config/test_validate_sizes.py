@@ -37,11 +37,16 @@ def test_layout_conflicts_are_seen_beside_a_size_out_of_range(flag, hidden):
         assert any(text in what for what in found) == (name not in hidden), (name, found)
 
 
-@pytest.mark.parametrize("flag", ["--seed", "--max-bad-records", "--train-iters", "--eval-iters"])
+@pytest.mark.parametrize("flag", ["--seed", "--max-bad-records", "--eval-iters"])
 def test_whole_numbers_stay_in_64_bits(flag):
     assert problems(flag, str(2**62)) == []
     (error,) = problems(flag, str(2**64))
     assert error.what.endswith("must be at most 2^62") and error.do == f"change {flag}"
+
+
+def test_a_run_may_have_a_trillion_steps():
+    assert problems("--train-iters", str(10**12)) == []
+    assert problem("--train-iters", str(10**12 + 1)).what.endswith("must be at most a trillion")
 
 
 def test_tokens_of_a_micro_batch_are_counted_in_32_bits():

@@ -65,3 +65,7 @@ def test_evaluation_line_has_a_perplexity_of_the_cross_entropy_only():
 
 def test_perplexity_of_a_diverged_model_is_infinite():
     assert "ce loss PPL: INF |" in evaluation_line({"iteration": 1, "ce_loss": 1e4})
+
+
+def test_an_eta_beyond_all_calendars():
+    assert "ETA: 999999999 days, 0:00:00 |" in progress_line(RECORD, train_iters=10**15, global_batch_size=8)

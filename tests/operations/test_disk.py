@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,8 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
         ({"save_interval": 10, "save_retain_interval": 25, "keep_checkpoints": 4}, 0, 2),
         ({"save_interval": 10, "save_retain_interval": 50}, 50, 1),
         ({"save_interval": 10, "ckpt_step": 20}, 90, 8),
+        ({"save_interval": 15, "save_retain_interval": 20}, 0, 2),  # 60, and the last
+        ({"save_interval": 15, "save_retain_interval": 20}, 60, 1),
     ],
 )
 def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
@@ -104,3 +107,9 @@ def test_little_room_is_said_in_mib(tmp_path):
             (error,) = disk_problems([Written("a checkpoint", "--save", disk, size)])
             assert error.what == f"the disk of {disk} has 0.50 MiB left, the run writes {text} to it"
             assert error.why.endswith(f"a checkpoint {text}")
+
+
+def test_a_run_without_an_end_is_counted_at_once(tmp_path):
+    config = settings(tmp_path, save_interval=1)
+    endless = replace(config, training=replace(config.training, train_iters=10**12))
+    assert checkpoints_to_stay(endless) == 10**12

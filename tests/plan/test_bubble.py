@@ -59,7 +59,13 @@ def test_a_long_step_goes_on_as_it_began(pipeline, stages):
 
 def test_any_number_of_micro_batches_is_simulated_at_once():
     stages, number = [StageTime(1, 2)] * 16, 10**12
-    assert simulate(stages, 16, number).step_ms == pytest.approx(3 * (number + 15))
+    assert simulate(stages, 16, number).step_ms == pytest.approx(3 * (number + 15), rel=0, abs=1)
+
+
+def test_a_rank_that_is_hardly_slower_tells_in_a_long_step():
+    """The first of two: its work is the longest path only after some 700 micro-batches."""
+    stages, number = [StageTime(10.01, 20.02), StageTime(10, 20)], 10_000
+    assert simulate(stages, 2, number).step_ms == pytest.approx(run(stages, 2, number), rel=1e-4)
 
 
 def test_fewer_micro_batches_than_stages():

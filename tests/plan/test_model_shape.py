@@ -128,3 +128,12 @@ def test_longrope_has_a_factor_for_each_pair_of_channels(name, tmp_path):
         ModelShape.from_hf_dir(tmp_path)
     assert caught.value.what == f"{tmp_path / 'config.json'}: the rope parameters have 2 numbers of {name}"
     assert "12 channels" in caught.value.why
+
+
+def test_the_older_rope_key_comes_first():
+    from transformers import AutoConfig
+
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": dict(LLAMA3)}
+    theirs = AutoConfig.for_model(**copy.deepcopy({**CONFIG, **both})).rope_parameters
+    ours = ModelShape.from_hf_config({**CONFIG, **both}).rope
+    assert (ours.kind, ours.theta) == (theirs["rope_type"], theirs["rope_theta"]) == ("llama3", 1e4)

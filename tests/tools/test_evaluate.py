@@ -6,7 +6,12 @@ import json
 
 import pytest
 
+from mkd.config.load import load_config
+from mkd.config.schema import CheckpointConfig
+from mkd.config.validate import validate
 from mkd.data.eval_tasks import read_tasks
+from mkd.train.eval_alone import without_training
+from mkd.train.topk_export import teacher_as_student
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import run_main
 from tests.train.eval_reference import reference_scores, write_tasks
@@ -75,3 +80,12 @@ def test_what_is_wrong_is_said_once(files, ranks):
     assert result.exit_code != 0 and "nowhere" in result.stderr
     (result,) = evaluate(ranks, files)
     assert result.exit_code == 64 and "no student is given" in result.stderr
+
+
+def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from():
+    """Whatever it says of its checkpoints: those who run without training have none."""
+    argv = ["--student-hf", "s", "--teacher-hf", "t", "--data-path", "d", "--train-iters", "5", "--async-save"]
+    argv += ["--save", "c", "--load", "c", "--accept-change", "data", "--keep-checkpoints", "2", "--ckpt-step", "3"]
+    config = load_config(argv).config
+    for alone in (without_training(config, 1), teacher_as_student(config, 1)):
+        assert validate(alone, 1) == [] and alone.checkpoint == CheckpointConfig()

@@ -27,7 +27,8 @@ def test_a_wrong_flag_is_a_usage_error(tool):
 
 @pytest.mark.parametrize("rank", ["", "0", "1"])
 def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, rank) if rank else monkeypatch.delenv(name, raising=False)
     own = DataError("no text", "", "give some")
 
     @returns_exit_code
@@ -40,3 +41,6 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
     assert capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + "error: no text\n  do:  give some\n"
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == ("" if rank == "1" else "error: no text\n  do:  give some\n")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # a shell in a job's container, where nothing else speaks
+    assert main(ErrorList([own])) == EXIT_DATA
+    assert capsys.readouterr().err == "error: no text\n  do:  give some\n"

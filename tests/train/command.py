@@ -70,7 +70,9 @@ def call_main(argv: list[str], command: str = "mkd.train.main") -> tuple[int, st
     import torch.distributed as dist
 
     main = importlib.import_module(command).main
-    world = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    rank = str(dist.get_rank())
+    world = {"RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    world |= {} if "LOCAL_RANK" in os.environ else {"LOCAL_RANK": rank}  # GPU ranks have theirs
     os.environ.update(world)
     stdout, stderr = io.StringIO(), io.StringIO()
     try:
