@@ -109,7 +109,7 @@ def test_a_signal_that_comes_three_times(number, files):
     """All of them in a torchrun would end it, or the processes while they return 75."""
     save = files / f"three times {number.name}"
     process = start("local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2")
-    wait_for(save / "metrics.jsonl")
+    wait_for(save / "metrics.jsonl", size=1)  # the first step's record: before it nothing is saved
     process.send_signal(number)
     process.send_signal(number)
     time.sleep(0.05)
@@ -130,9 +130,10 @@ def test_a_signal_during_a_save(files):
     assert_saved_its_last_step(process, save, signal.SIGTERM)
 
 
-def wait_for(*paths: Path) -> None:
+def wait_for(*paths: Path, size: int = 0) -> None:
+    """Until the files are there, with so many bytes at least."""
     deadline = time.monotonic() + 60
-    while not all(path.exists() for path in paths):
+    while not all(path.exists() and path.stat().st_size >= size for path in paths):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
