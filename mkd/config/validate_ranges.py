@@ -8,6 +8,7 @@ from mkd.config.options import settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 
+# what the arithmetic of layouts, batches and packs multiplies and divides, by the checks that read it
 SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
 STAGES = (
     "pipeline_model_parallel_size",
@@ -16,7 +17,6 @@ STAGES = (
 )
 BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
-"""What the arithmetic of layouts, batches and packs multiplies and divides."""
 
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)

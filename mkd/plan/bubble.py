@@ -2,7 +2,7 @@
 
 The simulation runs every rank's work in Megatron's order; a task starts when its rank is free and its input has been
 computed. Messages take no time, and the update after the last backward is not part of it. Of a long step only the beginning
-is run: once the pipeline is full, a further micro-batch adds the time of the slowest rank, or of a wait that goes in circles.
+is run: once the pipeline is full, a micro-batch more adds the time of the slowest rank, or of ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
     """
     simulated = SIMULATED * pipeline_parallel
     if num_microbatches <= simulated:
-        step_ms = run(stages, pipeline_parallel, num_microbatches)
+        step_ms = makespan_ms(stages, pipeline_parallel, num_microbatches)
     else:
-        half_ms, whole_ms = (run(stages, pipeline_parallel, number) for number in (simulated // 2, simulated))
+        half_ms, whole_ms = (makespan_ms(stages, pipeline_parallel, number) for number in (simulated // 2, simulated))
         slowest_ms = max(sum(stage.total_ms for stage in stages[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
         each_ms = max(slowest_ms, (whole_ms - half_ms) / (simulated - simulated // 2))
         step_ms = whole_ms + each_ms * (num_microbatches - simulated)
@@ -94,7 +94,7 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
     return StepForecast(step_ms=step_ms, ideal_ms=work_ms / pipeline_parallel)
 
 
-def run(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
+def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
     """Milliseconds until the last of all ranks has done all its tasks."""
     virtual_stages = len(stages) // pipeline_parallel
     orders = [rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches) for rank in range(pipeline_parallel)]

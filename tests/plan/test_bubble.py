@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mkd.plan.bubble import SIMULATED, Task, balanced_bubble, rank_order, run, simulate
+from mkd.plan.bubble import SIMULATED, Task, balanced_bubble, makespan_ms, rank_order, simulate
 from mkd.plan.cost import StageTime
 
 
@@ -54,7 +54,7 @@ def test_a_long_step_goes_on_as_it_began(pipeline, stages):
     times = random.Random(7)
     chunks = [StageTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
     number = 3 * SIMULATED * pipeline
-    assert simulate(chunks, pipeline, number).step_ms == pytest.approx(run(chunks, pipeline, number), rel=1e-4)
+    assert simulate(chunks, pipeline, number).step_ms == pytest.approx(makespan_ms(chunks, pipeline, number), rel=1e-4)
 
 
 def test_any_number_of_micro_batches_is_simulated_at_once():
@@ -65,7 +65,7 @@ def test_any_number_of_micro_batches_is_simulated_at_once():
 def test_a_rank_that_is_hardly_slower_tells_in_a_long_step():
     """The first of two: its work is the longest path only after some 700 micro-batches."""
     stages, number = [StageTime(10.01, 20.02), StageTime(10, 20)], 10_000
-    assert simulate(stages, 2, number).step_ms == pytest.approx(run(stages, 2, number), rel=1e-4)
+    assert simulate(stages, 2, number).step_ms == pytest.approx(makespan_ms(stages, 2, number), rel=1e-4)
 
 
 def test_fewer_micro_batches_than_stages():
