@@ -23,6 +23,7 @@ FAMILIES = {
                                rope_parameters=LLAMA3_ROPE)),
     "llama-biases": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True)),
     "llama-mlp-bias": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
+    "llama-mlp-bias-only": ("Llama", dict(num_attention_heads=4, num_key_value_heads=2, mlp_bias=True)),
     "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
     "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),

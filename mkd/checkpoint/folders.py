@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mkd.checkpoint.manifest import ManifestError, check_sizes, read_manifest, sync
 from mkd.errors import CheckpointError
+from mkd.plan.model_shape import ModelShape
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"
@@ -235,6 +236,21 @@ def position_of(state: Mapping) -> TrainingPosition:
         seq_length = state.get("fingerprints", {}).get("data.seq_length", 0)
         state = {**state, "consumed_tokens": state["consumed_samples"] * seq_length}
     return TrainingPosition(**{name: state[name] for name in asdict(TrainingPosition())})
+
+
+def require_same_model(folder: Path, shape: ModelShape) -> None:
+    """Raise CheckpointError where `folder` says that its weights are another model's; what does not say is taken as it is."""
+    described = folder / HF_FOLDER
+    if not (described / "config.json").exists():
+        return
+    differences = ModelShape.from_hf_dir(described).differences(shape)
+    if differences:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: it has {', '.join(differences)}",
+            "its weights would be cut, left out or computed with otherwise, without a word",
+            "name the Hugging Face folder that it was made from; to change a model, export it with"
+            " tools/convert_mcore_to_hf.py and change the config.json of that",
+        )
 
 
 def read_state(folder: Path) -> dict:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -204,13 +204,10 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
                 contained_file(path.parents[name.count("/")], name)
     except Exception as error:  # carried to all ranks and raised there
         return error
-    names = [f.name for f in fields(ModelShape) if f.compare and getattr(reference, f.name) != getattr(shape, f.name)]
-    if names:
-        differences = ", ".join(
-            f"{name} {getattr(reference, name)} instead of {getattr(shape, name)}" for name in names
-        )
+    differences = reference.differences(shape)
+    if differences:
         return CheckpointError(
-            f"{assets.model / 'config.json'} describes another model: {differences}",
+            f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}",
             "the export takes its config.json from there",
             "pass the Hugging Face folder that the model was built from",
         )

@@ -20,13 +20,7 @@ _XTOKEN_LOSSES = {
 def check_teachers(config: Config) -> Iterator[UsageError]:
     """Whether there is a teacher when one is needed, and whether those that there are can be told apart and weighted."""
     teachers, ratio = config.teachers, config.kd.kd_ratio
-    if ratio == 0 and len(teachers) > 1:
-        yield UsageError(
-            f"{len(teachers)} teachers are given, but kd-ratio is 0",
-            "plain training loads no teacher",
-            "raise --kd-ratio, or remove teachers:",
-        )
-    if ratio == 0:
+    if ratio == 0:  # plain training loads no teacher
         return
     if not any(map(_has_model, teachers)):
         yield UsageError(

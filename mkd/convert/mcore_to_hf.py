@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 
-from mkd.checkpoint.distributed import HF_FOLDER, TrainingState, find_checkpoint, load_checkpoint
+from mkd.checkpoint.distributed import TrainingState, load_checkpoint
+from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
 from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.hf_reader import resolve_hf
 from mkd.checkpoint.hf_writer import export_hf
@@ -18,7 +19,10 @@ from mkd.plan.model_shape import ModelShape
 
 
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
-    """(iteration folder, Hugging Face folder that describes the model). Raises CheckpointError where there is none."""
+    """(iteration folder, Hugging Face folder that describes the model).
+
+    Raises CheckpointError where there is none, or where the reference describes another model than the checkpoint.
+    """
     folder = find_checkpoint(load, step)
     if folder is None:
         raise CheckpointError(
@@ -27,7 +31,9 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
             "name a folder that --save has written to",
         )
     if reference_hf is not None:
-        return folder, resolve_hf(reference_hf)
+        reference = resolve_hf(reference_hf)
+        require_same_model(folder, ModelShape.from_hf_dir(reference))
+        return folder, reference
     if not (folder / HF_FOLDER / "config.json").exists():
         raise CheckpointError(
             f"{folder} does not say what model it is",

@@ -81,7 +81,10 @@ class StoreAligner:
     pair: Pair
 
     def __call__(self, documents: range) -> AlignedChunk:
-        return _chunk([align_ids(self.store.document(index)[0], self.pair) for index in documents], [])
+        return _chunk([self._align(*self.store.document(index)) for index in documents], [])
+
+    def _align(self, ids: np.ndarray, loss: np.ndarray) -> AlignedText:
+        return align_ids(ids, self.pair, completion=int(loss.argmax()) if len(loss) else 0)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
     return AlignedText(student_ids, np.append(aligned.teacher_ids, pair.teacher.eos_id), chunks)
 
 
-def align_ids(ids: np.ndarray, pair: Pair) -> AlignedText:
-    """A tokenised document and the teacher's tokens of the text in it.
+def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
+    """A tokenised document and the teacher's tokens of the text in it, its prompt apart from its `completion` (first token).
 
     Tokens that are no text become the teacher's token of the same role, if it has one. Tokens with invalid UTF-8, and
     other tokens that are no text, are in no chunk, and the teacher reads only what is before and behind them.
@@ -137,7 +140,7 @@ def align_ids(ids: np.ndarray, pair: Pair) -> AlignedText:
     roles, token_bytes = _shared_roles(pair), pair.student.token_bytes
     contents = [token_bytes[i] for i in ids.tolist()]
     teacher_parts, chunk_parts, num_teacher = [], [], 0
-    for first, last in _runs(contents):
+    for first, last in _runs(contents, completion):
         if contents[first] is None:
             teacher_ids, chunks = _align_roles(ids[first:last].tolist(), roles)
         else:
@@ -155,9 +158,12 @@ def _shared_roles(pair: Pair) -> Mapping[int, int]:
     return {ours[role]: theirs[role] for role in reversed(SHARED_ROLES) if role in ours and role in theirs}
 
 
-def _runs(contents: list[bytes | None]) -> Iterator[tuple[int, int]]:
-    """[first, last) of the longest runs of tokens that are text (valid UTF-8) or that are none; others are left out."""
-    borders = [i for i in range(1, len(contents)) if (contents[i] is None) != (contents[i - 1] is None)]
+def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of the longest runs of tokens that are text (valid UTF-8) or that are none; others are left out.
+
+    No run goes over the token `cut`.
+    """
+    borders = [i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)]
     for first, last in zip([0, *borders], [*borders, len(contents)], strict=True):
         if first < last and contents[first] is None:
             yield first, last

@@ -113,6 +113,8 @@ class _Preparation:
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
         student = self._student_prefix(path, flag)
+        if any(self.teachers) and not is_raw(path):
+            require_text(TokenStore.open(student), f"{flag} {path}")
         settings = dict(
             tokenizer=self.tokenizer,
             append_eod=self.append_eod,
@@ -175,6 +177,16 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
             f"{name} was tokenised with another tokenizer",
             f"{store.prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
             "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
+        )
+
+
+def require_text(store: TokenStore, name: str) -> None:
+    """Raises DataError, which calls the corpus `name`, where a teacher with its own tokens cannot read what it holds."""
+    if "messages" in store.meta.get("kinds", ()):
+        raise DataError(
+            f"{name} is a tokenised corpus of conversations, and a teacher has tokens of its own",
+            "they are in the student's chat template, which is not what this teacher was trained on",
+            "name the raw file of the conversations instead: each model then reads them in its own template",
         )
 
 

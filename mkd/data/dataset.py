@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mkd.data.batch import Pack, empty_pack
-from mkd.data.order import BlendOrder, EpochOrder, SampleOrder
+from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
 from mkd.data.teacher_side import StudentPack, TeacherSide
@@ -88,6 +88,10 @@ class PackedDataset:
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
 
+    def evenly_spaced(self, count: int) -> np.ndarray:
+        """`count` packs that stand for all of them, int64."""
+        return evenly_spaced([len(self)], None, count)
+
     def describe(self) -> list[str]:
         """One line with the sizes, and one for each teacher; fill is the proportion of positions that are not padding."""
         fill = self.num_tokens / (len(self) * self.seq_length)
@@ -131,8 +135,8 @@ class PackedDataset:
 class BlendedDataset:
     """Several packed corpora behind each other: pack i of member m has number (packs of the members before m) + i.
 
-    With `weights`, training draws from the members in that proportion, each with epochs of its own; without, all packs
-    form one epoch. Evaluation takes every pack once either way.
+    With `weights`, training draws from the members in that proportion, each with epochs of its own, and evaluation takes as
+    many packs of each; without, all packs form one epoch.
     """
 
     def __init__(self, members: Sequence[PackedDataset], weights: Sequence[float] | None = None):
@@ -171,6 +175,10 @@ class BlendedDataset:
         if self.weights is None:
             return EpochOrder(len(self), seed, shuffle)
         return BlendOrder([len(member) for member in self.members], self.weights, seed, shuffle)
+
+    def evenly_spaced(self, count: int) -> np.ndarray:
+        """`count` packs that stand for all of them, int64; with weights, every member has its share."""
+        return evenly_spaced([len(member) for member in self.members], self.weights, count)
 
     def describe(self) -> list[str]:
         """The lines of the members."""

@@ -40,6 +40,7 @@ class Document:
 
     ids: np.ndarray  # [n] int32
     loss: np.ndarray  # [n] uint8
+    kind: str  # of its record
 
 
 def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int, Row]]:
@@ -105,7 +106,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
         if append_eod:
             ids = [*ids, require_eos(tokenizer)]
         loss = [0] * num_prompt + [1] * (len(ids) - num_prompt)
-    return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8))
+    return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8), record.kind)
 
 
 def _lines(path: Path, stripped: bytes | None = None, keep_blank: bool = False) -> Iterator[tuple[int, bytes]]:

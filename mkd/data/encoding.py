@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import Document, Row, encode_record, parse_row, read_rows
+from mkd.data.documents import Row, encode_record, parse_row, read_rows
 from mkd.data.joining import cut_texts, join_texts
 from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
@@ -29,6 +29,7 @@ class EncodedChunk:
     ids: np.ndarray  # [t] int32
     loss: np.ndarray  # [t] uint8
     lengths: np.ndarray  # [documents] int64, tokens of each
+    kinds: frozenset[str]  # of their records
     errors: list[MkdError]  # BadRecord, or of a file that cannot be read on
 
 
@@ -126,10 +127,12 @@ class _Encoder:
 
     def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedChunk:
         documents, errors = each_row(rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod))
-        parts = [*documents, Document(np.empty(0, np.int32), np.empty(0, np.uint8))]  # concatenate wants at least one
-        lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
         return EncodedChunk(
-            np.concatenate([part.ids for part in parts]), np.concatenate([part.loss for part in parts]), lengths, errors
+            ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
+            loss=np.concatenate([np.empty(0, np.uint8), *(document.loss for document in documents)]),
+            lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
+            kinds=frozenset(document.kind for document in documents),
+            errors=errors,
         )
 
 

@@ -98,11 +98,11 @@ class TrainStream:
 
 
 class EvalStream:
-    """Every pack of a data set once, in steps of a global batch, the same ones at every iteration over the stream.
+    """As many packs as a data set has, in steps of a global batch, the same ones at every iteration over the stream.
 
-    If there are more packs than `eval_iters` steps take, evenly spaced ones are taken, so that a part of an ordered or
-    blended corpus stands for all of it. Empty packs, which have no loss, fill up the last step, so that all data-parallel
-    ranks have the same number of micro-batches.
+    That is every pack once. If there are more than `eval_iters` steps take, evenly spaced ones are taken, so that a part of an
+    ordered corpus stands for all of it. Of a weighted blend every member gives its share. Empty packs, which have no loss, fill
+    up the last step, so that all data-parallel ranks have the same number of micro-batches.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EvalStream:
     def __iter__(self) -> Iterator[list[PackedBatch]]:
         """The steps, each the list of this rank's micro-batches. Raises DataError for data that cannot be read."""
         samples = np.full(self.num_steps * self._layout.global_batch_size, EMPTY)
-        samples[: self.num_samples] = np.arange(self.num_samples) * len(self._dataset) // max(self.num_samples, 1)
+        samples[: self.num_samples] = self._dataset.evenly_spaced(self.num_samples)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
         microbatches = [row for step in steps for row in self._layout.microbatches(step).tolist()]
         batches = _load(_MicroBatches(self._dataset, self._layout), microbatches, self._num_workers, self._pin_memory)

@@ -58,6 +58,18 @@ class BlendOrder:
         return chosen
 
 
+def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: int) -> np.ndarray:
+    """`count` packs that stand for all data sets, int64, ascending: evenly spaced over all packs or, with `weights`, over each.
+
+    A data set with fewer packs than its share gives some more than once. Pack numbers are those of BlendOrder.
+    """
+    if weights is None:
+        return np.arange(count) * sum(sizes) // max(count, 1)
+    members, ordinals = interleave(np.asarray(weights, dtype=np.float64) / np.sum(weights), 0, count)
+    shares = np.bincount(members, minlength=len(sizes))
+    return np.sort((np.cumsum(sizes) - sizes)[members] + ordinals * np.asarray(sizes)[members] // shares[members])
+
+
 def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count]; weights sum to 1.
 

@@ -32,6 +32,7 @@ class StoreSummary:
     loss_tokens: int  # tokens that some other token of their document predicts with loss
     max_token_id: int
     bad_records: int = 0  # that were left out
+    kinds: tuple[str, ...] = ()  # of the records
 
 
 def build_store(
@@ -105,7 +106,7 @@ def _write_tokens(
     """Write .bin, .idx and, unless it is all ones, the loss mask."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
-    max_token_id, quarantine = -1, Quarantine(files.quarantine, max_bad_records)
+    max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
     with builder.data_file, files.loss_mask.open("wb") as mask_file:
         for chunk in chunks:
             quarantine.add(chunk.errors)
@@ -117,6 +118,7 @@ def _write_tokens(
             mask_file.write(chunk.loss.tobytes())
             documents += len(stops)
             tokens += chunk.ids.size
+            kinds |= chunk.kinds
             starts = (stops - chunk.lengths)[chunk.lengths > 0]
             loss_tokens += int(chunk.loss.sum(dtype=np.int64)) - int(chunk.loss[starts].sum(dtype=np.int64))
             unpredicted += int((chunk.loss == 0).sum())
@@ -125,7 +127,7 @@ def _write_tokens(
     builder.finalize(str(files.idx))
     if not unpredicted:
         files.loss_mask.unlink()
-    return StoreSummary(documents, tokens, loss_tokens, max_token_id, quarantine.count)
+    return StoreSummary(documents, tokens, loss_tokens, max_token_id, quarantine.count, tuple(sorted(kinds)))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 4  # of what alignment makes of a text
+ALIGNMENT_VERSION = 5  # of what alignment makes of a text
 
 
 def cached_teacher_store(
@@ -51,7 +51,8 @@ def cached_teacher_store(
         key = content_hash([*settings, append_eod, characters_per_sample], [path], progress)
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
-        key = content_hash(settings, [StoreFiles(student_prefix).bin, StoreFiles(student_prefix).idx], progress)
+        files = StoreFiles(student_prefix)
+        key = content_hash(settings, [one for one in (files.bin, files.idx, files.loss_mask) if one.exists()], progress)
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key):
         with closing(in_workers(source, align, workers, progress)) as chunks:

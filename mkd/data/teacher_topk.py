@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from mkd.data.batch import Pack
+from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.teacher_rows import TeacherRows
 from mkd.errors import DataError
@@ -236,7 +238,7 @@ class TopKPart:
 class TaughtDataset:
     """A data set whose packs carry the teacher's rows."""
 
-    def __init__(self, dataset, part: TopKPart):
+    def __init__(self, dataset: BlendedDataset, part: TopKPart):
         """Raises DataError if the cache was not made from this data set; first, middle and last pack stand for all."""
         self._dataset, self._part = dataset, part
         self.num_documents = dataset.num_documents
@@ -267,8 +269,21 @@ class TaughtDataset:
     def teacher_seq_lengths(self) -> tuple[int | None, ...]:
         return self._dataset.teacher_seq_lengths
 
+    @property
+    def members(self) -> list[PackedDataset]:
+        """See BlendedDataset."""
+        return self._dataset.members
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """See BlendedDataset."""
+        return self._dataset.weights
+
     def sample_order(self, seed: int, shuffle: bool):
         return self._dataset.sample_order(seed, shuffle)
+
+    def evenly_spaced(self, count: int) -> np.ndarray:
+        return self._dataset.evenly_spaced(count)
 
     def describe(self) -> list[str]:
         return self._dataset.describe()

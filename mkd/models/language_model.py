@@ -66,8 +66,10 @@ class LanguageModel(GPTModel):
             self.output_layer = LMHead.replacing(self.output_layer)
 
     def _drop_absent_biases(self) -> None:
-        """Megatron has one switch for the biases of attention output and MLP; Hugging Face models have one each."""
+        """Megatron has one switch for the biases of attention and MLP; Hugging Face models have one each."""
         for layer in self.decoder.layers if self.config.add_bias_linear else ():
+            if not self.shape.qkv_bias:
+                layer.self_attention.linear_qkv.register_parameter("bias", None)
             if not self.shape.attention_output_bias:
                 layer.self_attention.linear_proj.register_parameter("bias", None)
             if not self.shape.mlp_bias:

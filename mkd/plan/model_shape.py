@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ FAMILIES = {
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-    "phi3": {"num_key_value_heads": 32, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
-             "rms_norm_eps": 1e-5},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768, "head_dim": 128},
+    "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
 }
 """What transformers takes for a key that config.json lacks, where the families differ. A key that is null has no default."""
 
@@ -41,7 +41,7 @@ NUMBERS = (
     "rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
     "high_freq_factor", "attention_factor",
 )  # fmt: skip
-SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ModelShape:
     num_query_groups: int  # key/value heads
     head_dim: int
     vocab_size: int  # rows of the embedding on disk: the truth about the vocabulary
-    max_position_embeddings: int
+    max_position_embeddings: int = field(compare=False)  # a limit that is given, not one that the weights have
     norm_epsilon: float
     rope: RopeShape
     tie_word_embeddings: bool = False
@@ -113,7 +113,7 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None  # tokens a query sees, itself included; None: all earlier ones
-    initializer_range: float = 0.02
+    initializer_range: float = field(default=0.02, compare=False)
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -132,6 +132,16 @@ class ModelShape:
         """Vocabulary rows after padding to a multiple of `divisible_by * tensor_parallel` (Megatron's rule)."""
         multiple = divisible_by * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
+
+    def differences(self, other: ModelShape) -> list[str]:
+        """What makes the same weights another model under `other`, as `name ours instead of theirs`; [] if nothing does."""
+        ours, theirs = self._facts(), other._facts()
+        return [f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}" for name in ours if ours[name] != theirs[name]]
+
+    def _facts(self) -> dict[str, Any]:
+        """Name -> value of all that is compared, those of the position embedding one by one."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        return values | {f"rope.{name}": value for name, value in asdict(values.pop("rope")).items()}
 
     @classmethod
     def from_hf_dir(cls, directory: str | Path) -> ModelShape:
@@ -179,7 +189,16 @@ class ModelShape:
     def _read(cls, family: str, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)")
+        if not config.get("is_causal", True):
+            raise UsageError("is_causal false is not supported", "mkd's attention never looks at later tokens")
         heads = config["num_attention_heads"]
+        groups = config.get("num_key_value_heads") or heads
+        if heads % groups:
+            raise CheckpointError(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
+                "as many query heads share each key/value head",
+                "download or write it again",
+            )
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         attention_bias = config.get("attention_bias", False)
         return cls(
@@ -188,7 +207,7 @@ class ModelShape:
             hidden_size=config["hidden_size"],
             ffn_hidden_size=config["intermediate_size"],
             num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
+            num_query_groups=groups,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config.get("max_position_embeddings", 2048),
@@ -203,6 +222,10 @@ class ModelShape:
             initializer_range=config.get("initializer_range", 0.02),
             hf_config=hf_config,
         )
+
+
+def _brief(value: Any) -> str:
+    return textwrap.shorten(str(value), 40, placeholder=" ...")
 
 
 def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,25 +244,26 @@ def _check_kinds(config: Mapping[str, Any], source: str) -> None:
 
 
 def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
+    """The window of every layer. A mistral model that names the kinds of its layers is what transformers calls ministral."""
     window = config.get("sliding_window")
     if family == "llama" or not window:
         return None
+    kinds = config.get("layer_types") if family in ("mistral", "qwen2", "qwen3") else None
     if family in ("qwen2", "qwen3"):
         if not config.get("use_sliding_window", False):
             return None
-        layers = config["num_hidden_layers"]
-        kinds = config.get("layer_types") or [
-            "sliding_attention" if i >= config.get("max_window_layers", 28) else "full_attention" for i in range(layers)
-        ]
-        if all(kind == "full_attention" for kind in kinds):
-            return None
-        if any(kind != "sliding_attention" for kind in kinds):
-            raise UsageError(
-                "this model mixes full and sliding-window attention layers",
-                "mkd uses one attention window for all layers",
-                "set use_sliding_window to false in config.json if seq-length stays below the window",
-            )
-    return int(window)
+        layers = range(config["num_hidden_layers"])
+        first = config.get("max_window_layers", 28)
+        kinds = kinds or ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+    if not kinds or all(kind == "sliding_attention" for kind in kinds):
+        return int(window)
+    if all(kind == "full_attention" for kind in kinds):
+        return None
+    raise UsageError(
+        "this model mixes full and sliding-window attention layers",
+        "mkd uses one attention window for all layers",
+        "if seq-length stays below the window, let config.json name full_attention for all of layer_types",
+    )
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShape:

@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, start_save
-from mkd.checkpoint.folders import ABANDONED, Retention, TrainingPosition, later_than_pointer, point_at, read_state
+from mkd.checkpoint.folders import (
+    ABANDONED,
+    Retention,
+    TrainingPosition,
+    later_than_pointer,
+    point_at,
+    read_state,
+    require_same_model,
+)
 from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.save_folder import WriterLock, lock_folder
 from mkd.checkpoint.saving import Save
@@ -20,6 +28,7 @@ from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
+from mkd.plan.model_shape import ModelShape
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.changed_settings import describe_changes, run_settings
 from mkd.train.fingerprints import evaluation_print, fingerprints, require_same
@@ -47,10 +56,13 @@ def take_origin(plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context:
     return context.broadcast_object(on_rank_0(look, _unreadable))
 
 
-def find_start(checkpoint: CheckpointConfig, origin: Mapping[str, object], context: ParallelContext) -> Path | None:
+def find_start(
+    checkpoint: CheckpointConfig, student: ModelShape, origin: Mapping[str, object], context: ParallelContext
+) -> Path | None:
     """The verified checkpoint of --load to continue from; None: start from the student's own weights. Collective.
 
-    Raises CheckpointError when it was saved by a run whose fingerprints are not those of `origin`; says what else has changed.
+    Raises CheckpointError when it is of another model than `student`, or was saved by a run whose fingerprints are not those of
+    `origin`; says what else has changed.
     """
 
     def say(text: str) -> None:
@@ -60,16 +72,21 @@ def find_start(checkpoint: CheckpointConfig, origin: Mapping[str, object], conte
         return None
     folder = choose_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step, context, say)
     if folder is not None:
-        on_rank_0(lambda: _take_up(folder, checkpoint, origin, say), _unreadable)
+        on_rank_0(lambda: _take_up(folder, checkpoint, student, origin, say), _unreadable)
     elif context.rank == 0:
         say(f"{checkpoint.load} holds no checkpoint yet: starting from the student's own weights")
     return folder
 
 
 def _take_up(
-    folder: Path, checkpoint: CheckpointConfig, origin: Mapping[str, object], say: Callable[[str], None]
+    folder: Path,
+    checkpoint: CheckpointConfig,
+    student: ModelShape,
+    origin: Mapping[str, object],
+    say: Callable[[str], None],
 ) -> None:
     """Compare the run that goes on with the one that saved `folder`, and move the pointer."""
+    require_same_model(folder, student)
     saved = read_state(folder)
     require_same(folder, saved.get("fingerprints", {}), origin["fingerprints"], checkpoint.accept_change)
     left = later_than_pointer(folder.parent) if _point_at(folder, checkpoint) else []

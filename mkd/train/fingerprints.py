@@ -24,6 +24,7 @@ HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
 NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
+NOT_CONTENT = ("sources", "kinds")  # of a corpus' description: where it came from, and what its hashes tell better
 TEACHER, CONTENT = "teacher.", "data.content"
 
 
@@ -53,7 +54,8 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
     packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
     members = [_corpus(member.store) for member in valid_set.members]
     others = {name: value for name, value in known.items() if not name.startswith("data.") and name != "loss.kd_ratio"}
-    return _sha256([others, members, packs, plan.config.training.seq_length, plan.config.data.split])
+    weights = [valid_set.weights] if valid_set.weights else []
+    return _sha256([others, members, packs, plan.config.training.seq_length, plan.config.data.split, *weights])
 
 
 def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:
@@ -146,10 +148,10 @@ def _option_path(name: str) -> str:
 
 
 def _corpus(store: TokenStore) -> dict:
-    """Sizes of the files, and what its description says of the contents; where it came from may change."""
+    """Sizes of the files, and what its description says of the contents."""
     files = StoreFiles(store.prefix)
     sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
-    return {"sizes": sizes, "meta": {name: value for name, value in store.meta.items() if name != "sources"}}
+    return {"sizes": sizes, "meta": {name: value for name, value in store.meta.items() if name not in NOT_CONTENT}}
 
 
 def _data(config: Config) -> Iterator[tuple[str, object]]:

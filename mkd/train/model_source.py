@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.distributed import HF_FOLDER, find_checkpoint
+from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
 from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.config.schema import StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, MkdError
@@ -43,7 +43,9 @@ def locate_model(
                 f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
             )
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
-        return ModelSource(ModelShape.from_hf_dir(assets), assets, None, folder)
+        shape = ModelShape.from_hf_dir(assets)
+        require_same_model(folder, shape)
+        return ModelSource(shape, assets, None, folder)
     except MkdError as error:
         problems.append(error)
         return None

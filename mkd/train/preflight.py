@@ -15,8 +15,8 @@ from pathlib import Path
 from mkd.checkpoint.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
 from mkd.checkpoint.hf_reader import resolve_hf
 from mkd.config.schema import CheckpointConfig, Config
-from mkd.data.build import require_file, require_vocabulary
-from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows
+from mkd.data.build import require_file, require_text, require_vocabulary
+from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
 from mkd.errors import DataError, MkdError, UsageError
@@ -158,13 +158,17 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
 def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
     """What is wrong with each corpus (path -> flag): nothing there, of an unknown kind, without records, damaged, of other ids.
 
-    Or with its conversations: that some tokenizer has no template for them.
+    Or with its records: that some tokenizer has no template for conversations, or no EOS for what must end with it.
     """
     problems: list[MkdError] = []
+    kinds: set[str] = set()
     for path, flag in paths.items():
-        kind = _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records))
-        if kind == "messages" and tokenizers is not None and not config.data.max_bad_records:
+        found = _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records))
+        kinds |= found or set()
+        if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
+    if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
+        _attempt(problems, lambda: require_eos(tokenizers.student))
     return problems
 
 
@@ -182,8 +186,8 @@ def export_problems(
     return []
 
 
-def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> str | None:
-    """The kind of the first record, None without records but tokens.
+def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
+    """The kinds of the first records, none without records but tokens.
 
     Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say.
     """
@@ -199,18 +203,22 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
     store = TokenStore.open(find_prefix(path, flag))
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")
-    return None
+        if any(tokenizers.teachers):
+            require_text(store, f"{flag} {path}")
+    return set()
 
 
-def _look_at_records(flag: str, path: str, looked_at: int) -> str:
-    """The kind of the first good record: one is enough, how many bad ones are too many is for those who read them all."""
-    refused = None
+def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
+    """Their kinds. One good record is enough: how many bad ones are too many is for those who read them all."""
+    kinds, refused = set(), None
     for number, row in islice(read_rows(path), looked_at):
         try:
-            return parse_row(row).kind
+            kinds.add(parse_row(row).kind)
         except DataError as error:
             refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
-    raise refused or DataError(f"{flag} {path} is empty", "there is nothing to train on", "check how it was made")
+    if not kinds:
+        raise refused or DataError(f"{flag} {path} is empty", "there is nothing to train on", "check how it was made")
+    return kinds
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:

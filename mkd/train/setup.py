@@ -69,7 +69,7 @@ def build_run(
     train_set, valid_set = build_data(plan, context, own_tokens, signals, watchdog)
     tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
     origin = take_origin(plan, tokenizer, train_set, valid_set, context)
-    start_folder = find_start(config.checkpoint, origin, context)
+    start_folder = find_start(config.checkpoint, plan.student.shape, origin, context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
     with engine.optimizer.state_on_device():
         position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()

@@ -157,7 +157,17 @@ def test_context_parallel_ranks_hold_parts_of_the_same_micro_batches(make_store,
 def test_evaluation_restarts_and_is_limited(dataset):
     stream = EvalStream(dataset, micro_batch_size=1, global_batch_size=4, eval_iters=2)
     first, second = ([i for step in stream for batch in step for i in batch.sample_ids] for _ in range(2))
-    assert first == second == [0, 2, 5, 8, 11, 14, 17, 20]  # evenly spaced over both members
+    assert first == second == [0, 2, 5, 8, 11, 14, 17, 20]  # evenly spaced over each member
+
+
+def test_a_held_out_blend_has_its_weights(dataset):
+    """Megatron's rule: in the proportion of the weights, where need be some packs more than once."""
+    stream = EvalStream(BlendedDataset(dataset.members, [1, 3]), micro_batch_size=1, global_batch_size=4, eval_iters=100)
+    samples = [i for step in stream for batch in step for i in batch.sample_ids if i >= 0]
+    assert len(samples) == 23 and len([i for i in samples if i < 17]) == len({i for i in samples if i < 17}) == 6
+    assert set(Counter(i for i in samples if i >= 17).values()) == {2, 3}
+    plain = EvalStream(BlendedDataset(dataset.members), micro_batch_size=1, global_batch_size=4, eval_iters=2)
+    assert [i for step in plain for batch in step for i in batch.sample_ids] == [0, 2, 5, 8, 11, 14, 17, 20]
 
 
 def test_empty_packs_have_no_loss(dataset):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mkd.data.order import BlendOrder, EpochOrder, interleave
+from mkd.data.order import BlendOrder, EpochOrder, evenly_spaced, interleave
 
 
 def test_every_epoch_is_another_permutation():
@@ -48,6 +48,16 @@ def test_weights_hold_at_every_length_and_far_out():
     assert np.abs(shares).max() <= 1
     members, ordinals = interleave(weights, 10**12, 10)
     assert np.allclose(ordinals / weights[members], 1e12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 16, 100])
+def test_evenly_spaced_packs(count):
+    assert evenly_spaced([6, 10], None, count).tolist() == [k * 16 // count for k in range(count)]
+    chosen = evenly_spaced([6, 10], [0.75, 0.25], count)
+    first, second = chosen[chosen < 6].tolist(), (chosen[chosen >= 6] - 6).tolist()
+    assert (len(first), len(second)) == (count - len(second), round(count / 4))
+    for own, size in ((first, 6), (second, 10)):
+        assert own == [k * size // len(own) for k in range(len(own))]
 
 
 def test_members_have_epochs_of_their_own():

@@ -33,7 +33,7 @@ def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
     assert (ids.tolist(), loss.tolist()) == tuple(map(list, tokenizer.apply_chat_template(MESSAGES["messages"])))
     targets = sum(int(store.document(i)[1][1:].sum()) for i in range(4))
     highest = max(int(store.document(i)[0].max()) for i in range(4))
-    assert summary == StoreSummary(4, store.num_tokens, targets, highest)
+    assert summary == StoreSummary(4, store.num_tokens, targets, highest, kinds=("messages", "prompt-completion", "text"))
     meta = json.loads(Path(prefix + ".meta.json").read_text())
     assert meta["tokenizer_fingerprint"] == tokenizer.fingerprint and meta["append_eod"] is True
     assert meta["sources"] == [{"path": path, "bytes": Path(path).stat().st_size}] and meta["tokens"] == summary.tokens

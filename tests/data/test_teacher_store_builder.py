@@ -51,6 +51,31 @@ def test_a_tokenised_corpus_gives_the_same_without_its_text(path, student, tmp_p
         assert text.chunks(document).tolist() == ids.chunks(document).tolist()
 
 
+def test_a_tokenised_completion_gives_the_same_without_its_text(write_jsonl, tmp_path):
+    """Teacher tokens never go over the end of the prompt, where both sides are tokenised apart."""
+    pairs = [{"prompt": text[: len(text) // 2], "completion": text[len(text) // 2 :]} for text in texts(40)]
+    path, prefix = write_jsonl("pairs.jsonl", *pairs), str(tmp_path / "pairs")
+    build_store([path], prefix, STUDENT, True)
+    store = TokenStore.open(prefix)
+    text, ids = (TeacherStore(build(one, prefix, tmp_path / "cache"), store) for one in (path, prefix))
+    for document in range(40):
+        assert text.tokens.document(document)[0].tolist() == ids.tokens.document(document)[0].tolist()
+        first = int(store.document(document)[1].argmax())
+        of_completion = [chunk for chunk in ids.chunks(document).tolist() if chunk[0] >= first]
+        assert text.chunks(document).tolist() == of_completion and len(of_completion) > 1
+
+
+def test_tokenised_conversations_are_refused(write_jsonl, tmp_path):
+    """They are in the student's template, and the teacher has its own."""
+    chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
+    student, prefix = chat_tokenizer(300), str(tmp_path / "chat")
+    build_store([write_jsonl("chat.jsonl", chat, {"text": "the fox"})], prefix, student, True)
+    same = dict(tokenizer=student, vocab_size=student.vocab_size)
+    assert len(open_pair(prefix, tmp_path, None, **same)[0])
+    with pytest.raises(DataError, match="(?s)is a tokenised corpus of conversations.*do:  name the raw file"):
+        open_pair(prefix, tmp_path, teacher_text(), **same)
+
+
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_workers(path, tmp_path):
     """Joined texts: all workers have to join them in the same way."""

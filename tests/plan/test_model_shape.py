@@ -86,6 +86,47 @@ def test_code_of_the_configuration_is_not_run(tmp_path):
     assert ModelShape.from_hf_dir(tmp_path).num_layers == 2 and not mark.exists()
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_the_kinds_of_layers_decide_the_window(family):
+    """For a mistral model too, which transformers then calls ministral."""
+    config = CONFIG | {"model_type": family, "num_key_value_heads": 4, "sliding_window": 8, "use_sliding_window": True}
+    windows = [ModelShape.from_hf_config(config | {"layer_types": 2 * [kind]}).sliding_window for kind in (FULL, SLIDING)]
+    assert windows == [None, 8]
+    with pytest.raises(UsageError, match="mixes full and sliding-window"):
+        ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING]})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_is_used_but_not_given(family):
+    from transformers import AutoConfig
+
+    config = CONFIG | {"model_type": family, "num_key_value_heads": 4, "use_sliding_window": True, "max_window_layers": 0}
+    assert ModelShape.from_hf_config(config).sliding_window == AutoConfig.for_model(**config).sliding_window == 4096
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    with pytest.raises(UsageError, match="is_causal false is not supported"):
+        ModelShape.from_hf_config(CONFIG | {"is_causal": False})
+
+
+@pytest.mark.parametrize("groups", [3, 8])
+def test_key_value_heads_that_do_not_divide_the_heads(groups):
+    with pytest.raises(CheckpointError, match=f"num_attention_heads 4 is no multiple of num_key_value_heads {groups}"):
+        ModelShape.from_hf_config(CONFIG | {"num_key_value_heads": groups})
+
+
+def test_differences_are_those_that_change_what_the_weights_compute():
+    ours = ModelShape.from_hf_config(CONFIG | {"rope_theta": 1e4})
+    same = {"max_position_embeddings": 64, "initializer_range": 0.5, "use_cache": False}
+    assert ours.differences(ModelShape.from_hf_config(CONFIG | same)) == []
+    theirs = ModelShape.from_hf_config(CONFIG | {"num_key_value_heads": 2, "rope_theta": 5e5, "tie_word_embeddings": True})
+    changed = ["num_query_groups 4 instead of 2", "tie_word_embeddings False instead of True"]
+    assert ours.differences(theirs) == [*changed, "rope.theta 10000.0 instead of 500000.0"]
+
+
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     from transformers import AutoConfig
@@ -100,6 +141,8 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     assert ours.rope.rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)  # the others pass over the factor
     nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
     assert nothing.sliding_window is None and nothing.num_query_groups == 32
+    few = CONFIG | {"model_type": family, "num_attention_heads": 64, "hidden_size": 2048}
+    assert ModelShape.from_hf_config(few).num_query_groups == AutoConfig.for_model(**few).num_key_value_heads
 
 
 LLAMA3, LONG = {"rope_theta": 1e4, **ROPES[0]}, {**ROPES[1], "rope_type": "longrope"}

@@ -101,6 +101,15 @@ def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, monkeypatch, capsys
     assert "--reference-hf" in capsys.readouterr().err
 
 
+def test_the_configuration_of_another_model(original, checkpoint, tmp_path, monkeypatch, capsys):
+    """It has the same tensors in other places: without a comparison there would be an export, of nonsense."""
+    other = make_model(tmp_path / "other", "llama", num_key_value_heads=6)
+    args = ["--load", checkpoint, "--hf-out", tmp_path / "out", "--reference-hf", other]
+    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert "is a checkpoint of another model: it has num_query_groups 3 instead of 6" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_to_compare(original, monkeypatch, capsys):
     assert exit_code(check_parity, monkeypatch, "--hf", original, "--num-tokens", 0) == EXIT_USAGE
     assert "nothing would be compared" in capsys.readouterr().err

@@ -156,6 +156,31 @@ def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, 
     assert "was saved by a run with other" in result.stderr and f" {what} (" in result.stderr
 
 
+def student_with(files, **changes) -> str:
+    """A copy of the student whose configuration has these changes."""
+    folder = shutil.copytree(files / "student", files / f"student with {changes}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder.name
+
+
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": False}, {"num_key_value_heads": 4}, {"rope_parameters": None}])
+def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks):
+    """Into some of these they would fit, cut or not."""
+    student = student_with(files, **change, rope_theta=5e5)
+    (result,) = run_main(ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student))
+    assert result.exit_code == 66 and f"{folder / 'iter_0000002'} is a checkpoint of another model" in result.stderr
+
+
+def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):
+    """It is refused before the pointer moves."""
+    (result,) = go_on(ranks, files, folder, "--ckpt-step", 1, student_hf=student_with(files, rms_norm_eps=0.05))
+    assert result.exit_code == 66 and "another model: it has norm_epsilon 1e-06 instead of 0.05" in result.stderr
+    assert (folder / POINTER).read_text() == "2\n"
+    (result,) = go_on(ranks, files, folder, student_hf=student_with(files, max_position_embeddings=512))
+    assert result.exit_code == 0, result.stderr
+
+
 def test_a_teacher_in_another_folder_is_the_same(files, folder, ranks):
     shutil.copytree(files / "teacher", files / "moved teacher")
     (result,) = go_on(ranks, files, folder, teacher_hf="moved teacher")

@@ -195,6 +195,24 @@ def test_conversations_for_a_tokenizer_without_chat_template(files, tmp_path):
     assert problems_of(flags(files, "chat", "--max-bad-records", 2, data_path=path)) == []
 
 
+def test_conversations_after_other_records(files, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
+    path = write_records(tmp_path / "mixed.jsonl", {"text": "fox"}, chat)
+    (student,) = problems_of(flags(files, "mixed", data_path=path))
+    assert student.what == "the student's tokenizer has no chat template"
+
+
+def test_a_tokenizer_without_eos(files, tmp_path):
+    folder = shutil.copytree(files / "student", tmp_path / "endless")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            content = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({key: value for key, value in content.items() if key != "eos_token"}))
+    (endless,) = problems_of(flags(files, "endless", student_hf=folder, teacher_hf=folder))
+    assert endless.what == "the tokenizer has no end-of-sequence token" and "--no-append-eod" in endless.do
+    assert problems_of(flags(files, "endless", "--no-append-eod", student_hf=folder, teacher_hf=folder)) == []
+
+
 @pytest.mark.parametrize(
     ("records", "text"),
     [

@@ -86,6 +86,20 @@ def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
     assert_same_run(trained(ranks, files, argv, world_size), single)
 
 
+def test_a_run_with_held_out_data_is_saved_and_goes_on(single, cache, files, ranks):
+    """A checkpoint names the corpora that the evaluation reads, which lie behind the teacher's rows here."""
+    saved = ("--save", files / "saved", "--save-interval", 1)
+    first = offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *saved, "--exit-interval", 1)
+    (result,) = run_main(ranks, first)
+    assert result.exit_code == 0, result.stderr
+    more = (*saved, "--load", files / "saved", "--export-hf", files / "gone on hf")
+    records, weights = trained(ranks, files, offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *more))
+    stopped = records.pop(2)  # the evaluation at the end of the first part
+    assert (stopped["split"], stopped["iteration"]) == ("valid", 1)
+    assert_same_run((records, weights), single)
+    assert records[-1]["gap_closed"] == pytest.approx(single[0][-1]["gap_closed"], rel=1e-4)
+
+
 def test_records_hold_the_metrics_of_a_teacher_that_did_not_run(single):
     records, _ = single
     for record in records:
