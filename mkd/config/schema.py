@@ -369,5 +369,7 @@ class Config:
         "change if not",
     )
     dry_run: bool = option(
-        False, "check flags, models, tokenizers, layout, data and disk, show the plan, end before anything is loaded"
+        False,
+        "check flags, models, tokenizers, layout, disk and the first records of the data, show the plan, end before anything "
+        "is loaded; only a run itself reads all of the data and compares what --load has saved"
     )

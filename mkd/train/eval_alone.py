@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from mkd.config.schema import CheckpointConfig, Config, KDConfig
+from mkd.config.schema import CheckpointConfig, Config, KDConfig, LogConfig, OptimizerConfig
 from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.data.eval_tasks import Task
 from mkd.errors import ErrorList, MkdError
@@ -65,7 +65,9 @@ def without_training(config: Config, world_size: int) -> Config:
         kd=KDConfig(kd_ratio=0.0),
         data=replace(config.data, data_path=("not read",), valid_data_path=(), **no_tasks),
         training=replace(training, train_iters=1, eval_interval=None, global_batch_size=batch),
+        optimizer=OptimizerConfig(),
         checkpoint=CheckpointConfig(),
+        log=LogConfig(name=config.log.name, log_dir=config.log.log_dir),
     )
 
 

@@ -29,14 +29,12 @@ TEACHER, CONTENT = "teacher.", "data.content"
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every file of weights or tokens.
-
-    A stored teacher's rows are compared with the data pack by pack, which says more than the sizes of its files.
-    """
-    stores = [] if plan.stored_teacher else [member.store for member in train_set.members]
+    """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every file of weights or tokens."""
+    stores = [member.store for member in train_set.members]
     found = {TEACHER + name: _weights(source) for name, source in zip(plan.teacher_names, plan.teachers, strict=False)}
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
+        found["loss.stored_k"] = plan.stored_teacher.meta.k
     found["tokenizer"] = tokenizer.fingerprint
     found["data.files"] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description has hashes of all files
@@ -53,9 +51,10 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
         return None
     packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
     members = [_corpus(member.store) for member in valid_set.members]
-    others = {name: value for name, value in known.items() if not name.startswith("data.") and name != "loss.kd_ratio"}
-    weights = [valid_set.weights] if valid_set.weights else []
-    return _sha256([others, members, packs, plan.config.training.seq_length, plan.config.data.split, *weights])
+    teachers = [value for name, value in known.items() if name.startswith(TEACHER)]  # whatever they are called
+    others = {name: known[name] for name in known if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"}
+    packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
+    return _sha256([teachers, others, *packs_read])
 
 
 def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.checkpoint.hf_reader import resolve_hf
-from mkd.config.schema import CheckpointConfig, Config, StudentConfig
+from mkd.config.schema import CheckpointConfig, Config, KDConfig, LogConfig, OptimizerConfig, StudentConfig, teacher_names
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, NonFiniteError, UsageError
@@ -36,7 +36,7 @@ from mkd.train.preflight import require_same_tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.setup import join
 from mkd.train.topk_objective import loss_row_logits
-from mkd.train.topk_teacher import data_settings, weights_fingerprint
+from mkd.train.topk_teacher import data_settings, temperature_of, weights_fingerprint
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def export_teacher(
     Raises the errors of a training run, and DataError when the folder holds another cache.
     """
     plan = plan_run(teacher_as_student(config, world_size), world_size)
+    if len(config.teachers) > 1:
+        say(f"{len(config.teachers)} teachers are configured: the first, {teacher_names(config)[0]}, is exported")
     vocab_size = min(plan.student.shape.vocab_size, _student_vocab_size(config) or plan.student.shape.vocab_size)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
@@ -88,11 +90,12 @@ def teacher_as_student(config: Config, world_size: int) -> Config:
         config,
         student=StudentConfig(hf=teacher.hf, load=teacher.load, pipeline_layout=teacher.pipeline_layout),
         teachers=(),
-        kd=replace(config.kd, kd_ratio=0.0),
+        kd=KDConfig(kd_ratio=0.0, kd_temperature=temperature_of(config)),
         data=replace(config.data, tokenizer_model=tokenizer, eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0),
         training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size),
+        optimizer=OptimizerConfig(),
         checkpoint=CheckpointConfig(),
-        log=replace(config.log, log_dir=config.log.log_dir or config.checkpoint.save),
+        log=LogConfig(name=config.log.name, log_dir=config.log.log_dir or config.checkpoint.save),
     )
 
 

@@ -6,16 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.losses import KDOutput, vocab_parallel_topk_kd
 from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
+from mkd.train.teacher_loss import TeacherLoss
 
 
 def topk_loss(
-    kd: KDConfig,
+    teacher: TeacherLoss,
+    kd_ratio: float,
     student: LanguageModel,
     batch: PackedBatch,  # with `teacher`
     hidden: Tensor,  # [t(/tp with sequence parallelism), 1, h], final
@@ -23,22 +24,22 @@ def topk_loss(
     with_ce_metric: bool,
 ) -> KDOutput:
     """Sums over the loss tokens of the micro-batch; `loss` has the graph."""
-    rows, teacher = batch.loss_rows, batch.teacher
+    rows, stored = batch.loss_rows, batch.teacher
     labels = batch.labels[0, rows]
     return vocab_parallel_topk_kd(
         loss_row_logits(student, hidden, rows),
-        teacher.ids,
-        teacher.logprobs,
+        stored.ids,
+        stored.logprobs,
         labels,
         batch.loss_mask[0, rows],
         tp_group=tp_group,
         student_vocab_size=student.shape.vocab_size,
-        teacher_vocab_size=teacher.vocab_size,
-        kd_ratio=kd.kd_ratio,
-        temperature=kd.kd_temperature,
-        temperature_scaling=kd.kd_temperature_scaling,
+        teacher_vocab_size=stored.vocab_size,
+        kd_ratio=kd_ratio,
+        temperature=teacher.divergence["temperature"],
+        temperature_scaling=teacher.divergence["temperature_scaling"],
         with_ce_metric=with_ce_metric,
-        teacher_metrics=teacher.metrics,
+        teacher_metrics=stored.metrics,
         overwrite_student_logits=True,
     )
 

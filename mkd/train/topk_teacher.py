@@ -85,13 +85,14 @@ class StoredTeacher:
 def _differences(folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None) -> list[MkdError]:
     """What of the run's settings does not fit the cache."""
     problems: list[MkdError] = []
-    temperature = config.kd.kd_temperature
+    temperature = temperature_of(config)
     if temperature != meta.temperature:
+        setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
         problems.append(
             UsageError(
-                f"kd-temperature is {temperature}, the teacher cache {folder} is at {meta.temperature}",
+                f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at {meta.temperature}",
                 "the probability of all ids outside the top-k at another temperature does not follow from it",
-                f"use --kd-temperature {meta.temperature}, or export again with --kd-temperature {temperature}",
+                f"use {setting} {meta.temperature}, or export again with {setting} {temperature}",
             )
         )
     for name, value in data_settings(config).items():
@@ -112,6 +113,12 @@ def _differences(folder: Path, meta: TopKMeta, config: Config, student_vocab_siz
             )
         )
     return problems
+
+
+def temperature_of(config: Config) -> float:
+    """Of the first teacher's probabilities: its own, or that of all."""
+    own = config.teachers[0].temperature
+    return config.kd.kd_temperature if own is None else own
 
 
 def data_settings(config: Config) -> dict:

@@ -82,10 +82,14 @@ def test_what_is_wrong_is_said_once(files, ranks):
     assert result.exit_code == 64 and "no student is given" in result.stderr
 
 
-def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from():
-    """Whatever it says of its checkpoints: those who run without training have none."""
-    argv = ["--student-hf", "s", "--teacher-hf", "t", "--data-path", "d", "--train-iters", "5", "--async-save"]
+def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp_path):
+    """Whatever it says of training, of its profile and checkpoints: those who run without training have none."""
+    argv = ["--student-hf", "s", "--data-path", "d", "--train-iters", "50", "--lr-warmup-iters", "5", "--async-save"]
     argv += ["--save", "c", "--load", "c", "--accept-change", "data", "--keep-checkpoints", "2", "--ckpt-step", "3"]
+    argv += ["--profile", "--wandb-project", "p", "--kd-temperature", "3", "--config", str(tmp_path / "teachers.yaml")]
+    teachers = "[{hf: a, temperature: 2}, {hf: b}]"
+    (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config
     for alone in (without_training(config, 1), teacher_as_student(config, 1)):
         assert validate(alone, 1) == [] and alone.checkpoint == CheckpointConfig()
+    assert teacher_as_student(config, 1).kd.kd_temperature == 2

@@ -240,8 +240,8 @@ def test_damaged_checkpoint(name, content, saved, files, ranks, tmp_path):
 def test_checkpoint_of_another_model(saved, files, ranks):
     argv = flags(files, "shape", "--train-iters", 3, "--load", saved, student_hf="teacher")
     assert_refused(
-        ranks, argv, CHECKPOINT, "iter_0000002 cannot be loaded: Global shape mismatch for loaded",
-        "why: the checkpoint is damaged, or belongs to a model of another shape",
+        ranks, argv, CHECKPOINT, "iter_0000002 is a checkpoint of another model: it has family qwen3 instead of llama",
+        "num_layers 2 instead of 3, hidden_size 48 instead of 72, ", "do:  name the Hugging Face folder that it was made from",
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.train.command import flags, make_files, read_metrics, run_main
@@ -37,13 +39,14 @@ def test_there_is_none_of_another_loss_or_another_held_out_set(files, ranks):
     argv = flags(files, "changed", "--split", "9,1", "--eval-interval", 1, "--kd-ratio", 0.5, "--save", folder)
     loss = ("--kd-divergence", "jsd", "--accept-change", "loss")
     back, fewer, weight = loss[2:], ("--eval-iters", 1, "--global-batch-size", 1), ("--kd-ratio", 0.9, *loss[2:])
-    for steps, more in ((1, ()), (2, loss), (3, back), (4, fewer), (5, weight)):
+    renamed = (*weight, "--teacher-hf", shutil.copytree(files / "teacher", files / "the same teacher"))
+    for steps, more in ((1, ()), (2, loss), (3, back), (4, fewer), (5, weight), (6, renamed)):
         load = ("--load", folder) if steps > 1 else ()
         (result,) = run_main(ranks, [*argv, *map(str, (*load, *more, "--train-iters", steps))])
         assert result.exit_code == 0, result.stderr
         assert ("gap_closed is left out" in result.stdout) == (steps in (2, 4))
     has_gap = {record["iteration"]: "gap_closed" in record for record in evaluations(folder)}
-    assert has_gap == {0: True, 1: True, 2: False, 3: True, 4: False, 5: True}
+    assert has_gap == {0: True, 1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
 
 
 def test_there_is_none_without_a_teacher_or_a_first_evaluation(files, ranks):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_models import add_tokenizer, make_model
-from tests.train.command import TEACHER, flags, make_files, poison, read_metrics, read_weights, run_main
+from tests.train.command import TEACHER, flags, make_files, poison, read_metrics, read_weights, run_main, write_records
 from tests.train.topk_files import DATA, export, exported, offline
 
 pytest.importorskip("pyarrow")
@@ -135,7 +135,8 @@ def losses_by_sample(argv):
             with torch.no_grad():
                 packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
                 hidden = stage(StageInput(batch.tokens, batch.position_ids, packed))
-                output = topk_loss(plan.config.kd, stage.student, batch, hidden, context.tp_group, False)
+                settings = engine.teachers[0], plan.config.kd.kd_ratio
+                output = topk_loss(*settings, stage.student, batch, hidden, context.tp_group, False)
             losses[batch.sample_ids[0]] = (output.loss.item(), output.kd.item())
     return losses
 
@@ -211,6 +212,33 @@ def test_other_text(cache, files, ranks):
 def test_other_temperature(cache, files, ranks):
     texts = ("kd-temperature is 1.0, the teacher cache", "is at 2.0", "use --kd-temperature 2.0, or export again")
     assert_refused(ranks, offline(files, "temperature", cache), 64, *texts)
+
+
+def test_a_teachers_own_temperature(cache, files, single, ranks):
+    """It goes before the common one, as with a teacher that runs."""
+    config = files / "own.yaml"
+    config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 2}}]\n")
+    argv = offline(files, "own", cache, *EVALUATED, *LINEAR, "--export-hf", files / "own hf")
+    at = argv.index("--teacher-topk")
+    assert_same_run(trained(ranks, files, [*argv[:at], *argv[at + 2 :], "--config", str(config)]), single)
+    config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 1}}]\n")
+    texts = ("teachers[0].temperature is 1.0, the teacher cache", "use teachers[0].temperature 2.0")
+    assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *texts)
+
+
+def test_a_run_goes_on_with_the_data_and_the_k_that_it_had(cache, files, ranks):
+    save = ("--save", files / "to go on")
+    (result,) = run_main(ranks, offline(files, "to go on", cache, *T2, *save))
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
+    write_records(files / "half.jsonl", *lines[:30])
+    exported(ranks, files, "other data", "--k", 16, *T2, data_path="half.jsonl")
+    exported(ranks, files, "other k", "--k", 8, *T2)
+    more = (*T2, *save, "--load", files / "to go on", "--train-iters", 3)
+    refused = {"data.files": offline(files, "more", "other data", *more, data_path="half.jsonl")}
+    refused |= {"loss.stored_k": offline(files, "more", "other k", *more)}
+    for name, argv in refused.items():
+        assert_refused(ranks, argv, 66, "was saved by a run with other", f" {name} (", f"--accept-change {name}")
 
 
 def test_only_forward_kl(cache, files, ranks):
