@@ -21,7 +21,8 @@ from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 5  # of what alignment makes of a text
+ALIGNMENT_VERSION = 4  # of what alignment makes of a text
+TOKENS_VERSION = 2  # of how a tokenised corpus becomes texts
 
 
 def cached_teacher_store(
@@ -52,7 +53,8 @@ def cached_teacher_store(
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
         files = StoreFiles(student_prefix)
-        key = content_hash(settings, [one for one in (files.bin, files.idx, files.loss_mask) if one.exists()], progress)
+        contents = [one for one in (files.bin, files.idx, files.loss_mask) if one.exists()]
+        key = content_hash([*settings, TOKENS_VERSION], contents, progress)
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key):
         with closing(in_workers(source, align, workers, progress)) as chunks:

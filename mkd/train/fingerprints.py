@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100 << 20
 NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
 NOT_CONTENT = ("sources", "kinds")  # of a corpus' description: where it came from, and what its hashes tell better
-TEACHER, CONTENT = "teacher.", "data.content"
+TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
@@ -34,9 +34,9 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
     found = {TEACHER + name: _weights(source) for name, source in zip(plan.teacher_names, plan.teachers, strict=False)}
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
-        found["loss.stored_k"] = plan.stored_teacher.meta.k
+        found[STORED_K] = plan.stored_teacher.meta.k
     found["tokenizer"] = tokenizer.fingerprint
-    found["data.files"] = _sha256([_corpus(store) for store in stores])
+    found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description has hashes of all files
         found[CONTENT] = _sha256([corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta])
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))  # as it comes back
@@ -135,6 +135,8 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     options = {option.path: option for option in all_options() if option.path.startswith(("kd.", FIRST_TEACHER))}
     later = {name: options.get(_option_path(name)) for name in current.keys() - saved.keys()}
     known = {name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None}
+    if saved.get(FILES) == _sha256([]):  # what runs with a stored teacher were once said to have
+        saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     if CONTENT in current:
         known[CONTENT] = current[CONTENT]
     return known | {names.get(name, name): value for name, value in saved.items()}

@@ -211,7 +211,9 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
 def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
     """Their kinds. One good record is enough: how many bad ones are too many is for those who read them all."""
     kinds, refused = set(), None
-    for number, row in islice(read_rows(path), looked_at):
+    for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
+        if kinds and place >= LOOKED_AT:
+            break
         try:
             kinds.add(parse_row(row).kind)
         except DataError as error:

@@ -166,6 +166,10 @@ def test_a_held_out_blend_has_its_weights(dataset):
     samples = [i for step in stream for batch in step for i in batch.sample_ids if i >= 0]
     assert len(samples) == 23 and len([i for i in samples if i < 17]) == len({i for i in samples if i < 17}) == 6
     assert set(Counter(i for i in samples if i >= 17).values()) == {2, 3}
+    layout = dict(micro_batch_size=2, global_batch_size=4, eval_iters=100, data_parallel_size=2, num_workers=1)
+    ranks = [EvalStream(BlendedDataset(dataset.members, [1, 3]), data_parallel_rank=rank, **layout) for rank in range(2)]
+    dealt = [i for rank in ranks for step in rank for batch in step for i in batch.sample_ids if i >= 0]
+    assert sorted(dealt) == samples
     plain = EvalStream(BlendedDataset(dataset.members), micro_batch_size=1, global_batch_size=4, eval_iters=2)
     assert [i for step in plain for batch in step for i in batch.sample_ids] == [0, 2, 5, 8, 11, 14, 17, 20]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -111,6 +112,14 @@ def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
 def test_a_name_that_is_none_is_refused(name, tmp_path):
     with pytest.raises(UsageError, match=f"--accept-change {name} names nothing that is compared"):
         require_same(tmp_path, SAVED, SAVED, [name])
+
+
+def test_a_run_of_a_stored_teacher_that_did_not_say_its_data(tmp_path):
+    """Earlier versions took its files for none, and did not name its k; a run with its teacher in memory always did."""
+    nothing = "sha256:" + hashlib.sha256(b"[]").hexdigest()
+    require_same(tmp_path, SAVED | {"data.files": nothing}, SAVED | {"loss.stored_k": 16}, [])
+    with pytest.raises(CheckpointError, match="loss.stored_k .none then, 16 now."):
+        require_same(tmp_path, SAVED, SAVED | {"loss.stored_k": 16}, [])
 
 
 def test_same_and_unknown_pass(tmp_path):

@@ -202,6 +202,19 @@ def test_conversations_after_other_records(files, tmp_path):
     assert student.what == "the student's tokenizer has no chat template"
 
 
+def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_path):
+    argv = ["--input", files / "text.jsonl", "--output-prefix", tmp_path / "corpus", "--tokenizer-model", files / "student"]
+    assert preprocess([*map(str, argv)]) == 0
+    own = flags(files, "own tokens", "--xtoken-loss", "partition_kl", data_path=tmp_path / "corpus")
+    assert problems_of(own) == []
+    meta = json.loads((tmp_path / "corpus.meta.json").read_text())
+    assert meta["kinds"] == ["text"]
+    (tmp_path / "corpus.meta.json").write_text(json.dumps(meta | {"kinds": ["messages", "text"]}))
+    (refused,) = problems_of(own)
+    assert refused.what.startswith(f"--data-path {tmp_path / 'corpus'} is a tokenised corpus of conversations")
+    assert problems_of(flags(files, "same tokens", data_path=tmp_path / "corpus")) == []
+
+
 def test_a_tokenizer_without_eos(files, tmp_path):
     folder = shutil.copytree(files / "student", tmp_path / "endless")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
