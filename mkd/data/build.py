@@ -113,8 +113,6 @@ class _Preparation:
 
     def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
         student = self._student_prefix(path, flag)
-        if any(self.teachers) and not is_raw(path):
-            require_text(TokenStore.open(student), f"{flag} {path}")
         settings = dict(
             tokenizer=self.tokenizer,
             append_eod=self.append_eod,
@@ -131,6 +129,8 @@ class _Preparation:
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
+        if any(self.teachers) and not is_raw(path):
+            require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):
                 store.check_content(self.progress)

@@ -166,7 +166,7 @@ class ModelShape:
         """Translate a Hugging Face configuration.
 
         Raises `UsageError` for a model that mkd cannot run exactly, `CheckpointError` for a key that is missing or has a value
-        of a wrong kind. null counts as not given.
+        of a wrong kind, and for heads that the key/value heads do not divide. null counts as not given.
         """
         model_type = config.get("model_type")
         given = _without_nulls({**DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **config})

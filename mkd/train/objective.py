@@ -68,8 +68,9 @@ class Objective:
 
     def _one_pass(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):
         if batch.teacher is not None:
-            settings = self.teachers[0], self.kd.kd_ratio
-            output = topk_loss(*settings, stage.student, batch, hidden, self.context.tp_group, self.with_ce_metric)
+            output = topk_loss(
+                self.teachers[0], self.kd.kd_ratio, stage.student, batch, hidden, self.context.tp_group, self.with_ce_metric
+            )
         else:
             loss = self._fused if self.kd.kd_fused_head or not torch.is_grad_enabled() else self._on_logits
             output = loss(stage, batch, hidden, riders, self.kd.kd_ratio)

@@ -15,15 +15,18 @@ from mkd.train.teacher_loss import TeacherLoss
 
 
 def topk_loss(
-    teacher: TeacherLoss,
-    kd_ratio: float,
+    teacher: TeacherLoss,  # its temperature is that of the stored log-probabilities
+    kd_ratio: float,  # share of the divergence, 0 to 1
     student: LanguageModel,
     batch: PackedBatch,  # with `teacher`
     hidden: Tensor,  # [t(/tp with sequence parallelism), 1, h], final
     tp_group: dist.ProcessGroup,
     with_ce_metric: bool,
 ) -> KDOutput:
-    """Sums over the loss tokens of the micro-batch; `loss` has the graph."""
+    """Sums over the loss tokens of the micro-batch, fp32 scalars in nats; `loss` has the graph.
+
+    Collectives over `tp_group`, those of `vocab_parallel_topk_kd`.
+    """
     rows, stored = batch.loss_rows, batch.teacher
     labels = batch.labels[0, rows]
     return vocab_parallel_topk_kd(
