@@ -54,7 +54,10 @@ def main(argv: list[str]) -> int:
     try:
         return int(subprocess.run(["sbatch"], cwd=ROOT, input=script, text=True).returncode != 0)
     except FileNotFoundError:
-        print("error: there is no sbatch here\n  do:  use a login node of the cluster, or add --dry-run", file=sys.stderr)
+        print(
+            "error: there is no sbatch here\n  do:  use a login node of the cluster, or add --dry-run",
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -74,11 +77,17 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="GPUs of a machine, a process each (default: 8). 0: a CPU run, with NPROC of the environment as its processes",
     )
-    parser.add_argument("--cpus-per-task", type=whole_number, metavar="N", help="cores of a machine (default: slurm.sbatch)")
-    parser.add_argument("--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)")
+    parser.add_argument(
+        "--cpus-per-task", type=whole_number, metavar="N", help="cores of a machine (default: slurm.sbatch)"
+    )
+    parser.add_argument(
+        "--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)"
+    )
     parser.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's)")
     parser.add_argument("--account", metavar="NAME", help="who pays (default: your own account)")
-    parser.add_argument("--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)")
+    parser.add_argument(
+        "--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)"
+    )
     parser.add_argument(
         "--signal-lead-s",
         type=whole_number,
@@ -113,7 +122,11 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
         "signal": f"B:USR1@{own.signal_lead_s}",
     }
     options = {name: str(value) for name, value in options.items() if value is not None}
-    problems = [*validate(config, processes), *_can_go_on(config), *_has_time_to_save(own.time, own.signal_lead_s)]
+    problems = [
+        *validate(config, processes),
+        *_can_go_on(config),
+        *_has_time_to_save(own.time, own.signal_lead_s),
+    ]
     problems += [*_can_be_written(options), *_are_options(own.option)]
     if problems:
         raise ErrorList(problems)
@@ -127,7 +140,9 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
         line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
-        header, is_there = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}(=.*)?$", lambda _, line=line: line, header)
+        header, is_there = re.subn(
+            rf"(?m)^#SBATCH --{re.escape(name)}(=.*)?$", lambda _, line=line: line, header
+        )
         header += "" if is_there else f"{line}\n"
     return f"{header}set -- {shlex.join(run)}\n{body}"
 
@@ -158,7 +173,11 @@ def _are_options(texts: list[str]) -> list[MkdError]:
         match = OPTION.fullmatch(text)
         if match is None:
             problems.append(
-                UsageError(f"--option {text!r} is no option of sbatch", "", "write NAME=VALUE, or NAME for one without a value")
+                UsageError(
+                    f"--option {text!r} is no option of sbatch",
+                    "",
+                    "write NAME=VALUE, or NAME for one without a value",
+                )
             )
         elif match["name"] in WRITTEN:
             problems.append(

@@ -29,7 +29,9 @@ SHARED_MEMORY_GIB = 1.0  # below it, loader processes and NCCL run out
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
 PROBE_TIMEOUT_S = 180
-ENVIRONMENT = re.compile(r"(CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON)_\w+|(LOCAL_)?RANK|WORLD_SIZE")
+ENVIRONMENT = re.compile(
+    r"(CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON)_\w+|(LOCAL_)?RANK|WORLD_SIZE"
+)
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS")
 
 _TORCH_PROBE = """
@@ -54,7 +56,9 @@ class Finding:
     do: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:4}  {self.subject:20}  {self.text}" + (f"\n      {'':20}  do: {self.do}" if self.do else "")
+        return f"{self.level:4}  {self.subject:20}  {self.text}" + (
+            f"\n      {'':20}  do: {self.do}" if self.do else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,15 @@ def probe(code: str) -> Probe:
     """Run `code`, which makes a dict `found`, in a child process with this interpreter."""
     code += "\nimport json\nprint('\\n' + json.dumps(found))"
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Probe({}, f"{type(error).__name__}: {error}"[:200])
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"the import ended its process with code {done.returncode}"]
+        lines = done.stderr.strip().splitlines() or [
+            f"the import ended its process with code {done.returncode}"
+        ]
         return Probe({}, lines[-1][:300], done.stderr)
     try:
         return Probe(json.loads(done.stdout.splitlines()[-1]))
@@ -84,8 +92,20 @@ def probe(code: str) -> Probe:
 
 def examine(folder: Path) -> list[Finding]:
     """All findings. `folder` is where a run would write."""
-    checks = (_python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages, _machine, _environment)
-    with ThreadPoolExecutor() as threads:  # most of the time is that of child processes which import something
+    checks = (
+        _python,
+        _torch,
+        _megatron,
+        _transformer_engine,
+        _apex,
+        _triton,
+        _packages,
+        _machine,
+        _environment,
+    )
+    with (
+        ThreadPoolExecutor() as threads
+    ):  # most of the time is that of child processes which import something
         findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
 
@@ -139,7 +159,12 @@ def _torch() -> Iterator[Finding]:
         return
     seen = probe(_TORCH_PROBE)
     if seen.error:
-        yield Finding("FAIL", "torch", f"{version_of('torch')}, but its import fails: {seen.error}", "install torch again")
+        yield Finding(
+            "FAIL",
+            "torch",
+            f"{version_of('torch')}, but its import fails: {seen.error}",
+            "install torch again",
+        )
         return
     found = seen.found
     if numbers(found["version"]) < TORCH_AT_LEAST:
@@ -153,8 +178,12 @@ def _torch() -> Iterator[Finding]:
 def _devices(found: dict) -> Iterator[Finding]:
     if found["devices"]:
         for index, (name, memory, capability) in enumerate(found["devices"]):
-            yield Finding("ok", f"GPU {index}", f"{name}, {memory / GIB:.1f} GiB, compute capability {capability}")
-        yield Finding("ok", "CUDA, NCCL", f"CUDA {found['cuda']}, NCCL {found['nccl']}, driver {_driver() or 'unknown'}")
+            yield Finding(
+                "ok", f"GPU {index}", f"{name}, {memory / GIB:.1f} GiB, compute capability {capability}"
+            )
+        yield Finding(
+            "ok", "CUDA, NCCL", f"CUDA {found['cuda']}, NCCL {found['nccl']}, driver {_driver() or 'unknown'}"
+        )
     elif found["cuda"]:
         text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {_driver() or 'none'}"
         do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
@@ -178,8 +207,14 @@ def _megatron() -> Iterator[Finding]:
         yield Finding("FAIL", "megatron-core", "not installed", install)
         return
     if version != MEGATRON_CORE:
-        why = "pip takes 0.17 or newer on Python 3.12 unless the version is given" if numbers(version) > (0, 16) else "too old"
-        yield Finding("FAIL", "megatron-core", f"{version}; mkd is written for {MEGATRON_CORE} ({why})", install)
+        why = (
+            "pip takes 0.17 or newer on Python 3.12 unless the version is given"
+            if numbers(version) > (0, 16)
+            else "too old"
+        )
+        yield Finding(
+            "FAIL", "megatron-core", f"{version}; mkd is written for {MEGATRON_CORE} ({why})", install
+        )
         return
     seen = probe("import megatron.core, megatron.core.dist_checkpointing\nfound = {}")
     if not seen.error:
@@ -207,15 +242,24 @@ def _transformer_engine() -> Iterator[Finding]:
     if seen.error:
         parts = {name: version_of(name) for name in _TE_PARTS}
         present = ", ".join(f"{name} {found}" for name, found in parts.items() if found) or "no distribution"
-        yield Finding("FAIL", "Transformer Engine", f"installed in part ({present}): {seen.error}", _REPAIR_TE)
+        yield Finding(
+            "FAIL", "Transformer Engine", f"installed in part ({present}): {seen.error}", _REPAIR_TE
+        )
     elif not TE_AT_LEAST <= numbers(version) < TE_BELOW:
         text = f"{version}: megatron-core {MEGATRON_CORE} wants 2.9 to 2.11"
-        yield Finding("note", "Transformer Engine", text, "pip install 'transformer-engine[pytorch]>=2.9,<2.12'")
+        yield Finding(
+            "note", "Transformer Engine", text, "pip install 'transformer-engine[pytorch]>=2.9,<2.12'"
+        )
     else:
         yield Finding("ok", "Transformer Engine", version)
 
 
-_TE_PARTS = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch")
+_TE_PARTS = (
+    "transformer-engine",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+    "transformer-engine-torch",
+)
 
 
 def _apex() -> Iterator[Finding]:
@@ -232,7 +276,10 @@ def _apex() -> Iterator[Finding]:
 
 def _triton() -> Iterator[Finding]:
     version = version_of("triton") or version_of("pytorch-triton")
-    text = version or "not installed: on GPUs the loss needs it (it comes with torch for CUDA); on CPUs nothing is lost"
+    text = (
+        version
+        or "not installed: on GPUs the loss needs it (it comes with torch for CUDA); on CPUs nothing is lost"
+    )
     yield Finding("ok" if version else "note", "triton", text)
 
 
@@ -272,10 +319,17 @@ def _packages() -> Iterator[Finding]:
     for name, error in failed.items():
         package = _DISTRIBUTIONS.get(name, name)
         why = _NEEDED.get(name, "")
-        yield Finding("FAIL", package, error[:200] + (f"; {why}" if why else ""), f"pip install {package} -c constraints.txt")
+        yield Finding(
+            "FAIL",
+            package,
+            error[:200] + (f"; {why}" if why else ""),
+            f"pip install {package} -c constraints.txt",
+        )
     fine = [name for name in _NEEDED if name not in failed]
     named = [_DISTRIBUTIONS.get(name, name) for name in fine]
-    yield Finding("ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named))
+    yield Finding(
+        "ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named)
+    )
     for name, (cost, extra) in _EXTRAS.items():
         version = version_of(name)
         text = version or f"not installed: {cost} (pip install -e '.[{extra}]' -c constraints.txt)"
@@ -288,7 +342,12 @@ def _machine() -> Iterator[Finding]:
     yield Finding("ok", "machine", f"{cores} cores for this process, {memory / GIB:.1f} GiB memory")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < OPEN_FILES:
-        yield Finding("note", "open files", f"at most {limit}; loader processes share tensors by open files", "ulimit -n 65536")
+        yield Finding(
+            "note",
+            "open files",
+            f"at most {limit}; loader processes share tensors by open files",
+            "ulimit -n 65536",
+        )
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / GIB
@@ -300,12 +359,18 @@ def _machine() -> Iterator[Finding]:
 def _environment() -> Iterator[Finding]:
     """Variables that change a run; never one that may hold a secret."""
     chosen = sorted(name for name in os.environ if ENVIRONMENT.fullmatch(name) and not SECRET.search(name))
-    yield Finding("ok", "environment", ", ".join(f"{name}={os.environ[name]}" for name in chosen) or "nothing that a run reads")
+    yield Finding(
+        "ok",
+        "environment",
+        ", ".join(f"{name}={os.environ[name]}" for name in chosen) or "nothing that a run reads",
+    )
 
 
 def _disk(folder: Path) -> list[Finding]:
     """Whether the run could write to `folder`, or to the nearest parent that exists."""
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    existing = next(
+        (path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/")
+    )
     if not existing.is_dir():
         text = f"{folder} cannot be a folder: {existing} is a file"
         return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]
@@ -316,7 +381,14 @@ def _disk(folder: Path) -> list[Finding]:
         return [Finding("FAIL", "disk", f"{existing} cannot be looked at: {error}", "choose another folder")]
     text = f"{free:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK):
-        return [Finding("FAIL", "disk", f"{existing} cannot be written to", "choose another folder with --save and --log-dir")]
+        return [
+            Finding(
+                "FAIL",
+                "disk",
+                f"{existing} cannot be written to",
+                "choose another folder with --save and --log-dir",
+            )
+        ]
     if not free:
         do = "make room, or choose another folder with --save and --log-dir"
         return [Finding("FAIL", "disk", f"the disk of {folder} has no room left", do)]

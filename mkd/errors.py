@@ -93,7 +93,9 @@ class ErrorList(UsageError):
 
     def __init__(self, errors: list[MkdError]):
         assert errors
-        self.errors = [one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])]
+        self.errors = [
+            one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])
+        ]
         codes = {error.exit_code for error in self.errors}
         self.exit_code = codes.pop() if len(codes) == 1 else EXIT_USAGE
         Exception.__init__(self, errors)
@@ -119,7 +121,9 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
         except MkdError as error:
             rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
             if rank == 0 or not error.on_all_ranks:
-                print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True
+                )
             return error.exit_code
 
     return run

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores: before torch starts its threads
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # several ranks share few cores: before torch starts its threads
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

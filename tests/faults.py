@@ -101,7 +101,10 @@ def table(stats: dict[str, list]) -> list[str]:
     for row, (fault, expected) in ROWS.items():
         cells.append((str(row), fault, expected, seen[row].verdict(), seen[row].describe()))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
 
 
 def _add(seen: Seen, outcome: str, report) -> None:

@@ -14,7 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RANKS_PER_GPU = int(os.environ.get("MKD_RANKS_PER_GPU", "1"))  # more: layouts of many ranks on few GPUs, slower
+RANKS_PER_GPU = int(
+    os.environ.get("MKD_RANKS_PER_GPU", "1")
+)  # more: layouts of many ranks on few GPUs, slower
 
 
 def skip_unless_gpus_take(ranks: int) -> None:
@@ -81,7 +83,9 @@ class RankPool:
         if failures or len(results) < world_size:
             answered = len(results) + len(failures) == world_size
             did_not_meet = any(RanksDidNotMeet.__name__ in text for text in failures.values())
-            is_whole = answered and not did_not_meet and all(process.is_alive() for process, _ in self._workers)
+            is_whole = (
+                answered and not did_not_meet and all(process.is_alive() for process, _ in self._workers)
+            )
             if self.on_gpus or not is_whole:  # an error on a GPU may have spoilt its context
                 self.close()
             texts = [f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items()]
@@ -94,7 +98,9 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < world_size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self._workers), self.on_gpus), daemon=False)
+            process = context.Process(
+                target=_serve, args=(theirs, len(self._workers), self.on_gpus), daemon=False
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -53,10 +53,22 @@ def test_every_row_has_a_test():
 def table(folder: Path, text: str) -> tuple[int, dict[str, list[str]], str]:
     """(exit code, {row: other cells}, all that was printed) of pytest with the plugin on one file."""
     (folder / "test_example.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.faults", "-p", "no:cacheprovider", "test_example.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.faults",
+        "-p",
+        "no:cacheprovider",
+        "test_example.py",
+    ]
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    lines = [re.split(r" {2,}", line) for line in ended.stdout.splitlines() if re.match(r"\d+( \w+)* {2,}", line)]
+    lines = [
+        re.split(r" {2,}", line) for line in ended.stdout.splitlines() if re.match(r"\d+( \w+)* {2,}", line)
+    ]
     return ended.returncode, {row: cells for row, *cells in lines}, ended.stdout + ended.stderr
 
 

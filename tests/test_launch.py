@@ -27,11 +27,17 @@ def files(tmp_path_factory):
 
 def start(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.Popen:
     """Start a launch script with this interpreter, as a user would."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return subprocess.Popen(
-        ["bash", LAUNCH / script, *argv], cwd=cwd, env=inherited | {"PYTHON": sys.executable} | environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        ["bash", LAUNCH / script, *argv],
+        cwd=cwd,
+        env=inherited | {"PYTHON": sys.executable} | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -70,7 +76,9 @@ def test_local_trains_on_two_processes(files):
 
 def test_local_returns_the_exit_code_of_the_training(files):
     """torchrun alone would return 1."""
-    code, _, stderr = finish(start("local.sh", flags(files, "refused", data_path="missing.jsonl"), files, NPROC="2"))
+    code, _, stderr = finish(
+        start("local.sh", flags(files, "refused", data_path="missing.jsonl"), files, NPROC="2")
+    )
     assert code == 65, stderr
     assert stderr.count("error: ") >= 1 and "missing.jsonl" in stderr
 
@@ -108,7 +116,9 @@ def assert_saved_its_last_step(process, save, number):
 def test_a_signal_that_comes_three_times(number, files):
     """All of them in a torchrun would end it, or the processes while they return 75."""
     save = files / f"three times {number.name}"
-    process = start("local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2")
+    process = start(
+        "local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2"
+    )
     wait_for(save / "metrics.jsonl", size=1)  # the first step's record: before it nothing is saved
     process.send_signal(number)
     process.send_signal(number)
@@ -175,10 +185,13 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
         (76, {}, False),
     ],
 )
-def test_slurm_requeues_a_preempted_job_and_no_other(training_ends_with, environment, is_requeued, slurm, tmp_path):
+def test_slurm_requeues_a_preempted_job_and_no_other(
+    training_ends_with, environment, is_requeued, slurm, tmp_path
+):
     """75 is the exit code of a run that was stopped by a signal and has saved."""
     python = program(
-        tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit {training_ends_with};; esac; exec {sys.executable} "$@"'
+        tmp_path / "python",
+        f'case "$1" in *pretrain_kd.py) exit {training_ends_with};; esac; exec {sys.executable} "$@"',
     )
     code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, **environment, PYTHON=str(python)))
     assert code == training_ends_with, stderr
@@ -194,10 +207,12 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
     programs = tmp_path / "programs"
     name, _, only = busy.partition(" ")
     answer = (programs / name).read_text().partition("\n")[2]
-    failing = f'[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] || {{ touch {tmp_path}/failed$$; exit 1; }}'
+    failing = f"[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] || {{ touch {tmp_path}/failed$$; exit 1; }}"
     program(programs / name, f'case "$*" in {only}*) {failing};; esac\n{answer}')
     program(programs / "sleep", "exit 0")
-    python = program(tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit 75;; esac; exec {sys.executable} "$@"')
+    python = program(
+        tmp_path / "python", f'case "$1" in *pretrain_kd.py) exit 75;; esac; exec {sys.executable} "$@"'
+    )
     code, _, stderr = finish(start("slurm.sbatch", [], tmp_path, **slurm, PYTHON=str(python)))
     assert code == 75, stderr
     assert (tmp_path / "asked").read_text().splitlines().count(f"requeue {slurm['SLURM_JOB_ID']}") == requeues

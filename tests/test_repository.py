@@ -89,16 +89,22 @@ def test_config_and_plan_start_without_torch():
     ]
     assert modules
     code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
 
 
 def test_tests_mirror_the_package():
     """tests/X/.../test_*.py belongs to mkd/X/... (or to a top-level folder such as tools/); names are unique."""
-    tests = [path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")]
+    tests = [
+        path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")
+    ]
     test_files = [path for path in tests if path.name.startswith("test_")]
     folders = {path.parent for path in test_files}
-    assert not [str(folder) for folder in folders if not any((top / folder).is_dir() for top in (ROOT / "mkd", ROOT))]
+    assert not [
+        str(folder) for folder in folders if not any((top / folder).is_dir() for top in (ROOT / "mkd", ROOT))
+    ]
     assert not [str(path) for path in tests if path.name == "__init__.py"]
     assert not [file for file, count in Counter(path.name for path in test_files).items() if count > 1]
 
@@ -114,7 +120,9 @@ def test_readme_commands_exist():
     targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
     commands = set(re.findall(r"(?:^|`)make ([\w-]+)", readme, re.M))
     assert {"quickstart", "test"} <= commands <= targets
-    scripts = re.findall(r"(?:python|torchrun[^\n]*?) ([\w/]+\.py)", readme) + re.findall(r"[\w/]+\.py", makefile)
+    scripts = re.findall(r"(?:python|torchrun[^\n]*?) ([\w/]+\.py)", readme) + re.findall(
+        r"[\w/]+\.py", makefile
+    )
     assert not [script for script in scripts if not (ROOT / script).is_file()]
 
 

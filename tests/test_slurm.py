@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 CYCLES = 3
 CONTROLLER_S = 30  # that a busy controller may take to answer
-RESTART_DELAY_S = 5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
+RESTART_DELAY_S = (
+    5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
+)
 LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
 SETTINGS = """
 ClusterName=test
@@ -62,12 +64,24 @@ class Slurm:
 
     def ask(self, *command: object) -> str:
         words = [str(word) for word in command]
-        return subprocess.run(words, env=self.environment(), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            words, env=self.environment(), cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
 
     def environment(self) -> dict[str, str]:
         """That of a user who is about to start CPU runs of two processes."""
-        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        return {**inherited, "SLURM_CONF": str(self.settings), "PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        return {
+            **inherited,
+            "SLURM_CONF": str(self.settings),
+            "PYTHON": sys.executable,
+            "NPROC": "2",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def submit(self, argv: list[str], output: Path, *options: object) -> str:
         """Start a run by launch/submit.py; returns the number of the job."""
@@ -113,7 +127,9 @@ def is_ready(slurm: Slurm) -> bool:
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
     """A Slurm of our own: its folder, its ports, its key; gone at the end."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
-        pytest.skip(f"Slurm is not installed, no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge")
+        pytest.skip(
+            f"Slurm is not installed, no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+        )
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
     folder = tmp_path_factory.mktemp("slurm")
@@ -123,7 +139,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     controller_port, daemon_port = free_ports(2)
-    places = dict(folder=folder, controller_port=controller_port, daemon_port=daemon_port, delay=RESTART_DELAY_S)
+    places = dict(
+        folder=folder, controller_port=controller_port, daemon_port=daemon_port, delay=RESTART_DELAY_S
+    )
     host = socket.gethostname().partition(".")[0]
     settings.write_text(SETTINGS.format(host=host, cores=os.cpu_count(), **places))
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
@@ -141,7 +159,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     try:
         wait_until(lambda: is_ready(one), 30, "the machine is ready for jobs")
     except AssertionError:
-        pytest.skip("Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-3:]))
+        pytest.skip(
+            "Slurm does not start here: " + " | ".join((folder / "daemons.log").read_text().splitlines()[-3:])
+        )
     else:
         yield one
         subprocess.run(["scancel", "--user=root"], env=one.environment(), check=False)
@@ -175,13 +195,33 @@ def saved_step(files: Path, run: str) -> int:
 
 
 def test_the_script_is_one_that_slurm_takes(slurm, files):
-    options = ("--dry-run", "--gpus-per-node", 0, "--cpus-per-task", 1, "--time", 10, "--partition", "urgent",
-               "--job-name", "it's a run", "--option", 'comment=a "b" \\ #c')  # fmt: skip
+    options = (
+        "--dry-run",
+        "--gpus-per-node",
+        0,
+        "--cpus-per-task",
+        1,
+        "--time",
+        10,
+        "--partition",
+        "urgent",
+        "--job-name",
+        "it's a run",
+        "--option",
+        'comment=a "b" \\ #c',
+    )
     script = slurm.ask(sys.executable, ROOT / "launch" / "submit.py", *options, *run_flags(files, "taken"))
     asked = subprocess.run(
-        ["sbatch", "--test-only"], input=script, env=slurm.environment(), cwd=ROOT, capture_output=True, text=True
+        ["sbatch", "--test-only"],
+        input=script,
+        env=slurm.environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
-    assert asked.returncode == 0 and "using" in asked.stderr and "in partition urgent" in asked.stderr, asked.stderr
+    assert asked.returncode == 0 and "using" in asked.stderr and "in partition urgent" in asked.stderr, (
+        asked.stderr
+    )
 
 
 @pytest.mark.fault(15)
@@ -195,19 +235,33 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
     job = slurm.submit(argv, output, "--time", LIMIT_MIN, "--signal-lead-s", LEAD_S)
     saved = [0]
     for cycle in range(1, CYCLES + 1):
-        wait_until(lambda cycle=cycle: slurm.job(job)["Restarts"] == str(cycle), 60 * LIMIT_MIN + 60, f"restart {cycle}")
+        wait_until(
+            lambda cycle=cycle: slurm.job(job)["Restarts"] == str(cycle),
+            60 * LIMIT_MIN + 60,
+            f"restart {cycle}",
+        )
         saved.append(saved_step(files, "warned"))
         assert output.read_text().count("preempted: received SIGUSR1") == cycle
         assert slurm.job(job)["JobState"] != "TIMEOUT"
     assert saved == sorted(set(saved)), "every start has got on"
     last = saved[-1] + 10
-    settings.write_text(f"train_iters: {last}\n")  # before the job starts again, RESTART_DELAY_S after its end
+    settings.write_text(
+        f"train_iters: {last}\n"
+    )  # before the job starts again, RESTART_DELAY_S after its end
     wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 60 * LIMIT_MIN, "the end")
     assert slurm.job(job)["ExitCode"] == "0:0" and slurm.job(job)["Restarts"] == str(CYCLES)
     assert [line["iteration"] for line in read_metrics(files / "warned")] == list(range(1, last + 1))
 
-    undisturbed = ["bash", ROOT / "launch" / "local.sh", *run_flags(files, "undisturbed"), "--train-iters", str(last)]
-    subprocess.run(undisturbed, env=slurm.environment(), cwd=files, check=True, capture_output=True, timeout=900)
+    undisturbed = [
+        "bash",
+        ROOT / "launch" / "local.sh",
+        *run_flags(files, "undisturbed"),
+        "--train-iters",
+        str(last),
+    ]
+    subprocess.run(
+        undisturbed, env=slurm.environment(), cwd=files, check=True, capture_output=True, timeout=900
+    )
     warned, undisturbed = (saved_state(files / run / f"iter_{last:07d}") for run in ("warned", "undisturbed"))
     assert warned == undisturbed
 
@@ -229,5 +283,9 @@ def test_preempted_goes_on_and_cancelled_does_not(slurm, files):
     wait_until(lambda: slurm.job(job)["JobState"] == "CANCELLED", 120, "the end")
     time.sleep(2 * RESTART_DELAY_S)
     assert slurm.job(job)["JobState"] == "CANCELLED" and slurm.job(job)["Restarts"] == "1"
-    assert saved_step(files, "urgent") > saved and output.read_text().count("preempted: received SIGTERM") == 2
-    assert [line["iteration"] for line in read_metrics(files / "urgent")] == list(range(1, steps_of(files, "urgent") + 1))
+    assert (
+        saved_step(files, "urgent") > saved and output.read_text().count("preempted: received SIGTERM") == 2
+    )
+    assert [line["iteration"] for line in read_metrics(files / "urgent")] == list(
+        range(1, steps_of(files, "urgent") + 1)
+    )

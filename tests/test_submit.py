@@ -32,8 +32,28 @@ def script(capsys, *argv: str) -> str:
 
 
 def test_the_script_is_the_template_with_the_options_and_the_run(config, capsys):
-    options = ("--nodes", "2", "--gpus-per-node", "4", "--partition", "gpu", "--account", "us", "--time", "1-0")
-    more = ("--signal-lead-s", "300", "--option", "qos=high", "--option", "overcommit", "--option", "exclusive=user")
+    options = (
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--partition",
+        "gpu",
+        "--account",
+        "us",
+        "--time",
+        "1-0",
+    )
+    more = (
+        "--signal-lead-s",
+        "300",
+        "--option",
+        "qos=high",
+        "--option",
+        "overcommit",
+        "--option",
+        "exclusive=user",
+    )
     written = script(capsys, *options, *more, "--config", config, "--lr", "2e-3").splitlines()
     template = TEMPLATE.read_text().splitlines()
     assert [line for line in template if line not in written] == [
@@ -56,7 +76,9 @@ def test_the_script_is_the_template_with_the_options_and_the_run(config, capsys)
         f"set -- --config '{config}' --lr 2e-3",
     ]
     first_command = next(index for index, line in enumerate(written) if line and not line.startswith("#"))
-    assert not [line for line in written[first_command:] if line.startswith("#SBATCH")]  # Slurm would not read them
+    assert not [
+        line for line in written[first_command:] if line.startswith("#SBATCH")
+    ]  # Slurm would not read them
 
 
 def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
@@ -70,16 +92,28 @@ def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
 @pytest.mark.parametrize(
     ("argv", "texts"),
     [
-        (["--gpus-per-node", "6"], ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"]),
-        (["--nodes", "5"], ["global-batch-size 8 is not divisible by micro-batch-size 1 x data-parallel 10 = 10"]),
+        (
+            ["--gpus-per-node", "6"],
+            ["6 processes do not divide into replicas of 4", "start a multiple of 4 processes"],
+        ),
+        (
+            ["--nodes", "5"],
+            ["global-batch-size 8 is not divisible by micro-batch-size 1 x data-parallel 10 = 10"],
+        ),
         (["--option", ""], ["--option '' is no option of sbatch", "write NAME=VALUE"]),
         (["--option", "comment="], ["--option 'comment=' is no option of sbatch"]),
         (["--option=--qos=high"], ["--option '--qos=high' is no option of sbatch"]),
-        (["--option", "comment=a\nb"], ["--comment 'a\\nb' is empty or has a line break", "a value of one line"]),
+        (
+            ["--option", "comment=a\nb"],
+            ["--comment 'a\\nb' is empty or has a line break", "a value of one line"],
+        ),
         (["--name", "a\nb"], ["--job-name 'a\\nb' is empty or has a line break"]),
         (["--partition", ""], ["--partition '' is empty"]),
         (["--option", "time=99"], ["--option time=99 would replace", "give --time instead"]),
-        (["--option", "signal=B:USR2@5"], ["--option signal=B:USR2@5 would replace", "give --signal-lead-s instead"]),
+        (
+            ["--option", "signal=B:USR2@5"],
+            ["--option signal=B:USR2@5 would replace", "give --signal-lead-s instead"],
+        ),
         (["--option", "ntasks-per-node=8"], ["give --gpus-per-node instead"]),
         (["--save", "runs/b"], ["--save is runs/b and --load runs/a", "would start from the beginning"]),
         (["--ckpt-step", "100"], ["--ckpt-step 100", "never end"]),
@@ -94,7 +128,9 @@ def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
 def test_refusals(argv, texts, config, capsys):
     assert main(["--config", config, *argv]) == 64
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("error: ") and all(text in printed.err for text in texts), printed.err
+    assert (
+        printed.out == "" and printed.err.startswith("error: ") and all(text in printed.err for text in texts)
+    ), printed.err
 
 
 VALUES = {
@@ -131,7 +167,16 @@ def test_processes_of_a_cpu_run_are_nproc(config, capsys, monkeypatch):
     assert "#SBATCH --gpus-per-node=0\n" in script(capsys, "--config", config, "--gpus-per-node", "0")
 
 
-TIMES = {"90": 5400, "1:30": 90, "2:00:05": 7205, "1-0": 86400, "2-12:30": 217800, "1-0:0:1": 86401, "1h": None, "": None}
+TIMES = {
+    "90": 5400,
+    "1:30": 90,
+    "2:00:05": 7205,
+    "1-0": 86400,
+    "2-12:30": 217800,
+    "1-0:0:1": 86401,
+    "1h": None,
+    "": None,
+}
 
 
 @pytest.mark.parametrize(("time", "expected"), TIMES.items())

@@ -7,30 +7,59 @@ from pathlib import Path
 import torch
 import transformers
 
-SIZES = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=4, vocab_size=307, max_position_embeddings=256)
+SIZES = dict(
+    hidden_size=48, intermediate_size=96, num_hidden_layers=4, vocab_size=307, max_position_embeddings=256
+)
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
 LONG_ROPE = dict(
-    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75, original_max_position_embeddings=32,
-    short_factor=[1.0 + 0.05 * i for i in range(6)], long_factor=[1.5 + 0.5 * i for i in range(6)],
-)  # fmt: skip
+    rope_type="longrope",
+    rope_theta=10000.0,
+    partial_rotary_factor=0.75,
+    original_max_position_embeddings=32,
+    short_factor=[1.0 + 0.05 * i for i in range(6)],
+    long_factor=[1.5 + 0.5 * i for i in range(6)],
+)
 
 FAMILIES = {
     "llama": ("Llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
-    "llama3.2": ("Llama", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True,
-                               rope_parameters=LLAMA3_ROPE)),
+    "llama3.2": (
+        "Llama",
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            tie_word_embeddings=True,
+            rope_parameters=LLAMA3_ROPE,
+        ),
+    ),
     "llama-biases": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True)),
-    "llama-mlp-bias": ("Llama", dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True, mlp_bias=True)),
+    "llama-mlp-bias": (
+        "Llama",
+        dict(num_attention_heads=4, num_key_value_heads=4, attention_bias=True, mlp_bias=True),
+    ),
     "llama-mlp-bias-only": ("Llama", dict(num_attention_heads=4, num_key_value_heads=2, mlp_bias=True)),
     "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
     "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
-    "phi4-long": ("Phi3", dict(num_attention_heads=3, num_key_value_heads=3, pad_token_id=0,
-                                original_max_position_embeddings=32, rope_parameters=LONG_ROPE)),
-}  # fmt: skip
+    "phi4-long": (
+        "Phi3",
+        dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            pad_token_id=0,
+            original_max_position_embeddings=32,
+            rope_parameters=LONG_ROPE,
+        ),
+    ),
+}
 
 
 def make_model(
@@ -61,7 +90,9 @@ def make_model(
     return folder
 
 
-def add_tokenizer(folder: Path, vocab_size: int = 300, text: str = "the quick brown fox jumps over the lazy dog. ") -> Path:
+def add_tokenizer(
+    folder: Path, vocab_size: int = 300, text: str = "the quick brown fox jumps over the lazy dog. "
+) -> Path:
     """Save a byte-level BPE tokenizer with <|endoftext|> as EOS in a model's folder; the same text gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -69,9 +100,11 @@ def add_tokenizer(folder: Path, vocab_size: int = 300, text: str = "the quick br
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([text] * 4, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     fast.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Measure mkd beside its peers: time, peak memory and errors, as ratios, with one PASS or FAIL line per requirement.
 
-    python tools/benchmark.py logits --shape 8192,151936
-    torchrun --nproc-per-node 2 tools/benchmark.py head
+python tools/benchmark.py logits --shape 8192,151936
+torchrun --nproc-per-node 2 tools/benchmark.py head
 """
 
 from __future__ import annotations

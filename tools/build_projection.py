@@ -39,21 +39,59 @@ SHOWN_ROWS = 8
 def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--student", required=True, metavar="DIR|FILE",
-        help="the student's tokenizer: model folder or Hub id, SentencePiece .model, or .tiktoken file")  # fmt: skip
+    add(
+        "--student",
+        required=True,
+        metavar="DIR|FILE",
+        help="the student's tokenizer: model folder or Hub id, SentencePiece .model, or .tiktoken file",
+    )
     add("--teacher", required=True, metavar="DIR|FILE", help="the teacher's tokenizer")
     add("--output", type=Path, metavar="FILE", help=".npz to write (default: write nothing)")
-    add("--projection", type=Path, metavar="FILE",
+    add(
+        "--projection",
+        type=Path,
+        metavar="FILE",
         help="use the matrix in this file instead of building one: an earlier --output, or the published dense form "
-        "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])")  # fmt: skip
-    add("--stages", default=",".join(STAGES), metavar="A,B", help=f"parts of the matrix (default {','.join(STAGES)})")
-    add("--top-k", type=int, default=ProjectionSettings().top_k, metavar="K",
-        help="entries of a row that stage cut keeps (default 4, as published)")  # fmt: skip
-    add("--audit-data", type=Path, metavar="FILE", help=".jsonl, .txt, .parquet or .arrow sample of the training data to align")
-    add("--audit-texts", type=int, default=1000, metavar="N", help="texts of the sample that are aligned (default 1000)")
-    add("--characters-per-sample", type=int, metavar="N",
-        help="join text records (the lines of a .txt) to at least N characters, as the run does (default: do not)")  # fmt: skip
-    add("--audit-output", type=Path, metavar="FILE", help="JSON of all printed figures (default: OUTPUT with .audit.json)")
+        "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])",
+    )
+    add(
+        "--stages",
+        default=",".join(STAGES),
+        metavar="A,B",
+        help=f"parts of the matrix (default {','.join(STAGES)})",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=ProjectionSettings().top_k,
+        metavar="K",
+        help="entries of a row that stage cut keeps (default 4, as published)",
+    )
+    add(
+        "--audit-data",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .txt, .parquet or .arrow sample of the training data to align",
+    )
+    add(
+        "--audit-texts",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="texts of the sample that are aligned (default 1000)",
+    )
+    add(
+        "--characters-per-sample",
+        type=int,
+        metavar="N",
+        help="join text records (the lines of a .txt) to at least N characters, as the run does (default: do not)",
+    )
+    add(
+        "--audit-output",
+        type=Path,
+        metavar="FILE",
+        help="JSON of all printed figures (default: OUTPUT with .audit.json)",
+    )
     return parser
 
 
@@ -65,7 +103,10 @@ def run(args: argparse.Namespace) -> None:
     if args.output:
         save_relation(args.output, relation, student, teacher, settings)
     figures = describe(relation, student, teacher)
-    figures |= {"build_time_s": round(time.perf_counter() - start, 2), "peak_memory_gib": round(peak_memory_gib(), 3)}
+    figures |= {
+        "build_time_s": round(time.perf_counter() - start, 2),
+        "peak_memory_gib": round(peak_memory_gib(), 3),
+    }
     for line in lines(figures):
         print(line)
     if args.audit_data:
@@ -103,16 +144,24 @@ def describe(relation: VocabularyRelation, student: Tokenizer, teacher: Tokenize
 def lines(figures: dict) -> Iterator[str]:
     sizes = figures["student_size"], figures["teacher_size"]
     yield f"vocabularies: student {sizes[0]}, teacher {sizes[1]}"
-    yield (f"common tokens: {figures['common']}, {figures['common'] / sizes[0]:.3f} of the student's and "
-           f"{figures['common'] / sizes[1]:.3f} of the teacher's; {figures['relaxed']} more in the relaxed map")  # fmt: skip
-    yield (f"tokens in several pieces: {figures['one_to_many']} of the student's as the teacher writes them, "
-           f"{figures['many_to_one']} of the teacher's as the student writes them")  # fmt: skip
-    yield (f"projection: {figures['rows']} rows with support, {figures['entries']} entries, "
-           f"on {figures['columns']} of the teacher's tokens")  # fmt: skip
+    yield (
+        f"common tokens: {figures['common']}, {figures['common'] / sizes[0]:.3f} of the student's and "
+        f"{figures['common'] / sizes[1]:.3f} of the teacher's; {figures['relaxed']} more in the relaxed map"
+    )
+    yield (
+        f"tokens in several pieces: {figures['one_to_many']} of the student's as the teacher writes them, "
+        f"{figures['many_to_one']} of the teacher's as the student writes them"
+    )
+    yield (
+        f"projection: {figures['rows']} rows with support, {figures['entries']} entries, "
+        f"on {figures['columns']} of the teacher's tokens"
+    )
     shown = ", ".join(map(str, figures["empty_row_ids"][:SHOWN_ROWS]))
     more = ", ..." if figures["empty_rows"] > SHOWN_ROWS else ""
-    yield (f"rows without support: {figures['empty_rows']}, {figures['empty_rows_with_bytes']} of them with bytes"
-           + (f" (ids {shown}{more})" if shown else ""))  # fmt: skip
+    yield (
+        f"rows without support: {figures['empty_rows']}, {figures['empty_rows_with_bytes']} of them with bytes"
+        + (f" (ids {shown}{more})" if shown else "")
+    )
     yield f"built in {figures['build_time_s']:.1f} s, peak memory {figures['peak_memory_gib']:.2f} GiB"
 
 

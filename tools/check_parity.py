@@ -26,12 +26,22 @@ def main() -> int:
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="reference, run by transformers")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--load", type=Path, metavar="CKPT", help="Megatron checkpoint for mkd")
-    source.add_argument("--hf-b", metavar="DIR_OR_ID", help="Hugging Face weights for mkd (default: those of --hf)")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the latest)")
-    parser.add_argument("--num-documents", type=int, default=4, metavar="N", help="documents in the pack (default 4)")
-    parser.add_argument("--num-tokens", type=int, default=64, metavar="N", help="of the longest document (default 64)")
+    source.add_argument(
+        "--hf-b", metavar="DIR_OR_ID", help="Hugging Face weights for mkd (default: those of --hf)"
+    )
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the latest)"
+    )
+    parser.add_argument(
+        "--num-documents", type=int, default=4, metavar="N", help="documents in the pack (default 4)"
+    )
+    parser.add_argument(
+        "--num-tokens", type=int, default=64, metavar="N", help="of the longest document (default 64)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="max |dlogit| over max |logit| (default 1e-4)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="max |dlogit| over max |logit| (default 1e-4)"
+    )
     parser.add_argument("--kl-tolerance", type=float, default=1e-8, help="nats per token (default 1e-8)")
     return run_tool("parity", parser)
 

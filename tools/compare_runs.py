@@ -32,7 +32,16 @@ OF_THE_MACHINE = {
     *(metric.name for metric in METRICS if metric.reduction is Reduction.TIME_MEAN),
 }
 HIGHER_IS_BETTER = ("top1_agreement", "tokens_per_s_per_gpu", "tflops_per_gpu", "accuracy", "accuracy_norm")
-HAS_BEST = ("loss", "ce_loss", "kd_loss", "perplexity", "ce", "bits_per_byte", "step_time_ms", *HIGHER_IS_BETTER)
+HAS_BEST = (
+    "loss",
+    "ce_loss",
+    "kd_loss",
+    "perplexity",
+    "ce",
+    "bits_per_byte",
+    "step_time_ms",
+    *HIGHER_IS_BETTER,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,21 @@ class Comparison:
         return self.key not in OF_THE_MACHINE
 
     def cells(self) -> tuple[str, ...]:
-        final, best = (["", ""] if pair is None else [f"{value:.7g}" for value in pair] for pair in (self.final, self.best))
+        final, best = (
+            ["", ""] if pair is None else [f"{value:.7g}" for value in pair]
+            for pair in (self.final, self.best)
+        )
         parts = "never" if self.first_difference is None else str(self.first_difference)
         gap = f"{self.final[1] - self.final[0]:+.3g}"
-        return self.split, self.key, *final, gap, *best, f"{self.largest_difference:.2g}", parts if self.counts else "-"
+        return (
+            self.split,
+            self.key,
+            *final,
+            gap,
+            *best,
+            f"{self.largest_difference:.2g}",
+            parts if self.counts else "-",
+        )
 
 
 HEAD = ("split", "key", "final A", "final B", "B - A", "best A", "best B", "max rel", "parts at")
@@ -62,7 +82,9 @@ HEAD = ("split", "key", "final A", "final B", "B - A", "best A", "best B", "max 
 
 def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
     """In the order of the first run's records. Keys that one run lacks are left out."""
-    for split, key in dict.fromkeys((split_of(record), key) for record in a for key in record if key not in COUNTERS):
+    for split, key in dict.fromkeys(
+        (split_of(record), key) for record in a for key in record if key not in COUNTERS
+    ):
         ours, theirs = values_of(a, split, key), values_of(b, split, key)
         steps = sorted(ours.keys() & theirs.keys())
         if any(math.isfinite(run[step]) for run in (ours, theirs) for step in steps):
@@ -72,15 +94,23 @@ def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
                 key=key,
                 final=(ours[steps[-1]], theirs[steps[-1]]),
                 best=best(key, [ours[step] for step in steps], [theirs[step] for step in steps]),
-                first_difference=next((step for step, gap in zip(steps, gaps, strict=True) if gap > eps), None),
+                first_difference=next(
+                    (step for step, gap in zip(steps, gaps, strict=True) if gap > eps), None
+                ),
                 largest_difference=max(gaps),
             )
 
 
 def values_of(records: list[dict], split: str, key: str) -> dict[int, float]:
     """Iteration -> value, NaN for null."""
-    found = {record["iteration"]: record[key] for record in records if split_of(record) == split and key in record}
-    return {step: math.nan if v is None else v for step, v in found.items() if v is None or isinstance(v, (int, float))}
+    found = {
+        record["iteration"]: record[key] for record in records if split_of(record) == split and key in record
+    }
+    return {
+        step: math.nan if v is None else v
+        for step, v in found.items()
+        if v is None or isinstance(v, (int, float))
+    }
 
 
 def relative(a: float, b: float) -> float:
@@ -96,14 +126,21 @@ def best(key: str, a: list[float], b: list[float]) -> tuple[float, float] | None
     if not names & set(HAS_BEST):
         return None
     choose = max if names & set(HIGHER_IS_BETTER) else min
-    ours, theirs = (choose((value for value in values if not math.isnan(value)), default=math.nan) for values in (a, b))
+    ours, theirs = (
+        choose((value for value in values if not math.isnan(value)), default=math.nan) for values in (a, b)
+    )
     return ours, theirs
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.rjust(width) if place > 1 else cell.ljust(width)
-             for place, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)  # fmt: skip
+    lines = (
+        "  ".join(
+            cell.rjust(width) if place > 1 else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -115,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
         found = [one for one in found if one.key in args.keys]
     if not found:
         of_keys = f" of {', '.join(args.keys)}" if args.keys else ""
-        raise DataError(f"{args.a} and {args.b} have no figure{of_keys} of the same step", "", "compare runs that overlap")
+        raise DataError(
+            f"{args.a} and {args.b} have no figure{of_keys} of the same step", "", "compare runs that overlap"
+        )
     print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
     if last_step(a) != last_step(b):
         print(f"compared up to iteration {min(last_step(a), last_step(b))}, where one of them ends")
@@ -125,7 +164,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"no figure differs by more than {args.eps:g} of its size")
         return EXIT_DONE
     first = min(parted, key=lambda one: one.first_difference)
-    print(f"first difference above {args.eps:g}: {first.split} {first.key} at iteration {first.first_difference}")
+    print(
+        f"first difference above {args.eps:g}: {first.split} {first.key} at iteration {first.first_difference}"
+    )
     return 1
 
 
@@ -133,7 +174,9 @@ def _check_keys(keys: Sequence[str], records: list[dict]) -> None:
     present = dict.fromkeys(key for record in records for key in record if key not in COUNTERS)
     missing = [key for key in keys if key not in present]
     if missing and records:
-        raise UsageError(f"no record has {', '.join(missing)}", "", f"name some of {', '.join(present)} with --keys")
+        raise UsageError(
+            f"no record has {', '.join(missing)}", "", f"name some of {', '.join(present)} with --keys"
+        )
 
 
 def relative_difference(text: str) -> float:
@@ -156,8 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
-    parser.add_argument("--eps", type=relative_difference, default=1e-6, help="relative difference that counts (default 1e-6)")
-    parser.add_argument("--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)")
+    parser.add_argument(
+        "--eps", type=relative_difference, default=1e-6, help="relative difference that counts (default 1e-6)"
+    )
+    parser.add_argument(
+        "--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)"
+    )
     return run(parser.parse_args(argv))
 
 

@@ -27,7 +27,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """The parallel sizes of a conversion; their product is the number of processes."""
     for name in ("tensor", "pipeline"):
         parser.add_argument(
-            f"--{name}-model-parallel-size", type=int, default=1, metavar="N", help=f"{name}-parallel ranks (default 1)"
+            f"--{name}-model-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{name}-parallel ranks (default 1)",
         )
 
 
@@ -47,9 +51,15 @@ def run_tool(name: str, parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder, or model id to download")
-    parser.add_argument("--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the checkpoint (default: bf16 if the files are, else fp32)")
+    parser.add_argument(
+        "--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder, or model id to download"
+    )
+    parser.add_argument(
+        "--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the checkpoint (default: bf16 if the files are, else fp32)"
+    )
     add_layout_arguments(parser)
     return run_tool("hf_to_mcore", parser)
 

@@ -22,10 +22,16 @@ from tools.convert_hf_to_mcore import DTYPES, add_layout_arguments, run_tool  # 
 
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)")
+    parser.add_argument(
+        "--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder"
+    )
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)"
+    )
     parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--reference-hf", metavar="DIR_OR_ID", help="configuration and tokenizer (default: CKPT's own)")
+    parser.add_argument(
+        "--reference-hf", metavar="DIR_OR_ID", help="configuration and tokenizer (default: CKPT's own)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
     return run_tool("mcore_to_hf", parser)

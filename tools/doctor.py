@@ -24,7 +24,9 @@ from mkd.errors import returns_exit_code  # noqa: E402
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)"
+    )
     findings = examine(parser.parse_args(argv).folder)
     print(describe(findings))
     return 0 if is_healthy(findings) else 1

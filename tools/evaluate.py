@@ -27,12 +27,25 @@ from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(the tool's own flags, those of a run)."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--multiple-choice", nargs="+", metavar="FILE", help="questions, choices, answers (JSON lines)")
-    parser.add_argument("--completions", nargs="+", metavar="FILE", help="prompts and completions (JSON lines)")
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="answered examples before each question (default 0)")
-    parser.add_argument("--styles", nargs="+", choices=("letter", "continuation"), default=["letter", "continuation"],
-                        help="compare the letters of listed options, or their texts (default both)")  # fmt: skip
+    parser = FlagParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--multiple-choice", nargs="+", metavar="FILE", help="questions, choices, answers (JSON lines)"
+    )
+    parser.add_argument(
+        "--completions", nargs="+", metavar="FILE", help="prompts and completions (JSON lines)"
+    )
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="answered examples before each question (default 0)"
+    )
+    parser.add_argument(
+        "--styles",
+        nargs="+",
+        choices=("letter", "continuation"),
+        default=["letter", "continuation"],
+        help="compare the letters of listed options, or their texts (default both)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the metrics here")
     return parser.parse_known_args(argv)
 
@@ -52,7 +65,9 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     fewshot = {} if args.num_fewshot is None else {"eval_num_fewshot": args.num_fewshot}
     data = replace(config.data, **(given and dict.fromkeys(own, ()) | given), **fewshot)
     if not (data.eval_multiple_choice or data.eval_completions):
-        raise UsageError("no task is given", "there is nothing to evaluate", "give --multiple-choice or --completions FILE")
+        raise UsageError(
+            "no task is given", "there is nothing to evaluate", "give --multiple-choice or --completions FILE"
+        )
     if data.eval_num_fewshot < 0:
         raise UsageError(f"--num-fewshot {data.eval_num_fewshot} is negative", "", "give 0 or more")
     from mkd.platform import detect

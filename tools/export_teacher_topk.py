@@ -26,14 +26,33 @@ from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(the export's own flags, those of the run)."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the cache, seen by all processes")
-    parser.add_argument("--k", type=int, default=128, metavar="N", help="ids of each position; more is larger and closer "
-                        "to the full divergence (default 128)")  # fmt: skip
-    parser.add_argument("--logprob-dtype", choices=("float16", "float32"), default="float16", help="of the stored "
-                        "log-probabilities; float32 takes half as much again (default float16)")  # fmt: skip
-    parser.add_argument("--samples-per-shard", type=int, default=256, metavar="N", help="packs of a file, and what an "
-                        "interruption loses at most on each data-parallel rank (default 256)")  # fmt: skip
+    parser = FlagParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the cache, seen by all processes"
+    )
+    parser.add_argument(
+        "--k",
+        type=int,
+        default=128,
+        metavar="N",
+        help="ids of each position; more is larger and closer to the full divergence (default 128)",
+    )
+    parser.add_argument(
+        "--logprob-dtype",
+        choices=("float16", "float32"),
+        default="float16",
+        help="of the stored log-probabilities; float32 takes half as much again (default float16)",
+    )
+    parser.add_argument(
+        "--samples-per-shard",
+        type=int,
+        default=256,
+        metavar="N",
+        help="packs of a file, and what an "
+        "interruption loses at most on each data-parallel rank (default 256)",
+    )
     return parser.parse_known_args(argv)
 
 
@@ -47,7 +66,9 @@ def main(argv: list[str]) -> None:
 def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     config = load_config(rest).config
     if args.samples_per_shard < 1:
-        raise UsageError(f"--samples-per-shard is {args.samples_per_shard}", "a file holds at least one pack", "raise it")
+        raise UsageError(
+            f"--samples-per-shard is {args.samples_per_shard}", "a file holds at least one pack", "raise it"
+        )
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets

@@ -46,33 +46,68 @@ TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tik
 def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input", required=True, metavar="FILE",
+    add(
+        "--input",
+        required=True,
+        metavar="FILE",
         help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
-             "file or the prefix of a tokenised .bin/.idx pair")  # fmt: skip
+        "file or the prefix of a tokenised .bin/.idx pair",
+    )
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
-    add("--limit", type=partial(whole_number, least=0), default=3, metavar="N", help="packs or records to show (default 3)")
-    add("--samples", type=int, nargs="+", metavar="N",
+    add(
+        "--limit",
+        type=partial(whole_number, least=0),
+        default=3,
+        metavar="N",
+        help="packs or records to show (default 3)",
+    )
+    add(
+        "--samples",
+        type=int,
+        nargs="+",
+        metavar="N",
         help="packs to show instead of the first ones, by the numbers that non_finite.jsonl and loss_spikes.jsonl of a run "
-             "have; with the run's data flags, and its one --data-path as --input")  # fmt: skip
+        "have; with the run's data flags, and its one --data-path as --input",
+    )
     add("--color", action="store_true", help="colours even where the output is not a terminal")
     add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default 2048)")
     add("--pack", default="bfd", choices=PACKINGS, help="as for training (default bfd)")
     add("--overlong", default="split", choices=OVERLONG, help="as for training (default split)")
-    add("--split", default="1", metavar="A,B,C", help="as for training, whose packs are shown (default: all is for training)")
+    add(
+        "--split",
+        default="1",
+        metavar="A,B,C",
+        help="as for training, whose packs are shown (default: all is for training)",
+    )
     add("--characters-per-sample", type=int, metavar="N", help="as for training")
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="as for training (default: yes)")
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="as for training (default: yes)",
+    )
     add("--max-bad-records", type=int, default=0, metavar="N", help="as for training (default 0)")
-    add("--data-cache-path", metavar="DIR", help="folder of a run's tokenised text; not given: a temporary one")
+    add(
+        "--data-cache-path",
+        metavar="DIR",
+        help="folder of a run's tokenised text; not given: a temporary one",
+    )
     add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
     add("--teacher", metavar="TOKENIZER", help="the teacher's, for --align")
     add("--mode", default="byte_offset", help="byte_offset (default) or dp")
-    add("--reasoning", action=argparse.BooleanOptionalAction, default=True,
-        help="align reasoning of conversations too (default: yes)")  # fmt: skip
+    add(
+        "--reasoning",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="align reasoning of conversations too (default: yes)",
+    )
     return parser
 
 
-def aligned_records(args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer) -> Iterator[tuple[int, AlignedText]]:
+def aligned_records(
+    args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
+) -> Iterator[tuple[int, AlignedText]]:
     """(row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
     for number, row in islice(read_rows(args.input), args.limit):
         try:
@@ -81,7 +116,9 @@ def aligned_records(args: argparse.Namespace, student: Tokenizer, teacher: Token
             raise DataError(f"{args.input}:{number}: {error.what}", error.why, error.do) from error
 
 
-def align_record(record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer) -> AlignedText:
+def align_record(
+    record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
+) -> AlignedText:
     if record.kind == "messages":
         return align_chat(student, teacher, record.values[0], reasoning=args.reasoning, mode=args.mode)
     if record.kind == "prompt-completion":
@@ -91,9 +128,13 @@ def align_record(record: Record, args: argparse.Namespace, student: Tokenizer, t
 
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
     if not args.teacher:
-        raise UsageError("--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER")
+        raise UsageError(
+            "--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER"
+        )
     if args.max_bad_records:
-        raise UsageError("--max-bad-records has no effect with --align", "it shows the records as they are", "leave it out")
+        raise UsageError(
+            "--max-bad-records has no effect with --align", "it shows the records as they are", "leave it out"
+        )
     student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
     for number, aligned in aligned_records(args, student, teacher):
         print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")

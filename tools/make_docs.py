@@ -1,7 +1,7 @@
 """Write the pages of docs/ that are made from code: flags, metrics, and the list of errors in troubleshooting.
 
-    python tools/make_docs.py            # write them
-    python tools/make_docs.py --check    # change nothing; exit code 1 where a page is not what the code says
+python tools/make_docs.py            # write them
+python tools/make_docs.py --check    # change nothing; exit code 1 where a page is not what the code says
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from mkd.log.progress import LOSS_FIELDS  # noqa: E402
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
 ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/, tools/ and launch/ -->\n"
 SOURCES = ("mkd", "tools", "launch")  # of errors
-_FILE_NAMES = {"flags": "docs/flags.md", "metrics": "docs/metrics.md", "troubleshooting": "docs/troubleshooting.md"}
+_FILE_NAMES = {
+    "flags": "docs/flags.md",
+    "metrics": "docs/metrics.md",
+    "troubleshooting": "docs/troubleshooting.md",
+}
 
 
 def pages() -> dict[Path, str]:
@@ -47,10 +51,17 @@ def flags_page() -> str:
     ]
     for section, cls in [*section_types().items(), ("", None)]:
         options = [option for option in all_options() if option.section == section]
-        parts += [f"## {_title(section)}\n", *([cls.__doc__.strip() + "\n"] if cls else []), *_table(_option_rows(options))]
+        parts += [
+            f"## {_title(section)}\n",
+            *([cls.__doc__.strip() + "\n"] if cls else []),
+            *_table(_option_rows(options)),
+        ]
     parts += ["## Flags of Megatron-LM that mkd has not\n", "Each is an error, which says what to do.\n"]
     parts += _table([("flag", "use instead"), *_by_reason(megatron_flags.USE_INSTEAD)])
-    parts += ["Safe to drop:\n", *_table([("flag", "why nothing is lost"), *_by_reason(megatron_flags.SAFE_TO_DROP)])]
+    parts += [
+        "Safe to drop:\n",
+        *_table([("flag", "why nothing is lost"), *_by_reason(megatron_flags.SAFE_TO_DROP)]),
+    ]
     parts += ["Not yet:\n", *_table([("flag", "until then"), *_by_reason(megatron_flags.NOT_YET)])]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -94,23 +105,26 @@ def metrics_page() -> str:
         shown = ", ".join(f"`{label}`" for label in labels.get(metric.name, ()))
         return f"`{name}`", metric.unit, metric.number.__name__, metric.help, metric.reduction.value, shown
 
-    return "\n".join(
-        [
-            NOTE,
-            "# Metrics\n",
-            "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
-            '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
-            "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
-            "lines weighted by `num_loss_tokens` average exactly.\n",
-            "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
-            "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
-            *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
-            "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
-            "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
-            *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
-            'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
-        ]
-    ) + "\n"
+    return (
+        "\n".join(
+            [
+                NOTE,
+                "# Metrics\n",
+                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
+                '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
+                "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
+                "lines weighted by `num_loss_tokens` average exactly.\n",
+                "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
+                "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
+                *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
+                "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
+                "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
+                *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
+                'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
+            ]
+        )
+        + "\n"
+    )
 
 
 def troubleshooting_page() -> str:
@@ -147,7 +161,11 @@ class RaisedError:
 
 def raised_errors() -> Iterator[RaisedError]:
     """Every call of an error class whose first argument is written there, in a variable, or where its function is called."""
-    classes = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.MkdError)}
+    classes = {
+        name: cls
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, errors.MkdError)
+    }
     for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for call in _calls(tree):
@@ -169,11 +187,18 @@ def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
     wrapped = isinstance(given.get("what"), ast.Name) and given["what"].id in parameters
     callers = [one for one in _calls(tree) if wrapped and one.func.id == function.name]
     for names in [_bound(parameters, caller) for caller in callers] or [{}]:
-        resolved = {key: names.get(node.id, node) if isinstance(node, ast.Name) else node for key, node in given.items()}
+        resolved = {
+            key: names.get(node.id, node) if isinstance(node, ast.Name) else node
+            for key, node in given.items()
+        }
         for what in _values(tree, call, resolved["what"]) if "what" in resolved else ():
-            texts = {key: _pattern(_values(tree, call, node)[-1]) for key, node in resolved.items()} | {"what": _pattern(what)}
+            texts = {key: _pattern(_values(tree, call, node)[-1]) for key, node in resolved.items()} | {
+                "what": _pattern(what)
+            }
             if re.search("[A-Za-z]", texts["what"]):
-                yield {"why": "", "do": ""} | {key: "" if text == "..." else text for key, text in texts.items()}
+                yield {"why": "", "do": ""} | {
+                    key: "" if text == "..." else text for key, text in texts.items()
+                }
 
 
 def _calls(tree: ast.Module) -> Iterator[ast.Call]:
@@ -181,31 +206,53 @@ def _calls(tree: ast.Module) -> Iterator[ast.Call]:
 
 
 def _bound(names: Sequence[str], call: ast.Call) -> dict[str, ast.expr]:
-    return dict(zip(names, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+    return dict(zip(names, call.args, strict=False)) | {
+        word.arg: word.value for word in call.keywords if word.arg
+    }
 
 
 def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
     """The innermost one."""
-    return max((f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)), key=_line, default=None)
+    return max(
+        (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)),
+        key=_line,
+        default=None,
+    )
 
 
 def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
     """What a variable was last set to before `call`, in every branch, what a function of the file returns, or `node` itself."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        made_by = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id]
-        returned = [one.value for function in made_by for one in ast.walk(function) if isinstance(one, ast.Return)]
+        made_by = [
+            one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id
+        ]
+        returned = [
+            one.value for function in made_by for one in ast.walk(function) if isinstance(one, ast.Return)
+        ]
         return [value for value in returned if value is not None] or [node]
     if not isinstance(node, ast.Name):
         return [node]
     scope = _function_around(tree, call) or tree
     local = [one for one in ast.walk(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
-    found = [one for one in (*tree.body, *local) if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id]
+    found = [
+        one
+        for one in (*tree.body, *local)
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id
+    ]
     if not found:
         return [node]
     last = max(found, key=_line)
-    branches = [one for one in ast.walk(scope) if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)]
+    branches = [
+        one
+        for one in ast.walk(scope)
+        if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)
+    ]
     set_to = [one.value for one in found if one is last or any(_holds(branch, one) for branch in branches)]
-    return [one for value in set_to for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))]
+    return [
+        one
+        for value in set_to
+        for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))
+    ]
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:
@@ -232,14 +279,25 @@ def _pattern(node: ast.expr) -> str:
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:
     head, *body = rows
     lines = [head, ("---",) * len(head), *body]
-    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines] + [""]
+    return [
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    ] + [""]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, say which pages are out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, say which pages are out of date"
+    )
     args = parser.parse_args(argv)
-    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text}
+    stale = {
+        path: text
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
     for path, text in stale.items():
         print(f"{'out of date' if args.check else 'written'}: {path.relative_to(ROOT)}")
         if not args.check:

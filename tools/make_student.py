@@ -50,7 +50,9 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
                 if match is None:
                     tensors[name] = shard.get_tensor(name)
                 elif match[1] in position:
-                    tensors[f"model.layers.{position[match[1]]}.{name[match.end() :]}"] = shard.get_tensor(name)
+                    tensors[f"model.layers.{position[match[1]]}.{name[match.end() :]}"] = shard.get_tensor(
+                        name
+                    )
     HFAssets.of(teacher_dir).copy_to(out_dir)
     config = json.loads((teacher_dir / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = num_layers

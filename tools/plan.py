@@ -42,7 +42,9 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="processes of the run, one per GPU")
+    parser.add_argument(
+        "--world-size", type=whole_number, default=1, metavar="N", help="processes of the run, one per GPU"
+    )
     parser.add_argument(
         "--document-length",
         type=whole_number,
@@ -73,7 +75,9 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     return forecast_of(config, world_size, student, teachers, document_length)
 
 
-def find_shape(problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig) -> ModelShape | None:
+def find_shape(
+    problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig
+) -> ModelShape | None:
     """The shape of a folder, of a hub model (only its config.json is fetched) or of a Megatron checkpoint folder."""
     if not (source.hf or source.load):
         return None

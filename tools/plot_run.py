@@ -21,7 +21,12 @@ from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.log.metrics import find_metric  # noqa: E402
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
 
-KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # drawn where there are some, unless others are named
+KEYS = (
+    "kd_loss",
+    "ce_loss",
+    "top1_agreement",
+    "grad_norm",
+)  # drawn where there are some, unless others are named
 PICTURES = (".png", ".jpg", ".svg", ".pdf")
 STYLES = ((TRAIN, "-"), ("valid", "o--"))
 
@@ -35,7 +40,9 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
     figure = new_figure(picture, "--out")
     records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
     if not any(records.values()):
-        raise DataError(f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on")
+        raise DataError(
+            f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on"
+        )
     keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
     height = -(-len(keys) // columns)
@@ -50,11 +57,15 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
 
 def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
     """`keys`, or else those of KEYS that have a number in some record."""
-    present = {key: None for record in records for key, value in record.items() if isinstance(value, (int, float))}
+    present = {
+        key: None for record in records for key, value in record.items() if isinstance(value, (int, float))
+    }
     chosen = keys or [key for key in KEYS if key in present] or KEYS
     if missing := [key for key in chosen if key not in present]:
         others = ", ".join(key for key in present if key != "iteration")
-        raise UsageError(f"no record has a number for {', '.join(missing)}", "", f"name some of {others} with --keys")
+        raise UsageError(
+            f"no record has a number for {', '.join(missing)}", "", f"name some of {others} with --keys"
+        )
     return chosen
 
 
@@ -62,12 +73,16 @@ def new_figure(picture: Path, flag: str):
     """An empty matplotlib figure for the file that `flag` names. Raises UsageError without matplotlib or a known suffix."""
     if picture.suffix not in PICTURES:
         why = "its suffix says in which format it is drawn"
-        raise UsageError(f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to {flag}")
+        raise UsageError(
+            f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to {flag}"
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         why = f"the import failed with: {error}"
-        raise UsageError("matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt") from error
+        raise UsageError(
+            "matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt"
+        ) from error
     return Figure(layout="constrained")
 
 
@@ -112,9 +127,15 @@ def names(runs: Sequence[Path]) -> list[str]:
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl")
-    parser.add_argument("--keys", nargs="+", default=(), metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="picture (default: metrics.png beside the first run's)")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--keys", nargs="+", default=(), metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="picture (default: metrics.png beside the first run's)"
+    )
     args = parser.parse_args(argv)
     first = args.runs[0]
     out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")

@@ -26,25 +26,59 @@ if TYPE_CHECKING:
 def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE",
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
         help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion; of a .txt file every line "
-             "that is not blank is a document, see --characters-per-sample")  # fmt: skip
-    add("--output-prefix", required=True, metavar="PREFIX",
-        help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin")  # fmt: skip
-    add("--tokenizer-type", default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer")  # fmt: skip
-    add("--tokenizer-model", required=True, metavar="DIR_OR_ID_OR_FILE",
-        help="folder or Hub id of a model, or a SentencePiece .model file")  # fmt: skip
-    add("--workers", type=int, default=1, metavar="N",
-        help="processes that tokenise (default 1); the result does not depend on it")  # fmt: skip
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
-        help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)")  # fmt: skip
-    add("--characters-per-sample", type=int, metavar="N",
+        "that is not blank is a document, see --characters-per-sample",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin",
+    )
+    add(
+        "--tokenizer-type",
+        default="HuggingFaceTokenizer",
+        help="HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer",
+    )
+    add(
+        "--tokenizer-model",
+        required=True,
+        metavar="DIR_OR_ID_OR_FILE",
+        help="folder or Hub id of a model, or a SentencePiece .model file",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that tokenise (default 1); the result does not depend on it",
+    )
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)",
+    )
+    add(
+        "--characters-per-sample",
+        type=int,
+        metavar="N",
         help="join consecutive text records (of a .txt file its lines, blank ones too) with a newline until a document has at "
-             "least so many characters, as the flag of pretrain_kd.py does; other records stay as they are (default: every "
-             "record is a document)")  # fmt: skip
-    add("--max-bad-records", type=int, default=0, metavar="N",
-        help="records that may be left out because they cannot be read (default 0); see PREFIX.quarantine.jsonl")  # fmt: skip
+        "least so many characters, as the flag of pretrain_kd.py does; other records stay as they are (default: every "
+        "record is a document)",
+    )
+    add(
+        "--max-bad-records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="records that may be left out because they cannot be read (default 0); see PREFIX.quarantine.jsonl",
+    )
     return parser
 
 
@@ -52,10 +86,14 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
         raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
     if args.max_bad_records < 0:
-        raise UsageError(f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more")
+        raise UsageError(
+            f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more"
+        )
     characters = args.characters_per_sample
     if characters is not None and characters < 1:
-        raise UsageError(f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more")
+        raise UsageError(
+            f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more"
+        )
     # Not by the workers, who import this file.
     from mkd.platform import prepare_for_files
 

@@ -47,7 +47,14 @@ def distil(folder: Path, parallel: str) -> Path:
     export, checkpoints = folder / "distilled", folder / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     flag = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}[parallel]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "pretrain_kd.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "pretrain_kd.py"),
+    ]
     command += ["--config", str(ROOT / "configs" / "quickstart.yaml"), flag, "2"]
     command += ["--teacher-hf", str(folder / "teacher"), "--student-hf", str(folder / "student")]
     command += ["--data-path", str(folder / "train.jsonl"), "--valid-data-path", str(folder / "valid.jsonl")]
@@ -62,12 +69,20 @@ def report(folder: Path, export: Path) -> None:
     valid = [record for record in read_records(folder) if split_of(record) == "valid"]
     before, after = valid[0], valid[-1]
     print("\nheld-out text            before      after")
-    for key, label in (("kd_loss", "KL to the teacher"), ("ce_loss", "cross entropy"), ("top1_agreement", "top-1 agreement")):
+    for key, label in (
+        ("kd_loss", "KL to the teacher"),
+        ("ce_loss", "cross entropy"),
+        ("top1_agreement", "top-1 agreement"),
+    ):
         print(f"{label:20} {before[key]:10.4f} {after[key]:10.4f}")
     print(f"KL fell by {100 * (1 - after['kd_loss'] / before['kd_loss']):.1f} %")
     plot([folder], folder / "curves.png")
     print(f"curves: {folder / 'curves.png'}\nexported student: {export}")
-    models = (("teacher", folder / "teacher"), ("student before", folder / "student"), ("student after", export))
+    models = (
+        ("teacher", folder / "teacher"),
+        ("student before", folder / "student"),
+        ("student after", export),
+    )
     for name, path in models:
         print(f"\n--- {name} continues {PROMPT!r}\n{continuation(path)}")
 
@@ -88,8 +103,12 @@ def continuation(path: Path) -> str:
 @returns_exit_code
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart", help="where everything is written")
-    parser.add_argument("--parallel", choices=("tp", "pp"), default="tp", help="tensor or pipeline parallel over 2 ranks")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "quickstart", help="where everything is written"
+    )
+    parser.add_argument(
+        "--parallel", choices=("tp", "pp"), default="tp", help="tensor or pipeline parallel over 2 ranks"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     args.folder.mkdir(parents=True, exist_ok=True)

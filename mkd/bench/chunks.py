@@ -23,9 +23,17 @@ from mkd.xtoken.sparse import SparseMatrix
 from mkd.xtoken.spelling import Continuations, Pieces, Spellings
 
 GEMMS = "bare GEMMs"
-SORTED = ("gold", "uld")  # their gradient is a sign of sorted values, which rounding to bf16 flips: gated in fp32
+SORTED = (
+    "gold",
+    "uld",
+)  # their gradient is a sign of sorted values, which rounding to bf16 flips: gated in fp32
 # Of the chunks, and their tokens: SmolLM2 teaching a student with Mistral's tokenizer on Python sources and documentation.
-KINDS = {ONE_TO_ONE: (0.87, 1, 1), ONE_TO_MANY: (0.005, 1, 2), MANY_TO_ONE: (0.112, 2, 1), MANY_TO_MANY: (0.013, 3, 2)}
+KINDS = {
+    ONE_TO_ONE: (0.87, 1, 1),
+    ONE_TO_MANY: (0.005, 1, 2),
+    MANY_TO_ONE: (0.112, 2, 1),
+    MANY_TO_MANY: (0.013, 3, 2),
+}
 SUPPORT = 8  # pairs of a chunk that is neither 1-1 nor M-N
 COMMON = 2 / 3  # of the smaller vocabulary
 
@@ -57,10 +65,16 @@ class ChunkCase:
         self.chunks = chunks.map(lambda tensor: tensor.to(machine.device))
 
         def normal(*size: int, std: float = 1.0) -> Tensor:
-            return torch.empty(*size, device=machine.device, dtype=machine.dtype).normal_(generator=generator).mul_(std)
+            return (
+                torch.empty(*size, device=machine.device, dtype=machine.dtype)
+                .normal_(generator=generator)
+                .mul_(std)
+            )
 
         self.student_hidden = normal(len(chunks.student.rows), shape.student_hidden)
-        self.student_weight = normal(shape.student_vocab, shape.student_hidden, std=2 * shape.student_hidden**-0.5)
+        self.student_weight = normal(
+            shape.student_vocab, shape.student_hidden, std=2 * shape.student_hidden**-0.5
+        )
         self.teacher_hidden = normal(len(chunks.teacher.rows), shape.teacher_hidden)
         in_slots = torch.from_numpy(self.slots.teacher_ids[0]).to(machine.device)
         weight = normal(len(in_slots), shape.teacher_hidden, std=2 * shape.teacher_hidden**-0.5)
@@ -69,9 +83,14 @@ class ChunkCase:
     def loss(self, name: str, dtype: torch.dtype) -> Callable[[], Gradients]:
         """Mean of a loss over the chunks, forward and backward."""
         settings = ChunkLossSettings(loss=name)
-        made = ChunkVocabulary.build(self.slots, self.shape.student_vocab, 0, relation=self.relation, loss=name)
+        made = ChunkVocabulary.build(
+            self.slots, self.shape.student_vocab, 0, relation=self.relation, loss=name
+        )
         vocabulary, share = made.to(self.machine.device), 1.0 / self.shape.chunks
-        tensors = [t.to(dtype) for t in (self.student_hidden, self.student_weight, self.teacher_hidden, self.teacher_weight)]
+        tensors = [
+            t.to(dtype)
+            for t in (self.student_hidden, self.student_weight, self.teacher_hidden, self.teacher_weight)
+        ]
 
         def run() -> Gradients:
             hidden, weight = tensors[0].detach().requires_grad_(), nn.Parameter(tensors[1])
@@ -84,7 +103,9 @@ class ChunkCase:
 
     def gemms(self) -> Callable[[], None]:
         """The four products that no loss with heads in it can do without."""
-        gradient = torch.empty(len(self.student_hidden), self.shape.student_vocab, device=self.machine.device).normal_()
+        gradient = torch.empty(
+            len(self.student_hidden), self.shape.student_vocab, device=self.machine.device
+        ).normal_()
         gradient = gradient.to(self.machine.dtype)
 
         def run() -> None:
@@ -132,12 +153,16 @@ def _relation(shape: ChunkShape, random: np.random.Generator) -> VocabularyRelat
     students.sort()
     rows, columns = np.repeat(np.arange(sizes[0]), 4), random.integers(0, sizes[1], 4 * sizes[0])
     projection = SparseMatrix.from_entries(rows, columns, random.random(len(rows)) + 0.1, sizes).normalised()
-    nothing = Continuations(Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    nothing = Continuations(
+        Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+    )
     beginnings = [random.choice(students, size) for size in sizes]  # the student's id of the common token
     for own, ids in zip(beginnings, (students, teachers), strict=True):
         own[ids] = students
     none = np.zeros(0, np.int64)
-    return VocabularyRelation(*sizes, students, teachers, none, none, projection, Spellings(nothing, nothing), *beginnings)
+    return VocabularyRelation(
+        *sizes, students, teachers, none, none, projection, Spellings(nothing, nothing), *beginnings
+    )
 
 
 def _chunks(shape: ChunkShape, random: np.random.Generator) -> ChunkBatch:
@@ -150,11 +175,21 @@ def _chunks(shape: ChunkShape, random: np.random.Generator) -> ChunkBatch:
         sides.append(ChunkSide(*(torch.from_numpy(a) for a in (rows, labels, offsets)), offsets))
     pairs = np.array([{ONE_TO_ONE: 0, MANY_TO_MANY: 1}.get(kind, SUPPORT) for kind in kinds])
     supports = [
-        np.concatenate([np.zeros(0, np.int64), *(random.choice(vocab, number, replace=False) for number in pairs if number)])
+        np.concatenate(
+            [
+                np.zeros(0, np.int64),
+                *(random.choice(vocab, number, replace=False) for number in pairs if number),
+            ]
+        )
         for vocab in (shape.student_vocab, shape.teacher_vocab)
     ]
     return ChunkBatch(
-        *sides, kinds.astype(np.int8), torch.ones(len(kinds)), torch.zeros(len(kinds), dtype=torch.int64),
-        np.concatenate([[0], np.cumsum(pairs)]), torch.from_numpy(np.repeat(np.arange(len(kinds)), pairs)),
-        *(torch.from_numpy(ids) for ids in supports), len(kinds),
-    )  # fmt: skip
+        *sides,
+        kinds.astype(np.int8),
+        torch.ones(len(kinds)),
+        torch.zeros(len(kinds), dtype=torch.int64),
+        np.concatenate([[0], np.cumsum(pairs)]),
+        torch.from_numpy(np.repeat(np.arange(len(kinds)), pairs)),
+        *(torch.from_numpy(ids) for ids in supports),
+        len(kinds),
+    )

@@ -36,21 +36,43 @@ def parser() -> argparse.ArgumentParser:
     _add(commands, "ceilings", run_ceilings, "copy bandwidth and matrix-product rate of the device")
     logits = _add(commands, "logits", run_logits, "divergences on logits: R1 R2 R3 R4 R8, on CPU R8 R12")
     logits.add_argument("--shape", nargs="+", type=sizes(2), metavar="N,V", help="rows and vocabulary")
-    head = _add(commands, "head", run_head, "LM heads and loss in one: R4 R5 R6; under torchrun strong scaling, R7")
-    head.add_argument("--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary")
+    head = _add(
+        commands, "head", run_head, "LM heads and loss in one: R4 R5 R6; under torchrun strong scaling, R7"
+    )
+    head.add_argument(
+        "--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary"
+    )
     head.add_argument("--chunk-rows", type=int, help="rows of a chunk of our head; not given: the engine's")
-    chunks = _add(commands, "chunks", run_chunks, "losses between tokenizers, heads included, beside the bare products")
-    chunks.add_argument("--shape", nargs="+", type=sizes(5), metavar="C,HS,HT,VS,VT", help="chunks, hidden sizes, vocabularies")
+    chunks = _add(
+        commands, "chunks", run_chunks, "losses between tokenizers, heads included, beside the bare products"
+    )
+    chunks.add_argument(
+        "--shape",
+        nargs="+",
+        type=sizes(5),
+        metavar="C,HS,HT,VS,VT",
+        help="chunks, hidden sizes, vocabularies",
+    )
     chunks.add_argument("--losses", nargs="+", help="of --xtoken-loss; all if not given")
-    step = _add(commands, "step", run_step, "a training step of the engine, beside SFT and the teacher's forward: R10")
+    step = _add(
+        commands, "step", run_step, "a training step of the engine, beside SFT and the teacher's forward: R10"
+    )
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
     packing.add_argument("--documents", type=int, help="documents of a step")
-    pipeline = _add(commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11")
+    pipeline = _add(
+        commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
+    )
     for command in (step, packing, pipeline):
-        command.add_argument("--student-shape", help="qwen3-1.7b on a GPU, tiny-student on a CPU; see mkd/bench/shapes.py")
+        command.add_argument(
+            "--student-shape", help="qwen3-1.7b on a GPU, tiny-student on a CPU; see mkd/bench/shapes.py"
+        )
         command.add_argument("--teacher-shape", help="qwen3-8b on a GPU, tiny-teacher on a CPU")
-        command.add_argument("--seq-length", type=int, help="tokens of a pack, one micro-batch; 8192, on a CPU 256")
-        command.add_argument("--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'")
+        command.add_argument(
+            "--seq-length", type=int, help="tokens of a pack, one micro-batch; 8192, on a CPU 256"
+        )
+        command.add_argument(
+            "--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'"
+        )
     for command in (step, pipeline):
         command.add_argument("--microbatches", type=int, default=4, help="packs of a step")
         command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share every layer")
@@ -62,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
 def _add(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=run)
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU, if there is one")
+    command.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU, if there is one"
+    )
     command.add_argument("--dtype", choices=DTYPES, help="bf16 on a GPU, fp32 on a CPU")
     command.add_argument("--rounds", type=int, default=10, help="timed calls of each arm; the median counts")
     command.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -93,7 +117,9 @@ def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
     """Raises UsageError for `--device cuda` where there is no GPU."""
     kind = platform.device.type if args.device == "auto" else args.device
     if kind == "cuda" and not platform.is_cuda:
-        raise UsageError("--device cuda, but torch sees no GPU", "", "use --device cpu, or start it where there is one")
+        raise UsageError(
+            "--device cuda, but torch sees no GPU", "", "use --device cpu, or start it where there is one"
+        )
     if kind == "cpu":
         torch.set_num_threads(args.threads)
     return Machine(

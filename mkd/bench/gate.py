@@ -76,7 +76,9 @@ def attempt(arm: GatedArm, notes: list[str]) -> tuple[Tensor, ...] | None:
     except Exception as error:
         if arm.is_ours:
             raise
-        notes.append(f"{arm.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}, skipped")
+        notes.append(
+            f"{arm.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}, skipped"
+        )
         return None
 
 
@@ -114,7 +116,9 @@ def reference_rows(
     """Sum over rows of the divergence (T = 1, no cross entropy), and its gradient: float64 [], [n, v]."""
     student = student_logits.detach().double().requires_grad_()
     vocab = student.shape[1]
-    labels = torch.zeros(student.shape[0], dtype=torch.int64, device=student.device)  # cross entropy is not part of it
+    labels = torch.zeros(
+        student.shape[0], dtype=torch.int64, device=student.device
+    )  # cross entropy is not part of it
     loss = dense_kd(
         student,
         teacher_logits,

@@ -38,7 +38,9 @@ class HeadArm:
 def gemms(case: HeadCase) -> Callable[[], None]:
     """The four matrix products that no fused head can do without, each over all rows at once; dW accumulates in fp32."""
     shape = case.shape
-    logits_gradient = torch.empty(shape.rows, shape.vocab, device=case.machine.device, dtype=case.machine.dtype)
+    logits_gradient = torch.empty(
+        shape.rows, shape.vocab, device=case.machine.device, dtype=case.machine.dtype
+    )
     logits_gradient.normal_(generator=case.machine.generator())
 
     def run() -> None:
@@ -47,7 +49,11 @@ def gemms(case: HeadCase) -> Callable[[], None]:
         logits_gradient @ case.student_weight
         if case.machine.is_cuda and case.machine.dtype == torch.bfloat16:
             torch.addmm(
-                case.main_grad, logits_gradient.t(), case.student_hidden, out_dtype=torch.float32, out=case.main_grad
+                case.main_grad,
+                logits_gradient.t(),
+                case.student_hidden,
+                out_dtype=torch.float32,
+                out=case.main_grad,
             )
         else:
             case.main_grad.addmm_(logits_gradient.t().float(), case.student_hidden.float())
@@ -58,7 +64,9 @@ def gemms(case: HeadCase) -> Callable[[], None]:
 def trl_head(case: HeadCase, divergence: Callable, beta: float) -> Callable[[], Gradients]:
     def run() -> Gradients:
         hidden, weight = _leaves(case)
-        values, _ = divergence(hidden, weight, None, case.teacher_hidden, case.teacher_weight, None, beta, 1.0)
+        values, _ = divergence(
+            hidden, weight, None, case.teacher_hidden, case.teacher_weight, None, beta, 1.0
+        )
         return _backward(values.mean(), hidden, weight)
 
     return run
@@ -93,10 +101,23 @@ def _backward(loss: Tensor, hidden: Tensor, weight: Tensor) -> Gradients:
 def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list[str]]:
     """All arms that can run here, and notes on those that cannot."""
     arms = [
-        HeadArm(FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows), is_ours=True),
+        HeadArm(
+            FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows), is_ours=True
+        ),
         HeadArm(JSD, "jsd", mkd_head(case, "jsd", case.all_rows, chunk_rows), is_ours=True),
-        HeadArm(HALF, "forward_kl", mkd_head(case, "forward_kl", case.half_of_rows, chunk_rows), is_ours=True, half=True),
-        HeadArm(FP32, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows, fp32_logits=True), is_ours=True),
+        HeadArm(
+            HALF,
+            "forward_kl",
+            mkd_head(case, "forward_kl", case.half_of_rows, chunk_rows),
+            is_ours=True,
+            half=True,
+        ),
+        HeadArm(
+            FP32,
+            "forward_kl",
+            mkd_head(case, "forward_kl", case.all_rows, chunk_rows, fp32_logits=True),
+            is_ours=True,
+        ),
         HeadArm("logits kept, F.kl_div fp32", "forward_kl", materialised_head(case, eager_kl)),
     ]
     loaders = {
@@ -108,7 +129,10 @@ def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list
         ("Liger FusedLinearJSD", "forward_kl"): lambda: liger_head(case, peers.liger_fused_jsd(0.0)),
     }
     for size in (chunk for chunk in LIGER_CHUNKS if chunk <= max(case.shape.rows, LIGER_CHUNKS[0])):
-        for divergence, beta, label in (("forward_kl", 0.0, LIGER_CHUNKED), ("jsd", 0.5, f"{LIGER_CHUNKED} JSD")):
+        for divergence, beta, label in (
+            ("forward_kl", 0.0, LIGER_CHUNKED),
+            ("jsd", 0.5, f"{LIGER_CHUNKED} JSD"),
+        ):
             loaders[f"{label} {size}", divergence] = lambda beta=beta, size=size: liger_head(
                 case, peers.liger_chunked_jsd(beta, size)
             )
@@ -136,7 +160,13 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
         return Report([], wrong)
     requirements = [_memory(case, peaks, chunk_rows), *_speed(times, shape)] if machine.is_cuda else []
     requirements.append(
-        Requirement("R6", times[HALF] / times[FORWARD_KL], f"of the head's time at 50% loss tokens, {shape}", "<=", 0.58)
+        Requirement(
+            "R6",
+            times[HALF] / times[FORWARD_KL],
+            f"of the head's time at 50% loss tokens, {shape}",
+            "<=",
+            0.58,
+        )
     )
     return Report(requirements)
 
@@ -162,10 +192,14 @@ def _speed(times: dict, shape: HeadShape) -> list[Requirement | Skipped]:
     ]
     for peer, bound in ((LIGER_CHUNKED, 1.10), (TRL_CHUNKED, 1.5)):
         for label, ours in ((peer, FORWARD_KL), (f"{peer} JSD", JSD)):
-            found = [times[name] for name in times if name == label or name.removeprefix(label + " ").isdigit()]
+            found = [
+                times[name] for name in times if name == label or name.removeprefix(label + " ").isdigit()
+            ]
             if found:
                 ratio = min(found) / times[ours]
-                lines.append(Requirement("R5", ratio, f"times the speed of {label} at its best, {shape}", ">=", bound))
+                lines.append(
+                    Requirement("R5", ratio, f"times the speed of {label} at its best, {shape}", ">=", bound)
+                )
             else:
                 lines.append(Skipped("R5", f"{label} was not timed"))
     return lines

@@ -14,7 +14,10 @@ from mkd.bench.machine import Machine
 from mkd.losses import fused_linear_kd
 from mkd.plan.head import head_chunk_rows
 
-SHARED_STD, OWN_STD = 3.0, 0.7  # of logits: what both models agree on, and each model's own part. KL is about 0.5.
+SHARED_STD, OWN_STD = (
+    3.0,
+    0.7,
+)  # of logits: what both models agree on, and each model's own part. KL is about 0.5.
 GATE_COLUMNS = 128  # vocabulary rows whose weight gradient is compared, spread over all
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +52,9 @@ class HeadCase:
         def model(width: int) -> tuple[Tensor, Tensor]:
             own = width - common
             hidden = torch.cat([common_hidden, normal(shape.rows, own)], dim=1)
-            return hidden, torch.cat([common_weight, normal(shape.vocab, own).mul_(OWN_STD * own**-0.5)], dim=1)
+            return hidden, torch.cat(
+                [common_weight, normal(shape.vocab, own).mul_(OWN_STD * own**-0.5)], dim=1
+            )
 
         self.student_hidden, self.student_weight = model(shape.student_hidden)
         self.teacher_hidden, self.teacher_weight = model(shape.teacher_hidden)
@@ -71,7 +76,9 @@ class HeadCase:
     def reference(self, divergence: str, mask: Tensor) -> Gradients:
         """float64; of the weight gradient only the rows `gate_columns`."""
         student_weight, teacher_weight = self.student_weight.double(), self.teacher_weight.double()
-        hidden_gradient = torch.empty(self.student_hidden.shape, dtype=torch.float64, device=self.machine.device)
+        hidden_gradient = torch.empty(
+            self.student_hidden.shape, dtype=torch.float64, device=self.machine.device
+        )
         columns, losses = self.gate_columns(), []
         weight_gradient = student_weight.new_zeros(len(columns), self.shape.student_hidden)
         for rows in reference_chunks(self.shape.rows, self.shape.vocab, self.machine.device):

@@ -34,14 +34,18 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if shape.vocab % size:
         what = f"a vocabulary of {shape.vocab} does not divide over {size} processes"
-        raise UsageError(what, "every process holds an equal shard", "change --shape or the number of processes")
+        raise UsageError(
+            what, "every process holds an equal shard", "change --shape or the number of processes"
+        )
     case = HeadCase(shape, machine)
     width = shape.vocab // size
     shard = slice(rank * width, (rank + 1) * width)
     lines, wrong, rows = [], [], []
     for divergence in COLLECTIVES_PER_CHUNK:
         whole = Arm("whole", mkd_head(case, divergence, case.all_rows, chunk_rows), case.restore)
-        split = Arm("split", mkd_head(case, divergence, case.all_rows, chunk_rows, shard, group), case.restore)
+        split = Arm(
+            "split", mkd_head(case, divergence, case.all_rows, chunk_rows, shard, group), case.restore
+        )
         error = _difference(whole, split, shard)
         if not error.within(SAME_SPLIT[machine.dtype]):
             wrong.append(f"mkd {divergence} at TP {size} on rank {rank}")
@@ -51,11 +55,23 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
         measured = [f"{times['whole']:.3f}", f"{times['split']:.3f}", f"{efficiency:.3f}", f"{per_chunk:g}"]
         rows.append([divergence, *measured, f"{error.loss:.1e}", f"{error.gradient:.1e}"])
         bound = EFFICIENCY.get(size, 0.88)
-        lines.append(Requirement("R7", efficiency, f"strong-scaling efficiency at TP {size}, {divergence}", ">=", bound))
+        lines.append(
+            Requirement(
+                "R7", efficiency, f"strong-scaling efficiency at TP {size}, {divergence}", ">=", bound
+            )
+        )
         limit = COLLECTIVES_PER_CHUNK[divergence]
         lines.append(Requirement("R7", per_chunk, f"collectives per chunk, {divergence}", "<=", limit))
     if rank == 0:
-        header = ["", "one rank, ms", f"TP {size}, ms", "efficiency", "collectives/chunk", "loss diff", "grad diff"]
+        header = [
+            "",
+            "one rank, ms",
+            f"TP {size}, ms",
+            "efficiency",
+            "collectives/chunk",
+            "loss diff",
+            "grad diff",
+        ]
         chunks = [chunk_rows_of(machine, shape, chunk_rows, ranks) for ranks in (1, size)]
         print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunks[0]} and {chunks[1]} rows", header, rows))
     return Report(lines, wrong)
@@ -75,7 +91,9 @@ def collectives_per_chunk(case: HeadCase, divergence: str, shard: slice) -> floa
     """From runs of two and of four chunks: what a call needs once (the reduction of d hidden) cancels."""
     counts = []
     for chunks in (2, 4):
-        run = mkd_head(case, divergence, case.all_rows, -(-case.shape.rows // chunks), shard, dist.group.WORLD)
+        run = mkd_head(
+            case, divergence, case.all_rows, -(-case.shape.rows // chunks), shard, dist.group.WORLD
+        )
         with CollectiveCounter() as counter:
             run()
         counts.append(counter.count)

@@ -63,7 +63,9 @@ class LogitsCase:
         self.labels = torch.randint(self.vocab, (self.rows,), device=device, generator=generator)
         self.all_rows = torch.ones(self.rows, device=device)
         self.half_of_rows = torch.zeros(self.rows, device=device)
-        self.half_of_rows[torch.randperm(self.rows, device=device, generator=generator)[: max(1, self.rows // 2)]] = 1.0
+        self.half_of_rows[
+            torch.randperm(self.rows, device=device, generator=generator)[: max(1, self.rows // 2)]
+        ] = 1.0
 
     def restore(self) -> None:
         self.student.copy_(self.pristine)
@@ -142,13 +144,26 @@ def eager_jsd(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
 
 def arms_of(case: LogitsCase) -> tuple[list[LogitsArm], list[str]]:
     """All arms that can run here, and notes on those that cannot."""
-    arms = [LogitsArm(f"mkd {name}", name, mkd_loss(case, name, case.all_rows), is_ours=True) for name in DIVERGENCES]
-    arms.append(LogitsArm(HALF, "forward_kl", mkd_loss(case, "forward_kl", case.half_of_rows), is_ours=True, half=True))
+    arms = [
+        LogitsArm(f"mkd {name}", name, mkd_loss(case, name, case.all_rows), is_ours=True)
+        for name in DIVERGENCES
+    ]
+    arms.append(
+        LogitsArm(
+            HALF, "forward_kl", mkd_loss(case, "forward_kl", case.half_of_rows), is_ours=True, half=True
+        )
+    )
     arms.append(LogitsArm(EAGER, "forward_kl", other_loss(case, eager_kl)))
     arms.append(LogitsArm("F.kl_div JSD fp32", "jsd", other_loss(case, eager_jsd)))
     if case.machine.compile:
-        arms.append(LogitsArm(COMPILED, "forward_kl", other_loss(case, torch.compile(eager_kl, dynamic=False))))
-        arms.append(LogitsArm("torch.compile of JSD", "jsd", other_loss(case, torch.compile(eager_jsd, dynamic=False))))
+        arms.append(
+            LogitsArm(COMPILED, "forward_kl", other_loss(case, torch.compile(eager_kl, dynamic=False)))
+        )
+        arms.append(
+            LogitsArm(
+                "torch.compile of JSD", "jsd", other_loss(case, torch.compile(eager_jsd, dynamic=False))
+            )
+        )
     loaders = {
         ("TRL", "forward_kl"): lambda: peers.trl_jsd(0.0),
         ("TRL JSD", "jsd"): lambda: peers.trl_jsd(0.5),
@@ -159,7 +174,9 @@ def arms_of(case: LogitsCase) -> tuple[list[LogitsArm], list[str]]:
         ("Liger JSD", "jsd"): lambda: peers.liger_jsd(0.5),
     }
     found, notes = peers.find(loaders)
-    arms += [LogitsArm(name, divergence, other_loss(case, loss)) for (name, divergence), loss in found.items()]
+    arms += [
+        LogitsArm(name, divergence, other_loss(case, loss)) for (name, divergence), loss in found.items()
+    ]
     return arms, notes
 
 
@@ -190,7 +207,9 @@ def benchmark(machine: Machine, rows: int, vocab: int) -> Report:
     wrong = [f"{name} at {shape}" for name, error in ours.items() if not error.within(SAME_FUNCTION)]
     requirements = accuracy(machine, vocab, worst(list(ours.values())), shape)
     if not wrong:
-        requirements += gpu_speed(times, peaks, limit, shape) if machine.is_cuda else cpu_speed(times, peaks, shape)
+        requirements += (
+            gpu_speed(times, peaks, limit, shape) if machine.is_cuda else cpu_speed(times, peaks, shape)
+        )
     return Report(requirements, wrong)
 
 
@@ -207,7 +226,9 @@ def accuracy(machine: Machine, vocab: int, stored: Errors, shape: str) -> list[R
     bound = 1e-5 if machine.dtype == torch.float32 else 4e-3
     return [
         Requirement("R8", stored.loss, f"worst loss error, {shape}", "<=", 1e-5),
-        Requirement("R8", stored.gradient, f"worst {str(machine.dtype)[6:]} gradient error, {shape}", "<=", bound),
+        Requirement(
+            "R8", stored.gradient, f"worst {str(machine.dtype)[6:]} gradient error, {shape}", "<=", bound
+        ),
         Requirement("R8", fp32.gradient, f"worst fp32 gradient error, 64x{vocab}", "<=", 1e-5),
     ]
 
@@ -216,7 +237,9 @@ def gpu_speed(times: dict, peaks: dict, limit_ms: float, shape: str) -> list[Req
     forward = times[FORWARD_KL]
     lines = [Requirement("R1", limit_ms / forward, f"of copy bandwidth, {shape}", ">=", 0.80)]
     for name, bound in (("reverse_kl", 1.15), ("mixed_kl", 1.15), ("jsd", 1.6)):
-        lines.append(Requirement("R2", times[f"mkd {name}"] / forward, f"{name} over forward_kl, {shape}", "<=", bound))
+        lines.append(
+            Requirement("R2", times[f"mkd {name}"] / forward, f"{name} over forward_kl, {shape}", "<=", bound)
+        )
     eager = [times[name] for name in EAGER_PEERS if name in times]
     lines.append(
         Requirement("R3", min(eager) / forward, f"times the speed of the best eager peer, {shape}", ">=", 5)

@@ -31,13 +31,19 @@ class Machine:
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def describe(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+        name = (
+            torch.cuda.get_device_name(self.device)
+            if self.is_cuda
+            else f"CPU, {torch.get_num_threads()} threads"
+        )
         return f"{name}, torch {torch.__version__}, {str(self.dtype)[6:]}, {self.rounds} rounds, seed {self.seed}"
 
 
 def copy_bandwidth(machine: Machine) -> float:
     """Bytes per second of a large copy on the device, bytes read plus bytes written."""
-    source = torch.empty(COPY_BYTES[machine.device.type] // 4, device=machine.device).normal_(generator=machine.generator())
+    source = torch.empty(COPY_BYTES[machine.device.type] // 4, device=machine.device).normal_(
+        generator=machine.generator()
+    )
     target = torch.empty_like(source)
     arm = Arm("copy", lambda: target.copy_(source))
     milliseconds = time_arms([arm], machine.device, machine.rounds)["copy"]
@@ -48,7 +54,9 @@ def gemm_rate(machine: Machine) -> float:
     """FLOPs per second of a large square matrix product on random data, in the machine's dtype."""
     size = GEMM_SIZE[machine.device.type]
     a, b = (
-        torch.empty(size, size, device=machine.device).normal_(generator=machine.generator()).to(machine.dtype)
+        torch.empty(size, size, device=machine.device)
+        .normal_(generator=machine.generator())
+        .to(machine.dtype)
         for _ in range(2)
     )
     arm = Arm("gemm", lambda: a @ b)

@@ -9,7 +9,13 @@ from mkd.bench.measure import Arm, time_arms
 from mkd.bench.random_engine import PairSettings, parallel_context, random_engine
 from mkd.bench.report import Report, Requirement, table
 from mkd.bench.step import step_of
-from mkd.bench.synthetic_documents import ChatLengths, document_lengths, packed_batches, padded_batches, random_documents
+from mkd.bench.synthetic_documents import (
+    ChatLengths,
+    document_lengths,
+    packed_batches,
+    padded_batches,
+    random_documents,
+)
 from mkd.plan.flops import distillation_flops
 from mkd.platform import Platform
 
@@ -43,7 +49,9 @@ def benchmark(
     for name, group in batches.items():
         loss, norm = (_difference(results[name], results[PACKED], key) for key in ("loss", "grad_norm"))
         if not max(loss, norm) <= SAME_LOSS[str(machine.dtype)[6:]]:
-            wrong.append(f"{name}: loss differs from the packed run's by {loss:.1e}, the gradient norm by {norm:.1e}")
+            wrong.append(
+                f"{name}: loss differs from the packed run's by {loss:.1e}, the gradient norm by {norm:.1e}"
+            )
         fill = tokens / sum(batch.tokens.numel() for batch in group)
         gain, ideal = times[name] / times[PACKED], flops[name] / useful
         speed = [f"{times[name]:.1f}", f"{1000 * tokens / times[name]:.0f}", f"{gain:.2f}", f"{ideal:.2f}"]
@@ -58,6 +66,8 @@ def benchmark(
 
 
 def _difference(result, reference, key: str) -> float:
-    ours, theirs = (one.sums.token_sums()["loss"] / one.sums.num_loss_tokens if key == "loss" else one.grad_norm
-                    for one in (result, reference))  # fmt: skip
+    ours, theirs = (
+        one.sums.token_sums()["loss"] / one.sums.num_loss_tokens if key == "loss" else one.grad_norm
+        for one in (result, reference)
+    )
     return abs(ours - theirs) / abs(theirs)

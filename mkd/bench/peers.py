@@ -39,7 +39,9 @@ def installed_file(package: str, file: str) -> Path:
     return path
 
 
-def load_source(path: Path, names: tuple[str, ...] = (), given: Mapping[str, object] | None = None) -> ModuleType:
+def load_source(
+    path: Path, names: tuple[str, ...] = (), given: Mapping[str, object] | None = None
+) -> ModuleType:
     """Run a source file without its package: relative imports are left out, `given` stands for what they would bring.
 
     With `names`, only these top-level definitions are run; `Class.method` takes a static method out of its class.
@@ -98,11 +100,21 @@ def trl_jsd(beta: float) -> LogitsLoss:
 def trl_chunked() -> Callable:
     """TRL's `ChunkedDivergenceFunction.apply`: both hidden states and heads -> (divergence [n], entropy [n])."""
     logprob = load_source(installed_file("trl", "kernels/chunked_logprob.py"))
-    names = ("_BLOCK_SIZE", "_MM_OUT_DTYPE", "_addmm_fp32", "_jit", "_torch_transform", "_transform", "_use_triton")
+    names = (
+        "_BLOCK_SIZE",
+        "_MM_OUT_DTYPE",
+        "_addmm_fp32",
+        "_jit",
+        "_torch_transform",
+        "_transform",
+        "_use_triton",
+    )
     if missing := [name for name in names if not hasattr(logprob, name)]:
         raise PeerMissing(f"chunked_logprob.py: this version has no {missing[0]}, skipped")
     given = {name: getattr(logprob, name) for name in names}
-    given["maybe_gather_lm_head_ctx"] = lambda *parameters: nullcontext()  # what it is without DeepSpeed ZeRO-3
+    given["maybe_gather_lm_head_ctx"] = lambda *parameters: (
+        nullcontext()
+    )  # what it is without DeepSpeed ZeRO-3
     path = installed_file("trl", "kernels/chunked_divergence.py")
     return load_source(path, given=given).ChunkedDivergenceFunction.apply
 
@@ -111,9 +123,16 @@ def modelopt_kl() -> LogitsLoss:
     """ModelOpt's Megatron loss, on one tensor-parallel rank."""
     path = installed_file("modelopt", "torch/distill/plugins/megatron.py")
     given = dict(
-        torch=torch, nn=torch.nn, F=torch.nn.functional, Tensor=Tensor, ABCMeta=ABCMeta, _Loss=torch.nn.modules.loss._Loss
+        torch=torch,
+        nn=torch.nn,
+        F=torch.nn.functional,
+        Tensor=Tensor,
+        ABCMeta=ABCMeta,
+        _Loss=torch.nn.modules.loss._Loss,
     )
-    loss = load_source(path, ("BaseLoss", "LogitsKLLoss"), given).LogitsKLLoss(SimpleNamespace(tensor_model_parallel_size=1))
+    loss = load_source(path, ("BaseLoss", "LogitsKLLoss"), given).LogitsKLLoss(
+        SimpleNamespace(tensor_model_parallel_size=1)
+    )
 
     def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         per_token, *_ = loss(student.unsqueeze(1), teacher.unsqueeze(1))
@@ -125,7 +144,9 @@ def modelopt_kl() -> LogitsLoss:
 
 def automodel_kd(chunk_size: int = 0) -> LogitsLoss:
     """NeMo Automodel's loss; `chunk_size` rows at a time, 0: all."""
-    loss = load_source(installed_file("nemo_automodel", "components/loss/kd_loss.py")).KDLoss(chunk_size=chunk_size)
+    loss = load_source(installed_file("nemo_automodel", "components/loss/kd_loss.py")).KDLoss(
+        chunk_size=chunk_size
+    )
     return lambda student, teacher, labels: loss(student, teacher, labels)
 
 

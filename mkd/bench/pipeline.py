@@ -39,7 +39,9 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         random = np.random.default_rng(machine.seed)
         vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         batch = full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
-        batches = [batch] * settings.num_microbatches  # the same work for each: the formula speaks of equal ones
+        batches = [
+            batch
+        ] * settings.num_microbatches  # the same work for each: the formula speaks of equal ones
         objective = training_objective(engine, batches)
         step = Arm("step", lambda: engine.schedule.run(engine.chunks, batches, objective, forward_only=False))
         step_ms = time_arms([step], machine.device, machine.rounds)["step"]
@@ -58,7 +60,9 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         values = [f"{ms:.2f}" for ms in (step_ms, formula_ms, ideal_ms)]
         row = [*values, f"{1 - ideal_ms / step_ms:.3f}", f"{bubble:.3f}", f"{balance:.3f}"]
         header = ["step ms", "formula ms", "ideal ms", "bubble", "formula", "slowest / mean rank"]
-        print(table(title, header, [row]), "stages, ms: " + ", ".join(f"{ms:.2f}" for ms in stage_ms), sep="\n")
+        print(
+            table(title, header, [row]), "stages, ms: " + ", ".join(f"{ms:.2f}" for ms in stage_ms), sep="\n"
+        )
     return Report([Requirement("R11", step_ms / formula_ms, "of the bubble formula's step", "<=", 1.05)])
 
 
@@ -85,7 +89,12 @@ def _own_time(arm: Arm, machine: Machine) -> float:
 
 
 def stage_alone(
-    chunk: nn.Module, virtual_stage: int, plan: Plan, batch: PackedBatch, objective: Objective, machine: Machine
+    chunk: nn.Module,
+    virtual_stage: int,
+    plan: Plan,
+    batch: PackedBatch,
+    objective: Objective,
+    machine: Machine,
 ) -> Callable[[], None]:
     """One micro-batch through one chunk, forward and backward, with random tensors in place of messages."""
     context: ParallelContext = objective.context
@@ -93,14 +102,20 @@ def stage_alone(
     shards = context.tp_size if stage.config.sequence_parallel else 1
     rows = batch.tokens.numel() // shards
     joins = context.platform.transformer_engine
-    packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=joins)
+    packed = packed_documents(
+        batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=joins
+    )
 
     def message(width: int) -> Tensor:
         return torch.randn(rows, 1, width, device=context.device, dtype=machine.dtype)
 
     activation, rider, gradient = (
         message(width)
-        for width in (plan.student.shape.hidden_size, plan.teachers[0].shape.hidden_size, plan.student.shape.hidden_size)
+        for width in (
+            plan.student.shape.hidden_size,
+            plan.teachers[0].shape.hidden_size,
+            plan.student.shape.hidden_size,
+        )
     )
 
     def run() -> None:

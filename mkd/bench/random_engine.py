@@ -46,12 +46,17 @@ class PairSettings:
     def argv(self, dtype: torch.dtype, data_parallel: int) -> list[str]:
         """The training command's flags. Learning rate 0: all the work of an update, and every step meets the same model."""
         values = {
-            "--student-hf": self.student, "--teacher-hf": self.teacher, "--kd-ratio": self.kd_ratio, "--train-iters": 1,
-            "--lr": 0.0, "--seq-length": self.seq_length, "--micro-batch-size": self.micro_batch_size,
+            "--student-hf": self.student,
+            "--teacher-hf": self.teacher,
+            "--kd-ratio": self.kd_ratio,
+            "--train-iters": 1,
+            "--lr": 0.0,
+            "--seq-length": self.seq_length,
+            "--micro-batch-size": self.micro_batch_size,
             "--global-batch-size": self.micro_batch_size * self.num_microbatches * data_parallel,
             "--tensor-model-parallel-size": self.tensor_parallel,
             "--pipeline-model-parallel-size": self.pipeline_parallel,
-        }  # fmt: skip
+        }
         argv = [str(word) for pair in values.items() for word in pair]
         argv += ["--bf16"] if dtype == torch.bfloat16 else []
         argv += ["--sequence-parallel"] if self.tensor_parallel > 1 else []
@@ -69,7 +74,9 @@ class RandomCheckpoint(HFCheckpoint):
     def __init__(self, shape: ModelShape, device: torch.device):
         self.directory = Path("random weights")
         self.bytes_read = 0
-        self.headers = {name: TensorHeader("", tuple(full), "F32") for name, full in hf_tensor_shapes(shape).items()}
+        self.headers = {
+            name: TensorHeader("", tuple(full), "F32") for name, full in hf_tensor_shapes(shape).items()
+        }
         self._device, self._std = device, shape.initializer_range
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
@@ -107,7 +114,9 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
     student = source(settings.student)
     teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
     stages = virtual_stages(config, student.shape)
-    student_layout, teacher_layouts = layouts_of(config, student.shape, [one.shape for one in teachers], stages)
+    student_layout, teacher_layouts = layouts_of(
+        config, student.shape, [one.shape for one in teachers], stages
+    )
     return Plan(
         config=config,
         student=student,

@@ -48,7 +48,9 @@ class Report:
     wrong: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        return [f"WRONG {name}" for name in self.wrong] + [requirement.line() for requirement in self.requirements]
+        return [f"WRONG {name}" for name in self.wrong] + [
+            requirement.line() for requirement in self.requirements
+        ]
 
     def exit_code(self, strict: bool) -> int:
         """1 for a wrong result of ours; with `strict` also for a missed requirement; else 0."""
@@ -69,6 +71,9 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [title]
     for first, *others in cells:
-        columns = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        columns = [
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+        ]
         lines.append("  ".join(columns).rstrip())
     return "\n".join(lines)

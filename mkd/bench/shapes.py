@@ -8,29 +8,60 @@ from mkd.plan.model_shape import ModelShape
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> dict:
     return dict(
-        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-        head_dim=128, intermediate_size=ffn, vocab_size=151936, tie_word_embeddings=tied, rope_theta=1e6,
-        max_position_embeddings=40960, rms_norm_eps=1e-6,
-    )  # fmt: skip
+        model_type="qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=ffn,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+        rope_theta=1e6,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+    )
 
 
-def _llama3(hidden: int, layers: int, heads: int, head_dim: int, ffn: int, tied: bool, rope_factor: float) -> dict:
+def _llama3(
+    hidden: int, layers: int, heads: int, head_dim: int, ffn: int, tied: bool, rope_factor: float
+) -> dict:
     rope = dict(
-        rope_type="llama3", rope_theta=500000.0, factor=rope_factor, low_freq_factor=1.0, high_freq_factor=4.0,
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=rope_factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
         original_max_position_embeddings=8192,
-    )  # fmt: skip
+    )
     return dict(
-        model_type="llama", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-        head_dim=head_dim, intermediate_size=ffn, vocab_size=128256, tie_word_embeddings=tied, rope_parameters=rope,
-        max_position_embeddings=131072, rms_norm_eps=1e-5,
-    )  # fmt: skip
+        model_type="llama",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        intermediate_size=ffn,
+        vocab_size=128256,
+        tie_word_embeddings=tied,
+        rope_parameters=rope,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+    )
 
 
 def _tiny(hidden: int, layers: int) -> dict:
     return dict(
-        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=2 * hidden, vocab_size=500, max_position_embeddings=4096,
-    )  # fmt: skip
+        model_type="qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=2 * hidden,
+        vocab_size=500,
+        max_position_embeddings=4096,
+    )
 
 
 SHAPES = {

@@ -51,7 +51,12 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         if context.rank == 0:
             title = f"step {settings.student} <- {settings.teacher}, {settings.num_microbatches} x {settings.seq_length}"
             rows = [
-                [name, f"{ms:.1f}", f"{1000 * tokens / ms / gpus:.0f}", f"{flops[name] / ms / 1e9 / gpus:.3g}"]
+                [
+                    name,
+                    f"{ms:.1f}",
+                    f"{1000 * tokens / ms / gpus:.0f}",
+                    f"{flops[name] / ms / 1e9 / gpus:.3g}",
+                ]
                 for name, ms in times.items()
             ]
             print(table(f"{title} tokens", ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"], rows), memory, sep="\n")
@@ -110,12 +115,18 @@ def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContex
 
 def _requirements(machine: Machine, times: dict, flops: dict, gpus: int) -> list[Requirement | Skipped]:
     rate = {name: flops[name] / times[name] for name in (KD, SFT)}
-    lines: list[Requirement | Skipped] = [Requirement("R10", rate[KD] / rate[SFT], "of the SFT step's MFU", ">=", 0.95)]
+    lines: list[Requirement | Skipped] = [
+        Requirement("R10", rate[KD] / rate[SFT], "of the SFT step's MFU", ">=", 0.95)
+    ]
     if TEACHER in times:
         parts = times[TEACHER] + times[SFT]
         lines.append(Requirement("R10", times[KD] / parts, "of teacher forward + SFT step", "<=", 1.05))
     else:
-        lines.append(Skipped("R10", "teacher forward + SFT step: the teacher's forward alone is timed without a pipeline"))
+        lines.append(
+            Skipped(
+                "R10", "teacher forward + SFT step: the teacher's forward alone is timed without a pipeline"
+            )
+        )
     if machine.is_cuda:
         mfu = rate[KD] / 1e9 / gpus / PEAK_TFLOPS
         return [*lines, Requirement("R10", mfu, "MFU of the KD step", ">=", 0.50)]

@@ -23,7 +23,9 @@ def agree(problem: MkdError | None) -> None:
             raise raised
 
 
-def attempt(action: Callable[[], T], explain: Callable[[Exception], MkdError]) -> tuple[T | None, MkdError | None]:
+def attempt(
+    action: Callable[[], T], explain: Callable[[Exception], MkdError]
+) -> tuple[T | None, MkdError | None]:
     """(result, problem) of an action that talks to no other rank; `explain` turns other errors into a user's."""
     try:
         return action(), None

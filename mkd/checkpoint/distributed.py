@@ -28,7 +28,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.folders import HF_FOLDER, POINTER, Retention, TrainingPosition, find_checkpoint, position_of, read_state
+from mkd.checkpoint.folders import (
+    HF_FOLDER,
+    POINTER,
+    Retention,
+    TrainingPosition,
+    find_checkpoint,
+    position_of,
+    read_state,
+)
 from mkd.checkpoint.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
 from mkd.checkpoint.saving import Contents, Save
@@ -56,7 +64,9 @@ class TrainingState:
 
     models: Sequence[MegatronModule]  # this rank's student chunks, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
-    scheduler: OptimizerParamScheduler | None = None  # counts updates: it follows from the position, and is not saved
+    scheduler: OptimizerParamScheduler | None = (
+        None  # counts updates: it follows from the position, and is not saved
+    )
 
 
 def save_checkpoint(
@@ -82,7 +92,8 @@ def start_save(
     context: ParallelContext,
     assets: HFAssets | None,
     *,
-    origin: Mapping[str, object] | None = None,  # what the run is: fingerprints, settings; compared when it goes on
+    origin: Mapping[str, object]
+    | None = None,  # what the run is: fingerprints, settings; compared when it goes on
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
@@ -90,11 +101,20 @@ def start_save(
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
     if state.optimizer is not None:
         give_first_state(state.optimizer)
-    more = {"layout": _layout(context), "device": _device(context), "optimizer": _kind(state), "precision": _precision(state)}
+    more = {
+        "layout": _layout(context),
+        "device": _device(context),
+        "optimizer": _kind(state),
+        "precision": _precision(state),
+    }
     more |= origin or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
-    sharded = _sharded_state(state, context, is_loading=False) | {"content_metadata": _content_metadata(context)}
-    return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(sharded, copied)
+    sharded = _sharded_state(state, context, is_loading=False) | {
+        "content_metadata": _content_metadata(context)
+    }
+    return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(
+        sharded, copied
+    )
 
 
 def load_checkpoint(
@@ -122,9 +142,14 @@ def load_checkpoint(
     if saved.get("layout") != _layout(context) or saved.get("device", _device(context)) != _device(context):
         wanted.pop("rng", None)
     try:
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), context.dp_cp_group)
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(folder)), context.dp_cp_group
+        )
         loaded = dist_checkpointing.load(wanted, str(folder), strategy)
-    except (Exception, CheckpointException) as error:  # what a damaged file raises depends on where it is damaged
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # what a damaged file raises depends on where it is damaged
         raise CheckpointError(
             f"{folder} cannot be loaded: {_first_line(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
@@ -132,7 +157,10 @@ def load_checkpoint(
         ) from error
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
-        assert not [name for name in missing if not name.endswith(EXTRA_STATE)] and not unexpected, (missing, unexpected)
+        assert not [name for name in missing if not name.endswith(EXTRA_STATE)] and not unexpected, (
+            missing,
+            unexpected,
+        )
     position = position_of(saved)
     if state.optimizer is not None:
         load_optimizer(state.optimizer, loaded["optimizer"])
@@ -154,11 +182,16 @@ def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: b
     metadata = _content_metadata(context)
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
     if is_loading:
-        models = [{name: entry for name, entry in model.items() if not name.endswith(EXTRA_STATE)} for model in models]
+        models = [
+            {name: entry for name, entry in model.items() if not name.endswith(EXTRA_STATE)}
+            for model in models
+        ]
     sharded = {f"model{index}": weights for index, weights in enumerate(models)}
     if state.optimizer is not None:
         named = dict(sharded) if len(models) > 1 else {"model": models[0]}
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(named, is_loading=is_loading, metadata=metadata)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(
+            named, is_loading=is_loading, metadata=metadata
+        )
         sharded["rng"] = _random_states(context)
     return sharded
 

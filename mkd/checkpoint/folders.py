@@ -1,10 +1,10 @@
 """The folder of checkpoints: their names, the pointer to the latest, which to keep and which to fall back on.
 
-    SAVE/iter_0000010/                        a whole checkpoint, with its manifest
-    SAVE/iter_0000010.partial/                one that is being written or removed: never read
-    SAVE/iter_0000010.replaced/               the former checkpoint of an iteration, for as long as the new one moves in
-    SAVE/iter_0000010.abandoned/              one that a run has gone back from: kept for people, never read
-    SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
+SAVE/iter_0000010/                        a whole checkpoint, with its manifest
+SAVE/iter_0000010.partial/                one that is being written or removed: never read
+SAVE/iter_0000010.replaced/               the former checkpoint of an iteration, for as long as the new one moves in
+SAVE/iter_0000010.abandoned/              one that a run has gone back from: kept for people, never read
+SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 
 def holds_checkpoints(directory: Path) -> bool:
     """Whether `directory` is a checkpoint or has some, whole or damaged."""
-    return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(saved_iterations(directory))
+    return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(
+        saved_iterations(directory)
+    )
 
 
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
@@ -82,10 +84,14 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
         return None
     if not folder.exists():
         present = ", ".join(path.name for path in saved_iterations(directory)) or "no checkpoint"
-        raise CheckpointError(f"there is no {folder}", f"its folder has {present}", "choose another with --ckpt-step N")
+        raise CheckpointError(
+            f"there is no {folder}", f"its folder has {present}", "choose another with --ckpt-step N"
+        )
     if not (folder / MEGATRON_FILE).exists():
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing", "choose another with --ckpt-step N"
+            f"{folder} is not a complete checkpoint",
+            f"its {MEGATRON_FILE} is missing",
+            "choose another with --ckpt-step N",
         )
     return folder
 
@@ -103,7 +109,9 @@ def read_pointer(directory: Path) -> int | None:
         text = pointer.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         if saved_iterations(directory):
-            raise CheckpointError(f"{pointer} is missing", "it names the checkpoint to continue from", do) from None
+            raise CheckpointError(
+                f"{pointer} is missing", "it names the checkpoint to continue from", do
+            ) from None
         return None
     except OSError as error:
         raise CheckpointError(f"{pointer} cannot be read: {error}", "", do) from None
@@ -264,5 +272,7 @@ def read_state(folder: Path) -> dict:
     except FileNotFoundError:
         return first
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}", "", "choose another with --ckpt-step N") from None
+        raise CheckpointError(
+            f"{path} is damaged: {error}", "", "choose another with --ckpt-step N"
+        ) from None
     return state

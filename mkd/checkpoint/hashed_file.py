@@ -22,7 +22,10 @@ from mkd.checkpoint.manifest import FileEntry
 BUFFER_BYTES = 1 << 22
 ALIGNMENT = 1 << 12  # of places, lengths and memory, in bytes: what disks ask for
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # the answers of a file system in memory, of a disk of larger blocks
+NOT_DIRECT = (
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+)  # the answers of a file system in memory, of a disk of larger blocks
 
 
 class HashedFile:
@@ -30,7 +33,9 @@ class HashedFile:
 
     def __init__(self, path: Path):
         self.size, self.digest = 0, hashlib.sha256()
-        self.filling, self.leaving = (np.frombuffer(mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(2))  # whole pages: aligned
+        self.filling, self.leaving = (
+            np.frombuffer(mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(2)
+        )  # whole pages: aligned
         self.descriptor, self.is_direct = _open(path)
         self.disk = ThreadPoolExecutor(1)
         self.left: Future | None = None  # done when `leaving` is free again, and all before it is written
@@ -82,7 +87,9 @@ class HashedFile:
             before.result()
         done = 0
         while done < length:
-            end = -(-length // ALIGNMENT) * ALIGNMENT if self.is_direct else length  # _finish cuts off what is too much
+            end = (
+                -(-length // ALIGNMENT) * ALIGNMENT if self.is_direct else length
+            )  # _finish cuts off what is too much
             try:
                 written = os.pwrite(self.descriptor, buffer[done:end], place + done)
             except OSError as error:

@@ -30,7 +30,9 @@ class HFAssets:
     """Where the small files of a written model come from: the tokenizer need not be that of the model's own folder."""
 
     model: Path  # folder with config.json
-    tokenizer: Path | None  # folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer
+    tokenizer: (
+        Path | None
+    )  # folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:

@@ -37,7 +37,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             lambda s, tp: s.num_query_groups,
             lambda s, tp: (s.heads_per_group * s.head_dim, s.head_dim, s.head_dim),
         ),
-        "heads": Rule(lambda s, tp: s.num_query_groups, lambda s, tp: (s.heads_per_group * s.head_dim,), dim=1),
+        "heads": Rule(
+            lambda s, tp: s.num_query_groups, lambda s, tp: (s.heads_per_group * s.head_dim,), dim=1
+        ),
         "gate_up": Rule(lambda s, tp: tp, lambda s, tp: (s.ffn_hidden_size // tp, s.ffn_hidden_size // tp)),
         "ffn": Rule(lambda s, tp: tp, lambda s, tp: (s.ffn_hidden_size // tp,), dim=1),
     }
@@ -71,8 +73,12 @@ def _layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, En
         "self_attention.q_layernorm.weight": Entry("head", (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
         "self_attention.k_layernorm.weight": Entry("head", (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
         "self_attention.linear_proj.weight": Entry("heads", (f"{_ATTENTION}o_proj.weight",)),
-        "self_attention.linear_proj.bias": Entry("hidden", (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"),
-        "pre_mlp_layernorm.weight": Entry("hidden", ("model.layers.{layer}.post_attention_layernorm.weight",)),
+        "self_attention.linear_proj.bias": Entry(
+            "hidden", (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"
+        ),
+        "pre_mlp_layernorm.weight": Entry(
+            "hidden", ("model.layers.{layer}.post_attention_layernorm.weight",)
+        ),
         "mlp.linear_fc1.weight": Entry("gate_up", of(gate_up, "weight")),
         "mlp.linear_fc1.bias": Entry("gate_up", of(gate_up, "bias"), "mlp_bias"),
         "mlp.linear_fc2.weight": Entry("ffn", (f"{_MLP}down_proj.weight",)),
@@ -135,7 +141,9 @@ class TensorMap:
 
     def fits(self, shard_shape: tuple[int, ...], tp_size: int) -> bool:
         """Whether a parameter of `shard_shape` on each of `tp_size` ranks holds whole blocks, and all of them."""
-        if len(shard_shape) <= self.rule.dim or shard_shape != self._with_other_dim(shard_shape[self.rule.dim]):
+        if len(shard_shape) <= self.rule.dim or shard_shape != self._with_other_dim(
+            shard_shape[self.rule.dim]
+        ):
             return False
         ranks = 1 if self.rule.replicated else tp_size
         blocks, remainder = divmod(shard_shape[self.rule.dim], sum(self.rule.parts(self.shape, ranks)))
@@ -153,9 +161,13 @@ class TensorMap:
             return [Piece(self.tensors[0], first * parts[0], 0, count * parts[0])] if count else []
         tensor_starts = self._part_starts(parts, real)
         return [
-            Piece(tensor, tensor_start + (first + block) * part, block * sum(parts) + sum(parts[:index]), part)
+            Piece(
+                tensor, tensor_start + (first + block) * part, block * sum(parts) + sum(parts[:index]), part
+            )
             for block in range(count)
-            for index, (tensor, tensor_start, part) in enumerate(zip(self.tensors, tensor_starts, parts, strict=True))
+            for index, (tensor, tensor_start, part) in enumerate(
+                zip(self.tensors, tensor_starts, parts, strict=True)
+            )
         ]
 
     def _part_starts(self, parts: tuple[int, ...], blocks: int) -> list[int]:

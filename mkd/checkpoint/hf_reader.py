@@ -116,7 +116,9 @@ class HFCheckpoint:
                 'it must hold {"weight_map": {tensor name: file name}}',
                 "download it again",
             ) from None
-        problems = [_unsafe_entry(path, tensor, file) for tensor, file in entries if not _is_safe_basename(file)]
+        problems = [
+            _unsafe_entry(path, tensor, file) for tensor, file in entries if not _is_safe_basename(file)
+        ]
         if not entries:
             problems = [CheckpointError(f"{path} lists no tensors", "", "download it again")]
         _raise_all(problems)
@@ -146,11 +148,15 @@ class HFCheckpoint:
                 problems.append(error)
             except FileNotFoundError:
                 problems.append(
-                    CheckpointError(f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again")
+                    CheckpointError(
+                        f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again"
+                    )
                 )
             except (SafetensorError, OSError, RuntimeError) as error:  # a loop of links
                 why = "the file is damaged, cut short or not readable"
-                problems.append(CheckpointError(f"{path} cannot be opened: {error}", why, "download it again"))
+                problems.append(
+                    CheckpointError(f"{path} cannot be opened: {error}", why, "download it again")
+                )
         _raise_all(problems)
         return files
 
@@ -183,7 +189,9 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
     """
     expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
     found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
-    allowed = {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]} if shape.tie_word_embeddings else {}
+    allowed = (
+        {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]} if shape.tie_word_embeddings else {}
+    )
     where, problems = checkpoint.directory, []
     for name in expected.keys() - found.keys():
         problems.append(
@@ -195,7 +203,9 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
         if not DERIVED_TENSOR.fullmatch(name):
             why = f"a {shape.family} model as config.json describes it has no such weight: leaving it out changes the model"
             problems.append(
-                CheckpointError(f"{where}: tensor {name} is not expected", why, "check config.json against the weights")
+                CheckpointError(
+                    f"{where}: tensor {name} is not expected", why, "check config.json against the weights"
+                )
             )
     for name, full in (expected | allowed).items():
         problems += _header_problems(where, name, full, found.get(name))

@@ -59,7 +59,10 @@ class ExportPlan:
     def index(self) -> str:
         """The text of the index file."""
         weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
-        content = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        content = {
+            "metadata": {"total_size": self.total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         return json.dumps(content, indent=2) + "\n"
 
 
@@ -67,7 +70,9 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
     """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data (a larger tensor stands alone)."""
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
-        raise UsageError(f"cannot export {dtype}", "Hugging Face weights are floating point", f"use one of {known}")
+        raise UsageError(
+            f"cannot export {dtype}", "Hugging Face weights are floating point", f"use one of {known}"
+        )
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, full in hf_tensor_shapes(shape).items():

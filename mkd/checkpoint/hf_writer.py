@@ -40,7 +40,9 @@ class Owner:
 
 
 def export_hf(
-    model_chunks: list[tuple[nn.Module, int]],  # this rank's chunks, each with the model's index of its layer 0
+    model_chunks: list[
+        tuple[nn.Module, int]
+    ],  # this rank's chunks, each with the model's index of its layer 0
     shape: ModelShape,
     out_dir: str | Path,
     *,
@@ -69,7 +71,9 @@ def export_hf(
 class _Sources:
     """Finds and fetches Hugging Face tensors from the chunks of all pipeline stages."""
 
-    def __init__(self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
+    def __init__(
+        self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext
+    ):
         self.shape, self.context = shape, context
         self.parameters = [dict(chunk.named_parameters()) for chunk, _ in model_chunks]
         try:
@@ -87,7 +91,9 @@ class _Sources:
     def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
         owned: dict[str, Owner] = {}
         for chunk, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
-            for name, tensor_map in map_chunk(parameters, self.shape, first_layer, self.context.tp_size).items():
+            for name, tensor_map in map_chunk(
+                parameters, self.shape, first_layer, self.context.tp_size
+            ).items():
                 length = parameters[name].size(tensor_map.rule.dim)
                 owner = Owner(self.context.pp_rank, name, chunk, first_layer, length)
                 for tensor in tensor_map.tensors:
@@ -98,7 +104,8 @@ class _Sources:
         missing = [name for name, _ in plan.tensors() if name not in self.owners]
         if missing:
             raise CheckpointError(
-                f"no pipeline stage holds {', '.join(missing[:5])}" + (" and others" if len(missing) > 5 else ""),
+                f"no pipeline stage holds {', '.join(missing[:5])}"
+                + (" and others" if len(missing) > 5 else ""),
                 "the export would be incomplete",
                 "export the model with the configuration that it was built from",
             )
@@ -152,7 +159,9 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
         start += piece.length
 
 
-def _write(plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets) -> CheckpointError | None:
+def _write(
+    plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
+) -> CheckpointError | None:
     """Write all files on rank 0. A failure is returned, after the other ranks have been heard out: they must not wait."""
     try:
         write_shards(plan, stream, out_dir)
@@ -216,12 +225,16 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
         overwritten = next(filter(out_dir.samefile, assets.folders), None)
         if overwritten is not None:
             what = f"the export would overwrite {overwritten}"
-            return CheckpointError(what, "its configuration or its tokenizer is copied from there", "choose another folder")
+            return CheckpointError(
+                what, "its configuration or its tokenizer is copied from there", "choose another folder"
+            )
         probe = out_dir / f"model{PARTIAL_SUFFIX}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        return CheckpointError(f"cannot write to {out_dir}: {error}", "the export goes there", "choose another folder")
+        return CheckpointError(
+            f"cannot write to {out_dir}: {error}", "the export goes there", "choose another folder"
+        )
     return None
 
 

@@ -21,7 +21,9 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
             continue
         for group in adam.param_groups:
             for parameter in group["params"]:
-                adam.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {
+                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                }
                 if _counts_by_parameter(adam):
                     adam.state[parameter]["step"] = torch.tensor(0.0)
 
@@ -34,9 +36,13 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     then, which AdamW would increment once for each of them: every parameter gets its own.
     """
     (inner,) = optimizer.chained_optimizers
-    moments = loaded.pop("param_state", None)  # of the distributed optimizer; the others have it in the `state` of below
+    moments = loaded.pop(
+        "param_state", None
+    )  # of the distributed optimizer; the others have it in the `state` of below
     _count_as(inner.optimizer, loaded.get("optimizer", loaded))
-    settings = [{name: value for name, value in group.items() if name not in OF_STATE} for group in inner.param_groups]
+    settings = [
+        {name: value for name, value in group.items() if name not in OF_STATE} for group in inner.param_groups
+    ]
     inner.load_state_dict(loaded)
     for group, own in zip(inner.param_groups, settings, strict=True):
         for name in group.keys() - own.keys() - set(OF_STATE):
@@ -44,7 +50,9 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
         group.update(own)
     if moments is None:
         return
-    steps = {parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state}
+    steps = {
+        parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state
+    }
     inner.load_parameter_state_from_fully_reshardable(moments)
     for parameter, step in steps.items():
         inner.optimizer.state[parameter]["step"] = step.clone()

@@ -35,7 +35,9 @@ ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         f"{_DCP}.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
         f"{_DCP}.planner": frozenset({"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}),
-        "torch": frozenset({"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}),
+        "torch": frozenset(
+            {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+        ),
         "torch.serialization": frozenset({"_get_layout"}),
         "collections": frozenset({"OrderedDict"}),
         "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
@@ -67,13 +69,21 @@ def refuse_code(folder: Path) -> None:
     metadata = read_metadata(folder)
     _check_torch_file(folder / COMMON_FILE, None)
     entries = getattr(metadata, "state_dict_metadata", None)
-    if not isinstance(metadata, Metadata) or not isinstance(entries, dict) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint", ANOTHER)
+    if (
+        not isinstance(metadata, Metadata)
+        or not isinstance(entries, dict)
+        or not isinstance(metadata.storage_data, dict)
+    ):
+        raise CheckpointError(
+            f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint", ANOTHER
+        )
     for index, place in metadata.storage_data.items():
         if isinstance(entries.get(index.fqn), BytesStorageMetadata):
             if Path(place.relative_path).name != place.relative_path:
                 what = f"{folder / METADATA_FILE} sends {index.fqn} to {place.relative_path!r}"
-                raise CheckpointError(what, "it must be the plain name of a file in the same folder", DISTRUST)
+                raise CheckpointError(
+                    what, "it must be the plain name of a file in the same folder", DISTRUST
+                )
             _check_torch_file(folder / place.relative_path, (place.offset, place.length))
 
 

@@ -42,7 +42,10 @@ def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
         directory.mkdir(parents=True, exist_ok=True)
         return WriterLock.take(directory)
 
-    return on_rank_0(take, lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another --save"))
+    return on_rank_0(
+        take,
+        lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another --save"),
+    )
 
 
 @dataclass
@@ -65,13 +68,17 @@ class WriterLock:
         try:
             holder = _read(descriptor)
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forked children
+                fcntl.lockf(
+                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # unlike flock, not shared with forked children
                 is_held = False
             except OSError as error:
                 is_held = error.errno in HELD or _is_writer(holder)
             if is_held:
                 raise _refusal(path, holder)
-            text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": os.environ.get(SLURM_JOB)})
+            text = json.dumps(
+                {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": os.environ.get(SLURM_JOB)}
+            )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode() + b"\n", 0)
         except BaseException:

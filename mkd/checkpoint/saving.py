@@ -126,7 +126,9 @@ class Save:
         if self.contents.assets is not None:
             self.contents.assets.copy_to(self.partial / HF_FOLDER)
         entries = {name: entry for files, _ in parts for name, entry in files.items()}
-        rest = {path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()}
+        rest = {
+            path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()
+        }
         entries |= seal(self.partial, sorted(rest - entries.keys()))
         self._fault_at("before_manifest")
         (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
@@ -150,7 +152,9 @@ class Save:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
             return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
         if errno.EDQUOT in met:
-            return CheckpointError(f"{what}: the disk quota of this user or group is used up", kept, make_room)
+            return CheckpointError(
+                f"{what}: the disk quota of this user or group is used up", kept, make_room
+            )
         if errno.EFBIG in met:
             return CheckpointError(
                 f"{what}: a file would be larger than this process or its file system allows",

@@ -71,7 +71,9 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
     resolved = ((item, planner.resolve_data(item)) for item in plan.items)
     items = [(item, data.detach() if isinstance(data, Tensor) else data) for item, data in resolved]
     if copied:
-        items = [(item, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for item, data in items]
+        items = [
+            (item, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for item, data in items
+        ]
     return Shards(items, metadata)
 
 
@@ -82,7 +84,10 @@ def write_shards(
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
     names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
     with ThreadPoolExecutor(MAX_FILES) as pool:
-        files = [pool.submit(_write_file, folder / name, bucket, on_item) for name, bucket in zip(names, buckets, strict=True)]
+        files = [
+            pool.submit(_write_file, folder / name, bucket, on_item)
+            for name, bucket in zip(names, buckets, strict=True)
+        ]
     results = [file.result() for file in files]
     entries = {name: entry for name, (entry, _) in zip(names, results, strict=True)}
     return entries, [one for _, written in results for one in written]
@@ -114,7 +119,9 @@ def _write_file(path: Path, bucket: list, on_item: Callable[[], None]) -> tuple[
             start = file.size
             if isinstance(data, Tensor):
                 data = data.cpu()
-                if data.untyped_storage().nbytes() != data.nbytes:  # a view: torch would save all of what it looks at
+                if (
+                    data.untyped_storage().nbytes() != data.nbytes
+                ):  # a view: torch would save all of what it looks at
                     data = data.clone()
                 torch.save(data, file)
             else:

@@ -14,7 +14,14 @@ from mkd.checkpoint.folders import (
     read_state,
     saved_iterations,
 )
-from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, ManifestError, check_contents, read_manifest, share_of
+from mkd.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    ManifestError,
+    check_contents,
+    read_manifest,
+    share_of,
+)
 from mkd.checkpoint.pickles import refuse_code
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
@@ -56,7 +63,9 @@ def choose_checkpoint(
     )
 
 
-def verify(folder: Path, context: ParallelContext, note: Callable[[str], None], needs_manifest: bool = False) -> None:
+def verify(
+    folder: Path, context: ParallelContext, note: Callable[[str], None], needs_manifest: bool = False
+) -> None:
     """Compare every file with the manifest, each rank its share, and refuse pickles with code. Collective.
 
     Raises CheckpointError, which names the file, on all ranks. A folder without a manifest, of an older version or of
@@ -84,7 +93,11 @@ def _problem(
 def _others(directory: Path, named: Path | None) -> list[Path]:
     """The checkpoints but `named`, the latest first; those after it last, which a run that went back has left behind."""
     folders = [folder for folder in saved_iterations(directory) if folder != named]
-    return folders if named is None else sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
+    return (
+        folders
+        if named is None
+        else sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
+    )
 
 
 def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:

@@ -13,9 +13,7 @@ from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
 from mkd.errors import MkdError, UsageError
 
 _USAGE = "torchrun --nproc-per-node N pretrain_kd.py [--config FILE.yaml] [--flag value ...]"
-_DESCRIPTION = (
-    "Distil a teacher language model into a student. The command line wins over the file, the file over defaults."
-)
+_DESCRIPTION = "Distil a teacher language model into a student. The command line wins over the file, the file over defaults."
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
@@ -51,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser, with one group of flags per section. It keeps values as text: `parse_command_line` reads them."""
     parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
-    run.add_argument("--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/")
+    run.add_argument(
+        "--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/"
+    )
     groups = {"": run}
     for section, cls in section_types().items():
         title = section.removeprefix(FIRST_TEACHER + ".").removesuffix("s[0]")
@@ -68,7 +68,9 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
         arguments["action"] = argparse.BooleanOptionalAction
     else:
         arguments["nargs"] = "+" if option.kind is tuple else 1
-        arguments["metavar"] = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
+        arguments["metavar"] = (
+            "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
+        )
     # set afterwards: BooleanOptionalAction of Python 3.10 would add its own default to the text
     group.add_argument(option.flag, **arguments).help = _help(option)
 

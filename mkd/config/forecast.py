@@ -26,7 +26,9 @@ def forecast_of(
     if problems:
         raise ErrorList(problems)
     layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
-    return Forecast(config, BatchPlan.from_config(config, world_size), student, teachers, *layouts, document_length)
+    return Forecast(
+        config, BatchPlan.from_config(config, world_size), student, teachers, *layouts, document_length
+    )
 
 
 def describe(forecast: Forecast) -> str:
@@ -41,6 +43,8 @@ def planner(forecast: Forecast) -> Callable[[Config], Forecast]:
     """Forecasts of the same models on as many GPUs with other settings; ErrorList for settings that cannot run."""
 
     def planned(config: Config) -> Forecast:
-        return forecast_of(config, forecast.num_gpus, forecast.student, forecast.teachers, forecast.document_length)
+        return forecast_of(
+            config, forecast.num_gpus, forecast.student, forecast.teachers, forecast.document_length
+        )
 
     return planned

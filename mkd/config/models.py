@@ -110,10 +110,15 @@ class TeacherConfig:
     pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
     temperature: float | None = option(None, "of this teacher; not given: --kd-temperature", flag=False)
     divergence: str | None = option(
-        None, "what is minimised for this teacher; not given: --kd-divergence", choices=DIVERGENCES, flag=False
+        None,
+        "what is minimised for this teacher; not given: --kd-divergence",
+        choices=DIVERGENCES,
+        flag=False,
     )
     jsd_beta: float | None = option(None, "of this teacher's jsd; not given: --kd-jsd-beta", flag=False)
-    mixed_kl_weight: float | None = option(None, "of this teacher's mixed_kl; not given: --kd-mixed-kl-weight", flag=False)
+    mixed_kl_weight: float | None = option(
+        None, "of this teacher's mixed_kl; not given: --kd-mixed-kl-weight", flag=False
+    )
     residency: str = option(
         "device",
         "where the teacher's weights stay: device, or host (pinned memory; layers come to the device one after another: "

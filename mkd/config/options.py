@@ -93,7 +93,9 @@ def _one_of(values: Iterable[str]) -> str:
 def section_options(cls: type, section: str) -> tuple[Option, ...]:
     """The options of one section's dataclass; sections within it have their own."""
     hints = get_type_hints(cls)
-    return tuple(_option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata)
+    return tuple(
+        _option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata
+    )
 
 
 def _option(field: Any, hint: Any, section: str) -> Option:
@@ -172,13 +174,21 @@ def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
     """
 
     def build(cls: type, section: str, **nested: Any) -> Any:
-        given = {option.field: values[option.path] for option in section_options(cls, section) if option.path in values}
+        given = {
+            option.field: values[option.path]
+            for option in section_options(cls, section)
+            if option.path in values
+        }
         return cls(**given, **nested)
 
     def teacher(section: str) -> TeacherConfig:
         is_xtoken = any(path.startswith(section + XTOKEN) for path in values)
-        return build(TeacherConfig, section, xtoken=build(XTokenConfig, section + XTOKEN) if is_xtoken else None)
+        return build(
+            TeacherConfig, section, xtoken=build(XTokenConfig, section + XTOKEN) if is_xtoken else None
+        )
 
-    sections = {name: build(cls, name) for name, cls in section_types().items() if not name.startswith(FIRST_TEACHER)}
+    sections = {
+        name: build(cls, name) for name, cls in section_types().items() if not name.startswith(FIRST_TEACHER)
+    }
     teachers = tuple(teacher(f"teachers[{index}]") for index in range(num_teachers))
     return build(Config, "", teachers=teachers, **sections)

@@ -37,7 +37,8 @@ class ParallelConfig:
         "not fit one device, and stay inside one machine",
     )
     pipeline_model_parallel_size: int = option(
-        1, "consecutive groups of layers on different processes; raise it when the models do not fit otherwise"
+        1,
+        "consecutive groups of layers on different processes; raise it when the models do not fit otherwise",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
@@ -58,7 +59,9 @@ class ParallelConfig:
         "processes that share every sequence; raise it when long sequences do not fit one device. Documents are padded to "
         "a multiple of twice this size",
     )
-    expert_model_parallel_size: int = option(1, "processes that share the experts; 1 in this release (dense models)")
+    expert_model_parallel_size: int = option(
+        1, "processes that share the experts; 1 in this release (dense models)"
+    )
     sequence_parallel: bool = option(
         False,
         "also split norms and residuals over the tensor-parallel processes: less "
@@ -67,7 +70,9 @@ class ParallelConfig:
     use_distributed_optimizer: bool = option(
         False, "spread the optimizer state over data-parallel processes: less memory when there are several"
     )
-    overlap_grad_reduce: bool = option(False, "reduce gradients over data parallel during backward; faster on GPUs")
+    overlap_grad_reduce: bool = option(
+        False, "reduce gradients over data parallel during backward; faster on GPUs"
+    )
     overlap_param_gather: bool = option(
         False,
         "gather updated parameters during the next forward; needs "
@@ -112,7 +117,9 @@ class KDConfig:
         0.5,
         "teacher's weight in the mixture that jsd compares both models with, 0 to 1; 0 and 1 mean forward_kl and reverse_kl",
     )
-    kd_mixed_kl_weight: float = option(0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest")
+    kd_mixed_kl_weight: float = option(
+        0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest"
+    )
     teacher_combination: str = option(
         "weighted_sum",
         "what several teachers make together: weighted_sum (of their divergences, each teacher's weight divided by the sum of "
@@ -131,7 +138,8 @@ class KDConfig:
         1.0, "divides what each teacher says of a pack; below 1 the best teacher gets more of the weight"
     )
     kd_fused_head: bool = option(
-        True, "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once"
+        True,
+        "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once",
     )
     kd_fp32_logits: bool = option(
         False,
@@ -144,12 +152,18 @@ class KDConfig:
 class TrainingConfig:
     """Length, batch, precision and memory of a run."""
 
-    train_iters: int = option(0, "optimizer steps of the whole run, earlier ones of a resumed run included; required")
-    micro_batch_size: int = option(1, "packs that run through the models together; raise it while memory allows")
+    train_iters: int = option(
+        0, "optimizer steps of the whole run, earlier ones of a resumed run included; required"
+    )
+    micro_batch_size: int = option(
+        1, "packs that run through the models together; raise it while memory allows"
+    )
     global_batch_size: int | None = option(
         None, "packs of one optimizer step; not given: one micro-batch on every data-parallel rank"
     )
-    seq_length: int = option(2048, "tokens of a pack, the unit that the batch sizes count; documents share packs")
+    seq_length: int = option(
+        2048, "tokens of a pack, the unit that the batch sizes count; documents share packs"
+    )
     bf16: bool = option(False, "run the models in bfloat16, with fp32 master weights; not given: fp32")
     seed: int = option(1234, "seed of data order and random generators")
     eval_interval: int | None = option(
@@ -168,7 +182,8 @@ class TrainingConfig:
         None, "stop (and save) before this many minutes have passed; for time limits of a queue"
     )
     exit_signal_handler: bool = option(
-        True, "SIGTERM, SIGUSR1 or Ctrl-C end the run after the step, with a checkpoint and exit code 75; else they kill it"
+        True,
+        "SIGTERM, SIGUSR1 or Ctrl-C end the run after the step, with a checkpoint and exit code 75; else they kill it",
     )
     recompute_granularity: str | None = option(
         None,
@@ -181,21 +196,26 @@ class TrainingConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = option(
-        None, "with full recomputation: layers of a uniform unit, or layers that block recomputes in every stage"
+        None,
+        "with full recomputation: layers of a uniform unit, or layers that block recomputes in every stage",
     )
     optimizer_residency: str = option(
         "device",
         "where the optimizer state stays between updates: device, or host (pinned memory): less memory, slower",
         choices=RESIDENCIES,
     )
-    deterministic_mode: bool = option(False, "only kernels that give the same bits in every run; slower on GPUs")
+    deterministic_mode: bool = option(
+        False, "only kernels that give the same bits in every run; slower on GPUs"
+    )
     non_finite: str = option(
         "abort",
         "what a loss or gradient does that is NaN or infinite on any process: abort the run (exit code 70), or skip the update "
         "of that step and go on. Neither changes a parameter, both name models and samples",
         choices=("abort", "skip"),
     )
-    max_non_finite_skips: int = option(10, "updates skipped in a row that end the run when one more would follow")
+    max_non_finite_skips: int = option(
+        10, "updates skipped in a row that end the run when one more would follow"
+    )
 
 
 @dataclass(frozen=True)
@@ -267,7 +287,9 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-4, "highest learning rate; 1e-4 suits a pruned student, a finished model wants about 1e-5")
+    lr: float = option(
+        1e-4, "highest learning rate; 1e-4 suits a pruned student, a finished model wants about 1e-5"
+    )
     min_lr: float = option(0.0, "learning rate that decay ends at, and never goes below")
     lr_decay_style: str = option(
         "cosine",
@@ -280,13 +302,17 @@ class OptimizerConfig:
         None, "warm-up as a fraction (0 to 1) of the decay iterations, instead of --lr-warmup-iters"
     )
     lr_wsd_decay_style: str = option(
-        "exponential", "course of the last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential",
+        "course of the last phase of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD; required with it")
     weight_decay: float = option(0.01, "decoupled weight decay; norms and biases have none")
     clip_grad: float = option(1.0, "global gradient norm above which gradients are scaled down; 0: never")
     adam_beta1: float = option(0.9, "decay of Adam's first moment")
-    adam_beta2: float = option(0.999, "decay of Adam's second moment; 0.95 to 0.99 reacts faster in short runs")
+    adam_beta2: float = option(
+        0.999, "decay of Adam's second moment; 0.95 to 0.99 reacts faster in short runs"
+    )
     adam_eps: float = option(1e-8, "added to the denominator of Adam's step")
 
 
@@ -300,9 +326,12 @@ class CheckpointConfig:
         "folder of checkpoints to continue from; usually that of --save, which may be empty: "
         "then the run starts from the student's own weights",
     )
-    save_interval: int | None = option(None, "optimizer steps between checkpoints; the last step is always saved")
+    save_interval: int | None = option(
+        None, "optimizer steps between checkpoints; the last step is always saved"
+    )
     save_retain_interval: int | None = option(
-        None, "keep the checkpoints of every N-th iteration, and of the others only the latest; not given: all stay"
+        None,
+        "keep the checkpoints of every N-th iteration, and of the others only the latest; not given: all stay",
     )
     keep_checkpoints: int | None = option(
         None, "keep the latest N checkpoints, besides those of --save-retain-interval; not given: all stay"
@@ -312,10 +341,12 @@ class CheckpointConfig:
         "copy what is saved to host memory and write it while training goes on; needs host memory for each process's part",
     )
     ckpt_step: int | None = option(
-        None, "iteration of --load to continue from; not given: the latest, or the newest whole one where that is damaged"
+        None,
+        "iteration of --load to continue from; not given: the latest, or the newest whole one where that is damaged",
     )
     accept_change: tuple[str, ...] = option(
-        (), "what may differ from the run that saved the checkpoint, as the error names it: data, tokenizer, loss, teacher ..."
+        (),
+        "what may differ from the run that saved the checkpoint, as the error names it: data, tokenizer, loss, teacher ...",
     )
     export_hf: str | None = option(None, "folder in which the trained student becomes a Hugging Face model")
 
@@ -324,19 +355,26 @@ class CheckpointConfig:
 class LogConfig:
     """What a run reports."""
 
-    log_interval: int = option(1, "optimizer steps between progress lines and metrics records, which hold their means")
+    log_interval: int = option(
+        1, "optimizer steps between progress lines and metrics records, which hold their means"
+    )
     log_dir: str | None = option(
         None, "folder of metrics.jsonl and config.yaml; not given: that of --save, else runs/NAME"
     )
     name: str = option("kd", "name of the run, for its folder under runs/")
     tensorboard_dir: str | None = option(None, "folder for TensorBoard events; not given: none")
     wandb_project: str | None = option(
-        None, "Weights & Biases project that metrics go to; not given: none. WANDB_MODE=offline keeps them in the log folder"
+        None,
+        "Weights & Biases project that metrics go to; not given: none. WANDB_MODE=offline keeps them in the log folder",
     )
-    wandb_entity: str | None = option(None, "W&B user or team of the project; not given: the one that is logged in")
+    wandb_entity: str | None = option(
+        None, "W&B user or team of the project; not given: the one that is logged in"
+    )
     profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
     profile_step_start: int = option(10, "iteration after which profiling starts")
-    profile_step_end: int = option(12, "iteration after which profiling ends, and the memory history if the run does not fail")
+    profile_step_end: int = option(
+        12, "iteration after which profiling ends, and the memory history if the run does not fail"
+    )
     use_pytorch_profiler: bool = option(
         False,
         "with --profile: write a trace of torch.profiler to profile/ in the log folder; without it the steps are marked for "
@@ -371,5 +409,5 @@ class Config:
     dry_run: bool = option(
         False,
         "check flags, models, tokenizers, layout, disk and the first records of the data, show the plan, end before anything "
-        "is loaded; only a run itself reads all of the data and compares what --load has saved"
+        "is loaded; only a run itself reads all of the data and compares what --load has saved",
     )

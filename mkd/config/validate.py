@@ -32,7 +32,16 @@ def validate(
     """
     out_of_range = list(check_ranges(config))
     problems: list[MkdError] = [error for _, error in out_of_range]
-    for check in (_models, check_objective, _training, _evaluation, _optimizer, _recompute, _parallel, check_log):
+    for check in (
+        _models,
+        check_objective,
+        _training,
+        _evaluation,
+        _optimizer,
+        _recompute,
+        _parallel,
+        check_log,
+    ):
         problems += check(config)
     wrong = {name for name, _ in out_of_range}  # what reads one of these is left out below
     if wrong.isdisjoint((*PACKS, *SHARDS)):
@@ -81,8 +90,12 @@ def layouts_of(
     if config.parallel.pipeline_layout == "auto":
         pipeline = config.parallel.pipeline_model_parallel_size
         cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
-        return auto_layouts(cost, student.num_layers, [teacher.num_layers for teacher in teachers], pipeline, stages)
-    of_student, *of_teachers = (_layout(config, model, stages) for model in _models_of(config, (student, *teachers)))
+        return auto_layouts(
+            cost, student.num_layers, [teacher.num_layers for teacher in teachers], pipeline, stages
+        )
+    of_student, *of_teachers = (
+        _layout(config, model, stages) for model in _models_of(config, (student, *teachers))
+    )
     return of_student, tuple(of_teachers)
 
 
@@ -95,7 +108,9 @@ class _Model(NamedTuple):
 
 def _models_of(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[_Model]:
     """Student and teachers, without those whose shape is None."""
-    assert len(shapes) <= 1 + len(config.teachers), f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
+    assert len(shapes) <= 1 + len(config.teachers), (
+        f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
+    )
     roles = ("student", *teacher_roles(config))
     models = zip(roles, shapes, (config.student, *config.teachers), _layout_flags(config), strict=False)
     for role, shape, source, flag in models:
@@ -116,7 +131,9 @@ def _layout(config: Config, model: _Model, stages: int) -> PipelineLayout:
     """The layers of one model over all stages. Raises UsageError as `PipelineLayout.create`, which says whose they are."""
     pipeline = config.parallel.pipeline_model_parallel_size
     try:
-        return PipelineLayout.create(model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag)
+        return PipelineLayout.create(
+            model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag
+        )
     except UsageError as error:
         raise UsageError(f"{model.role}: {error.what}", error.why, error.do) from error
 
@@ -162,7 +179,9 @@ def _training(config: Config) -> Iterator[UsageError]:
         if value and not checkpoint.save:
             yield UsageError(f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR")
     if checkpoint.accept_change and not checkpoint.load:
-        yield no_effect("accept-change", "a run is compared with the checkpoint that it goes on from", "add --load DIR")
+        yield no_effect(
+            "accept-change", "a run is compared with the checkpoint that it goes on from", "add --load DIR"
+        )
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
         yield UsageError(f"ckpt-step {checkpoint.ckpt_step} has no folder", "", "give --load DIR")
 
@@ -190,7 +209,11 @@ def _evaluation(config: Config) -> Iterator[UsageError]:
         yield no_effect(setting, "there are no evaluations without eval-interval", "add --eval-interval N")
     if config.data.eval_num_fewshot and not config.data.eval_multiple_choice:
         setting = f"eval-num-fewshot {config.data.eval_num_fewshot}"
-        yield no_effect(setting, "only multiple-choice questions have examples before them", "add --eval-multiple-choice FILE")
+        yield no_effect(
+            setting,
+            "only multiple-choice questions have examples before them",
+            "add --eval-multiple-choice FILE",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[UsageError]:
@@ -198,7 +221,9 @@ def _optimizer(config: Config) -> Iterator[UsageError]:
     decay_iters = settings.lr_decay_iters or config.training.train_iters
     if settings.min_lr > settings.lr > 0:
         yield UsageError(
-            f"min-lr {settings.min_lr} is above lr {settings.lr}", "lr decays down to min-lr", "lower --min-lr"
+            f"min-lr {settings.min_lr} is above lr {settings.lr}",
+            "lr decays down to min-lr",
+            "lower --min-lr",
         )
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
         yield UsageError(
@@ -223,7 +248,9 @@ def _optimizer(config: Config) -> Iterator[UsageError]:
 
 def _recompute(config: Config) -> Iterator[UsageError]:
     training = config.training
-    given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None]
+    given = [
+        name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None
+    ]
     if training.recompute_granularity == "full" and len(given) < 2:
         yield UsageError(
             "recompute-granularity full needs recompute-method and recompute-num-layers",
@@ -240,7 +267,10 @@ def _recompute(config: Config) -> Iterator[UsageError]:
 
 def _parallel(config: Config) -> Iterator[UsageError]:
     parallel = config.parallel
-    by_layers, by_stages = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    by_layers, by_stages = (
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
     if by_layers is not None and by_stages is not None:
         yield UsageError(
             f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank {by_stages} "
@@ -264,7 +294,9 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "both say how layers are split over the pipeline; auto chooses the splits of all models together",
             f"remove {flags}, or --pipeline-layout auto",
         )
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+    if parallel.overlap_param_gather and not (
+        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    ):
         yield UsageError(
             "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
             "only the distributed optimizer gathers parameters, and Megatron overlaps both directions together",

@@ -27,7 +27,8 @@ _RANGES = {
     "distributed_timeout_seconds_after_init": ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7),
     **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
     **dict.fromkeys(
-        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"), _PROPORTION
+        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"),
+        _PROPORTION,
     ),
     "train_iters": ("at most a trillion", lambda x: x <= 10**12),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
@@ -84,4 +85,7 @@ def check_ranges(config: Config) -> Iterator[tuple[str, UsageError]]:
             wanted, is_fine = "at most 2^62", lambda x: False
         if value is not None and not is_fine(value):
             why = f"{option.label}: {option.help}"
-            yield option.name, UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}")
+            yield (
+                option.name,
+                UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}"),
+            )

@@ -32,7 +32,9 @@ def check_teachers(config: Config) -> Iterator[UsageError]:
     for index, teacher in enumerate(teachers):
         if not _has_model(teacher):
             yield UsageError(
-                f"teachers[{index}] names no model", "every entry is a teacher of its own", "give its hf or load, or remove it"
+                f"teachers[{index}] names no model",
+                "every entry is a teacher of its own",
+                "give its hf or load, or remove it",
             )
     yield from _stored(config)
     yield from _names(config)
@@ -45,7 +47,11 @@ def _has_model(teacher: TeacherConfig) -> bool:
 
 def _stored(config: Config) -> Iterator[UsageError]:
     """What stored top-k log-probabilities cannot do, each thing once for all teachers that would have to."""
-    places = {i: f"teachers[{i}].topk" if i else "--teacher-topk" for i, one in enumerate(config.teachers) if one.topk}
+    places = {
+        i: f"teachers[{i}].topk" if i else "--teacher-topk"
+        for i, one in enumerate(config.teachers)
+        if one.topk
+    }
     stored = {place: config.teachers[i] for i, place in places.items()}
     if stored and len(config.teachers) > 1:
         yield UsageError(
@@ -104,7 +110,9 @@ def _weights(config: Config) -> Iterator[UsageError]:
         return
     if not any(weights):
         yield UsageError(
-            f"the weights of all {len(weights)} teachers are 0", "weights are divided by their sum", "give weights above 0"
+            f"the weights of all {len(weights)} teachers are 0",
+            "weights are divided by their sum",
+            "give weights above 0",
         )
         return
     for index, weight in enumerate(weights):
@@ -130,10 +138,14 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
     elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
-        yield no_effect("kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it")
+        yield no_effect(
+            "kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it"
+        )
     if stored and not kd.kd_fused_head:
         yield no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
-    elif not kd.kd_fused_head and (len(config.teachers) > 1 or any(teacher.xtoken for teacher in config.teachers)):
+    elif not kd.kd_fused_head and (
+        len(config.teachers) > 1 or any(teacher.xtoken for teacher in config.teachers)
+    ):
         yield UsageError(
             "no-kd-fused-head needs one teacher, with the student's tokenizer",
             "several teachers, and chunks of another tokenizer, are compared by the fused head only",
@@ -145,7 +157,9 @@ def _combination(config: Config) -> Iterator[UsageError]:
     """How several teachers work together."""
     kd, default = config.kd, KDConfig()
     if kd.teacher_combination != default.teacher_combination and len(config.teachers) < 2:
-        yield no_effect(f"teacher-combination {kd.teacher_combination}", "there are no several teachers", "remove it")
+        yield no_effect(
+            f"teacher-combination {kd.teacher_combination}", "there are no several teachers", "remove it"
+        )
     if kd.teacher_weighting != default.teacher_weighting:
         setting = f"teacher-weighting {kd.teacher_weighting}"
         if len(config.teachers) < 2:
@@ -168,7 +182,9 @@ def _combination(config: Config) -> Iterator[UsageError]:
         for field in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight"):
             if getattr(teacher, field) is not None:
                 why = "teacher-combination average makes one divergence from all teachers"
-                yield no_effect(f"teachers[{index}].{field} {getattr(teacher, field)}", why, f"set kd_{field} in kd:")
+                yield no_effect(
+                    f"teachers[{index}].{field} {getattr(teacher, field)}", why, f"set kd_{field} in kd:"
+                )
 
 
 def _divergences(config: Config) -> Iterator[UsageError]:
@@ -188,7 +204,9 @@ def _divergences(config: Config) -> Iterator[UsageError]:
                 yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {divergence}")
         if getattr(kd, name) != getattr(default, name) and not inherited:
             setting = f"{name.replace('_', '-')} {getattr(kd, name)}"
-            yield no_effect(setting, f"no divergence {divergence} reads it", f"add --kd-divergence {divergence}")
+            yield no_effect(
+                setting, f"no divergence {divergence} reads it", f"add --kd-divergence {divergence}"
+            )
 
 
 def _divergence(config: Config, teacher: TeacherConfig) -> str | None:
@@ -212,4 +230,6 @@ def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: 
 
 def no_effect(setting: str, why: str, do: str) -> UsageError:
     """The error for a setting that nothing reads."""
-    return UsageError(f"{setting} would have no effect", why, do if do == "remove it" else f"{do}, or remove it")
+    return UsageError(
+        f"{setting} would have no effect", why, do if do == "remove it" else f"{do}, or remove it"
+    )

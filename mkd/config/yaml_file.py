@@ -80,7 +80,12 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     if _is_null(node):
         return
     if not isinstance(node, yaml.SequenceNode):
-        file.fail(node, "teachers is not a list", "every entry describes one teacher", "write `teachers: [{hf: DIR}]`")
+        file.fail(
+            node,
+            "teachers is not a list",
+            "every entry describes one teacher",
+            "write `teachers: [{hf: DIR}]`",
+        )
         return
     file.num_teachers = len(node.value)
     for index, entry in enumerate(node.value):
@@ -91,7 +96,9 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
     """The nested section: it means something even when it is empty, so that its own path is among the values."""
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
-        file.fail(node, f"{section} has no value", why, "write `xtoken: {}` for its defaults, or remove the line")
+        file.fail(
+            node, f"{section} has no value", why, "write `xtoken: {}` for its defaults, or remove the line"
+        )
         return
     file.values[section] = ({}, file.place(node))
     _read_section(file, node, section)
@@ -101,14 +108,19 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
     """(key, its node, value node) of a mapping; duplicate keys and what is no mapping become errors."""
     if not isinstance(node, yaml.MappingNode):
         file.fail(
-            node, f"{name} is not a mapping", "settings are written as `name: value`", "indent them below the section"
+            node,
+            f"{name} is not a mapping",
+            "settings are written as `name: value`",
+            "indent them below the section",
         )
         return
     lines: dict[str, int] = {}
     for key_node, value in node.value:
         key = str(key_node.value)
         if key in lines:
-            file.fail(key_node, f"{key} is given twice", f"line {lines[key]} has it already", "keep one of them")
+            file.fail(
+                key_node, f"{key} is given twice", f"line {lines[key]} has it already", "keep one of them"
+            )
             continue
         lines[key] = key_node.start_mark.line + 1
         tag = next((n.tag for n in (node, value) if n.tag not in _PLAIN_TAGS), None)
@@ -146,7 +158,9 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
         raise UsageError(f"{label} has no value", "", "give one, or remove the line")
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
-        raise UsageError(f"{label} is not a plain value", f"{option.label}: {option.help}", "write `name: value`")
+        raise UsageError(
+            f"{label} is not a plain value", f"{option.label}: {option.help}", "write `name: value`"
+        )
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:

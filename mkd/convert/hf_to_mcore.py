@@ -14,7 +14,9 @@ from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
 
 
-def run(hf: str, save: Path, dtype: str | None, tensor_model_parallel_size: int, pipeline_model_parallel_size: int) -> None:
+def run(
+    hf: str, save: Path, dtype: str | None, tensor_model_parallel_size: int, pipeline_model_parallel_size: int
+) -> None:
     """Read, build, save: the tool's flags. The checkpoint keeps the dtype of the files unless `dtype` says otherwise.
 
     Raises CheckpointError where `save` has checkpoints or `hf` is not whole, UsageError where the sizes do not make up the
@@ -36,5 +38,7 @@ def run(hf: str, save: Path, dtype: str | None, tensor_model_parallel_size: int,
     state = TrainingState([load_from_hf(folder, shape, weights, context)])
     saved = save_checkpoint(save, state, TrainingPosition(), context, HFAssets.of(folder))
     if context.rank == 0:
-        print(f"saved {shape.family}, {shape.num_layers} layers, {str(weights).removeprefix('torch.')}, to {saved}")
+        print(
+            f"saved {shape.family}, {shape.num_layers} layers, {str(weights).removeprefix('torch.')}, to {saved}"
+        )
     context.leave()

@@ -36,11 +36,15 @@ def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext)
     """This rank's part of the model, weights uninitialised; layers are split as evenly as possible."""
     share, more = divmod(shape.num_layers, context.pp_size)
     layers = tuple(share + (stage < more) for stage in range(context.pp_size))
-    (chunk,) = build_chunks(shape, PipelineLayout(layers, context.pp_size), ModelOptions(dtype=dtype), context)
+    (chunk,) = build_chunks(
+        shape, PipelineLayout(layers, context.pp_size), ModelOptions(dtype=dtype), context
+    )
     return chunk
 
 
-def load_from_hf(folder: Path, shape: ModelShape, dtype: torch.dtype, context: ParallelContext) -> LanguageModel:
+def load_from_hf(
+    folder: Path, shape: ModelShape, dtype: torch.dtype, context: ParallelContext
+) -> LanguageModel:
     """This rank's part of the model in `folder`; reads only its slices."""
     chunk = build_model(shape, dtype, context)
     ranks = dict(tp_rank=context.tp_rank, tp_size=context.tp_size)

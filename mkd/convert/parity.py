@@ -107,7 +107,9 @@ def run(
     UsageError for counts below 1.
     """
     if num_tokens < 1 or num_documents < 1:
-        raise UsageError("--num-tokens and --num-documents must be at least 1", "nothing would be compared", "raise them")
+        raise UsageError(
+            "--num-tokens and --num-documents must be at least 1", "nothing would be compared", "raise them"
+        )
     folder = resolve_hf(hf)
     context = ParallelContext.create(detect())
     model, other = mkd_model(folder, hf_b, load, ckpt_step, context)
@@ -119,8 +121,12 @@ def run(
     found = mkd_logits(model, documents, context.device)
     del model
     parity = Parity.between(transformers_logits(folder, documents, context.device), found)
-    print(f"transformers on {folder}\nmkd on          {other}\npositions       {len(found)}, vocabulary {vocab_size}, fp32")
-    print(f"max |dlogit|    {parity.max_logit_difference:.3e}, {parity.relative_difference:.3e} of max |logit|")
+    print(
+        f"transformers on {folder}\nmkd on          {other}\npositions       {len(found)}, vocabulary {vocab_size}, fp32"
+    )
+    print(
+        f"max |dlogit|    {parity.max_logit_difference:.3e}, {parity.relative_difference:.3e} of max |logit|"
+    )
     print(f"KL              {parity.kl:.3e} nats per token\ntop-1 agreement {parity.top1_agreement:.6f}")
     context.leave()
     if not (parity.relative_difference <= tolerance and parity.kl <= kl_tolerance):

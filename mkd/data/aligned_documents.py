@@ -18,7 +18,13 @@ from mkd.xtoken.align import AlignedText, align, aligner
 from mkd.xtoken.align_chat import align_chat, align_completion
 
 DOCUMENTS_PER_CHUNK = 64
-SHARED_ROLES = ("bos", "eos", "end_of_turn", "unk", "pad")  # a token with several roles counts as the first of them
+SHARED_ROLES = (
+    "bos",
+    "eos",
+    "end_of_turn",
+    "unk",
+    "pad",
+)  # a token with several roles counts as the first of them
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,9 @@ def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
         chunk_parts.append(chunks + [first, first, num_teacher, num_teacher])
         num_teacher += len(teacher_ids)
     none = np.zeros(0, dtype=np.int64)
-    return AlignedText(ids, np.concatenate([none, *teacher_parts]), np.concatenate([none.reshape(0, 4), *chunk_parts]))
+    return AlignedText(
+        ids, np.concatenate([none, *teacher_parts]), np.concatenate([none.reshape(0, 4), *chunk_parts])
+    )
 
 
 def _shared_roles(pair: Pair) -> Mapping[int, int]:
@@ -163,7 +171,9 @@ def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
 
     No run goes over the token `cut`.
     """
-    borders = [i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)]
+    borders = [
+        i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)
+    ]
     for first, last in zip([0, *borders], [*borders, len(contents)], strict=True):
         if first < last and contents[first] is None:
             yield first, last
@@ -205,7 +215,9 @@ def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tupl
     return teacher.ids, aligner(pair.alignment, text)(student, teacher)
 
 
-def _chunk(documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()) -> AlignedChunk:
+def _chunk(
+    documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()
+) -> AlignedChunk:
     documents = list(documents)
     sides = {}
     for side, column in (("student", 0), ("teacher", 2)):

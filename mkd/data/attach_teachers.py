@@ -30,11 +30,16 @@ def attach_teachers(
             continue
         stores = [TeacherStore(prefixes[member.store.prefix][number], member.store) for member in members]
         pieces = [teacher_pieces(store, member.pieces) for store, member in zip(stores, members, strict=True)]
-        needs = (longest_pack(own, member.packs, document_multiple) for own, member in zip(pieces, members, strict=True))
+        needs = (
+            longest_pack(own, member.packs, document_multiple)
+            for own, member in zip(pieces, members, strict=True)
+        )
         seq_length = text.seq_length or max(needs)
         _check_length(text, seq_length, document_multiple)
         parts = zip(stores, members, pieces, strict=True)
-        sides.append([TeacherSide(s, text, m.pieces, own, seq_length, document_multiple) for s, m, own in parts])
+        sides.append(
+            [TeacherSide(s, text, m.pieces, own, seq_length, document_multiple) for s, m, own in parts]
+        )
     for member, own_sides in zip(members, zip(*sides, strict=True), strict=True):
         member.teachers = own_sides
 

@@ -26,7 +26,9 @@ class Pack:
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
     teacher: TeacherRows | None = None  # of a stored teacher, for the positions with loss
-    teachers: tuple[TeacherPack | None, ...] = ()  # one for every teacher of the data set, None: reads these tokens
+    teachers: tuple[
+        TeacherPack | None, ...
+    ] = ()  # one for every teacher of the data set, None: reads these tokens
 
     def with_teacher(self, teacher: TeacherRows) -> Pack:
         """The pack with what a stored teacher says about its loss positions."""
@@ -53,7 +55,9 @@ class PackedBatch:
     num_loss_tokens: int  # of the whole row
     sample_ids: tuple[int, ...]  # of the packs, -1 for empty ones
     teacher: TeacherRows | None = None  # of a stored teacher, for `loss_rows`
-    teachers: tuple[TeacherBatch | None, ...] = ()  # one for every teacher of the data set, None: reads these tokens
+    teachers: tuple[
+        TeacherBatch | None, ...
+    ] = ()  # one for every teacher of the data set, None: reads these tokens
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on `device`; from pinned memory the copies do not block."""
@@ -65,12 +69,16 @@ class PackedBatch:
         if size == 1:
             return self
         rows = context_parallel_rows(self.cu_seqlens_padded, rank, size)
-        sharded = {name: getattr(self, name)[:, rows] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        sharded = {
+            name: getattr(self, name)[:, rows] for name in ("tokens", "labels", "loss_mask", "position_ids")
+        }
         loss_rows, teacher = _loss_rows(sharded["loss_mask"]), self.teacher
         if teacher is not None:
             places = torch.searchsorted(self.loss_rows, rows[loss_rows])
             teacher = teacher.map(lambda tensor: tensor[places])
-        teachers = [part and part.context_parallel_shard(rank, size, self.cu_seqlens_padded) for part in self.teachers]
+        teachers = [
+            part and part.context_parallel_shard(rank, size, self.cu_seqlens_padded) for part in self.teachers
+        ]
         return replace(self, **sharded, loss_rows=loss_rows, teacher=teacher, teachers=tuple(teachers))
 
     def pin_memory(self) -> PackedBatch:
@@ -113,7 +121,9 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         loss_rows=_loss_rows(loss_mask),
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
-        teacher=None if packs[0].teacher is None else TeacherRows.concatenate([pack.teacher for pack in packs]),
+        teacher=None
+        if packs[0].teacher is None
+        else TeacherRows.concatenate([pack.teacher for pack in packs]),
         teachers=tuple(None if parts[0] is None else collate_teacher(parts, labels) for parts in teachers),
     )
 

@@ -37,10 +37,14 @@ def open_datasets(
     cache_dir: str,  # for raw files as tokens; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
     workers: int = 0,  # processes that may tokenise; 0: this one does. Small files are not worth the start of others
-    characters_per_sample: int | None = None,  # text records are joined until they have so many; None: each is a document
+    characters_per_sample: int
+    | None = None,  # text records are joined until they have so many; None: each is a document
     max_bad_records: int = 0,  # of a raw file, that may be left out
-    quarantine: str | None = None,  # file that lists what was left out of this run's corpora; None: none is written
-    teachers: Sequence[TeacherText | None] = (),  # one for every teacher, None for one that reads the student's tokens
+    quarantine: str
+    | None = None,  # file that lists what was left out of this run's corpora; None: none is written
+    teachers: Sequence[
+        TeacherText | None
+    ] = (),  # one for every teacher, None for one that reads the student's tokens
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -58,7 +62,9 @@ def open_datasets(
     train_end, valid_end = parse_split(split or "1")
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
-    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(train.paths, "--data-path")
+    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(
+        train.paths, "--data-path"
+    )
     text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
     preparation = _Preparation(*text, teachers, max_bad_records, quarantine, progress)
     prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
@@ -107,7 +113,12 @@ class _Preparation:
         """
         found = {path: self._prefixes(path, flag) for path, flag in flags.items()}
         if self.quarantine is not None:
-            prefixes = [prefix for student, of_teachers in found.values() for prefix in (student, *of_teachers) if prefix]
+            prefixes = [
+                prefix
+                for student, of_teachers in found.values()
+                for prefix in (student, *of_teachers)
+                if prefix
+            ]
             collect([StoreFiles(prefix).quarantine for prefix in prefixes], Path(self.quarantine))
         return found
 
@@ -122,7 +133,9 @@ class _Preparation:
             max_bad_records=self.max_bad_records,
             progress=self.progress,
         )
-        return student, [text and cached_teacher_store(path, student, text, **settings) for text in self.teachers]
+        return student, [
+            text and cached_teacher_store(path, student, text, **settings) for text in self.teachers
+        ]
 
     def _student_prefix(self, path: str, flag: str) -> str:
         """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
@@ -153,7 +166,9 @@ class _Preparation:
                 self.max_bad_records,
                 self.progress,
             )
-        require_few(StoreFiles(prefix).quarantine, TokenStore.open(prefix).meta["bad_records"], self.max_bad_records)
+        require_few(
+            StoreFiles(prefix).quarantine, TokenStore.open(prefix).meta["bad_records"], self.max_bad_records
+        )
         return prefix
 
     def _workers(self, path: str | Path) -> int:
@@ -224,7 +239,10 @@ def _open_blend(
     members, weights = [], []
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
         prefix, of_teachers = prepared[path]
-        store, refused = TokenStore.open(prefix), {i for own in of_teachers if own for i in refused_documents(own)}
+        store, refused = (
+            TokenStore.open(prefix),
+            {i for own in of_teachers if own for i in refused_documents(own)},
+        )
         documents = (round(begin * len(store)), round(end * len(store)))
         if documents[0] < documents[1]:
             members.append(open_packed(store, documents=documents, left_out=sorted(refused)))

@@ -49,7 +49,9 @@ class PackedDataset:
         self.store, self.pieces = store, pieces
         self._spans = padded_lengths(pieces.length, document_multiple)
         self.packs = pack_pieces(self._spans, seq_length, pack)
-        self.teachers: tuple[TeacherSide | None, ...] = ()  # one for every teacher, None: it reads the student's tokens
+        self.teachers: tuple[
+            TeacherSide | None, ...
+        ] = ()  # one for every teacher, None: it reads the student's tokens
         self._vocab_size, self._pad_id = vocab_size, pad_id
         self.seq_length = seq_length
         self.first_document, self.num_documents, self._num_left_out = first, last - first, len(here)
@@ -70,7 +72,9 @@ class PackedDataset:
             self._copy_piece(int(piece), pack, int(start))
         student = StudentPack(piece_ids, starts, pack.labels, pack.loss_mask)
         teachers = tuple(side and side.pack(student) for side in self.teachers)
-        return replace(pack, lengths=self.pieces.length[piece_ids], spans=spans, sample_id=index, teachers=teachers)
+        return replace(
+            pack, lengths=self.pieces.length[piece_ids], spans=spans, sample_id=index, teachers=teachers
+        )
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         """{prefix of the corpus: numbers of the documents in it that pack `index` has parts of}."""
@@ -111,9 +115,14 @@ class PackedDataset:
         if not any(self.teachers):
             return []
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
-        packs, pieces = [self[index] for index in sample], np.concatenate([self.packs.of(index) for index in sample])
+        packs, pieces = (
+            [self[index] for index in sample],
+            np.concatenate([self.packs.of(index) for index in sample]),
+        )
         return [
-            summarise_teacher(side, packs, [pack.teachers[number] for pack in packs], side.needed(pieces), len(self))
+            summarise_teacher(
+                side, packs, [pack.teachers[number] for pack in packs], side.needed(pieces), len(self)
+            )
             for number, side in enumerate(self.teachers)
             if side
         ]

@@ -23,7 +23,9 @@ FORMS = '{"text"}, {"messages"} or {"prompt", "completion"}'
 MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
 ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
 
-Row = bytes | Mapping | DataError  # a line of JSON; a row of a table, or why it has no values; a line of text: {"text": bytes}
+Row = (
+    bytes | Mapping | DataError
+)  # a line of JSON; a row of a table, or why it has no values; a line of text: {"text": bytes}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def parse_row(row: Row) -> Record:
     kinds = [kind for kind, keys in KINDS.items() if all(fields.get(key) is not None for key in keys)]
     if len(kinds) != 1:
         raise _wrong_keys(fields, kinds)
-    values = tuple(_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in KINDS[kinds[0]])
+    values = tuple(
+        _utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in KINDS[kinds[0]]
+    )
     if kinds[0] == "messages":
         _check_messages(values[0])
     else:
@@ -98,7 +102,9 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
     else:
         ids = tokenizer.encode(record.values[0])
         if len(ids) > 1 and ids[-1] == tokenizer.eos_id:
-            ids = ids[:-1]  # of the tokenizer's own configuration: whether EOS ends a document is for append_eod to say
+            ids = ids[
+                :-1
+            ]  # of the tokenizer's own configuration: whether EOS ends a document is for append_eod to say
         num_prompt = 0
         if record.kind == "prompt-completion":
             num_prompt = len(ids)
@@ -109,7 +115,9 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
     return Document(np.asarray(ids, dtype=np.int32), np.asarray(loss, dtype=np.uint8), record.kind)
 
 
-def _lines(path: Path, stripped: bytes | None = None, keep_blank: bool = False) -> Iterator[tuple[int, bytes]]:
+def _lines(
+    path: Path, stripped: bytes | None = None, keep_blank: bool = False
+) -> Iterator[tuple[int, bytes]]:
     """(number, line) without the bytes `stripped` at its ends (None: white space)."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -123,7 +131,9 @@ def _table_rows(path: Path) -> Iterator[Row]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise DataError(f"{path} needs pyarrow, which is not installed", do="pip install 'mkd[data]'") from error
+        raise DataError(
+            f"{path} needs pyarrow, which is not installed", do="pip install 'mkd[data]'"
+        ) from error
     try:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
@@ -138,7 +148,9 @@ def _table_rows(path: Path) -> Iterator[Row]:
                         yield from _batch_rows(batch.slice(start, ROWS_PER_BATCH))
     except pa.ArrowException as error:
         raise DataError(
-            f"{path} is not a valid {path.suffix[1:]} file", str(error), "check that it was written completely"
+            f"{path} is not a valid {path.suffix[1:]} file",
+            str(error),
+            "check that it was written completely",
         ) from error
 
 
@@ -172,7 +184,9 @@ def _known_columns(names: list[str], path: Path) -> list[str]:
         raise _unknown("columns", names, f"{path} has ")
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{path} has two columns {twice}", "it is not clear which of them is meant", "rename or drop one")
+        raise DataError(
+            f"{path} has two columns {twice}", "it is not clear which of them is meant", "rename or drop one"
+        )
     return known
 
 
@@ -236,7 +250,9 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
         )
     nulls = [key for keys in KINDS.values() for key in keys if key in fields and fields[key] is None]
     if nulls:
-        return DataError(f"{nulls[0]} is null", "there is nothing to train on", "remove the record, or give it a value")
+        return DataError(
+            f"{nulls[0]} is null", "there is nothing to train on", "remove the record, or give it a value"
+        )
     return _unknown("keys", fields)
 
 

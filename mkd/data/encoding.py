@@ -18,7 +18,9 @@ from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
-WORKER_BYTES = 64 << 20  # that a worker has to have to itself: 20 s of work, of which its start takes up to ten
+WORKER_BYTES = (
+    64 << 20
+)  # that a worker has to have to itself: 20 s of work, of which its start takes up to ten
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -117,7 +119,9 @@ def encode_files(
     Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk. For `progress` see
     `in_workers`.
     """
-    return in_workers(FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress)
+    return in_workers(
+        FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ class _Encoder:
     append_eod: bool
 
     def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedChunk:
-        documents, errors = each_row(rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod))
+        documents, errors = each_row(
+            rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod)
+        )
         return EncodedChunk(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
             loss=np.concatenate([np.empty(0, np.uint8), *(document.loss for document in documents)]),

@@ -43,9 +43,15 @@ Record = TypeVar("Record", Question, Completion)
 def task_name(path: str | Path) -> str:
     """The file's name without its suffix. Raises DataError for a kind of file that is not known."""
     name = Path(path).name
-    suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None)
+    suffix = next(
+        (suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None
+    )
     if suffix is None:
-        raise DataError(f"{path} is not a known kind of file", "tasks are lines of JSON", f"use one of {', '.join(SUFFIXES)}")
+        raise DataError(
+            f"{path} is not a known kind of file",
+            "tasks are lines of JSON",
+            f"use one of {', '.join(SUFFIXES)}",
+        )
     return name.removesuffix(suffix)
 
 
@@ -69,9 +75,13 @@ def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Rec
             except DataError as error:
                 raise DataError(f"{path}, line {number}: {error.what}", error.why, error.do) from error
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read", str(error), "check that it is there, complete and readable") from error
+        raise DataError(
+            f"{path} cannot be read", str(error), "check that it is there, complete and readable"
+        ) from error
     if not records:
-        raise DataError(f"{path} has no records", "there is nothing to evaluate", "remove the path, or repair the file")
+        raise DataError(
+            f"{path} has no records", "there is nothing to evaluate", "remove the path, or repair the file"
+        )
     return records
 
 
@@ -85,9 +95,13 @@ def _json_object(line: bytes) -> Mapping:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"not valid JSON: {error}", "every line is one JSON object", "repair or remove the line") from error
+        raise DataError(
+            f"not valid JSON: {error}", "every line is one JSON object", "repair or remove the line"
+        ) from error
     if not isinstance(value, dict):
-        raise DataError("not a JSON object", "every line is one JSON object", "make lines of an array with: jq -c '.[]'")
+        raise DataError(
+            "not a JSON object", "every line is one JSON object", "make lines of an array with: jq -c '.[]'"
+        )
     return value
 
 
@@ -96,8 +110,14 @@ def _question(record: Mapping, line: int) -> Question:
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
         raise DataError("question is missing, empty or not a text", form, "repair or remove the record")
-    if not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS) or not all(map(_is_text, choices)):
-        raise DataError(f"choices is not a list of 2 to {len(LETTERS)} texts", form, "repair or remove the record")
+    if (
+        not isinstance(choices, list)
+        or not 2 <= len(choices) <= len(LETTERS)
+        or not all(map(_is_text, choices))
+    ):
+        raise DataError(
+            f"choices is not a list of 2 to {len(LETTERS)} texts", form, "repair or remove the record"
+        )
     if subject is not None and not _is_text(subject):
         raise DataError("subject is empty or not a text", form, "repair or remove it")
     answer = _answer(record.get("answer"), len(choices))
@@ -122,12 +142,18 @@ def _completion(record: Mapping, line: int) -> Completion:
     if keys is None:
         forms = ", ".join("{" + ", ".join(f'"{key}"' for key in keys) + "}" for keys in COMPLETION_KEYS)
         found = ", ".join(list(record)[:8]) or "none"
-        raise DataError(f"no known keys (found: {found})", f"a record has the keys of one of {forms}", "rename its keys")
+        raise DataError(
+            f"no known keys (found: {found})", f"a record has the keys of one of {forms}", "rename its keys"
+        )
     prompt, completion = (record[key] for key in keys)
     if not (isinstance(prompt, str) and _encodes(prompt)):
-        raise DataError(f"{keys[0]} is not a text", "the completion follows it", "repair or remove the record")
+        raise DataError(
+            f"{keys[0]} is not a text", "the completion follows it", "repair or remove the record"
+        )
     if not _is_text(completion):
-        raise DataError(f"{keys[1]} is empty or not a text", "there is nothing to score", "repair or remove the record")
+        raise DataError(
+            f"{keys[1]} is empty or not a text", "there is nothing to score", "repair or remove the record"
+        )
     return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
 
 

@@ -27,7 +27,9 @@ class Request:
     is_truncated: bool  # the prompt lost its beginning
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int) -> list[Request]:
+def encode_pairs(
+    pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int
+) -> list[Request]:
     """The ids of each prompt + continuation as one text; a continuation starts where they leave the ids of the prompt alone.
 
     Tokens may span the border: those count as the continuation's, with the few bytes of the prompt in them. A prompt without
@@ -54,10 +56,16 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
-        raise DataError(f"{pair.place}: the continuation cannot be scored", why, "repair or remove the record")
+        raise DataError(
+            f"{pair.place}: the continuation cannot be scored", why, "repair or remove the record"
+        )
     if length > room:
         why = f"its document has room for {room}: it is not divided"
-        raise DataError(f"{pair.place}: the continuation has {length} tokens", why, "raise --seq-length, or remove the record")
+        raise DataError(
+            f"{pair.place}: the continuation has {length} tokens",
+            why,
+            "raise --seq-length, or remove the record",
+        )
     if ids.max() >= vocab_size:
         why = f"the model has {vocab_size} vocabulary rows"
         raise DataError(f"{pair.place}: token id {ids.max()}", why, "use the model's own tokenizer")
@@ -148,7 +156,9 @@ class RequestPacks:
             for number in self._documents[document]:
                 labels = self._requests[number].labels
                 scored.append([np.arange(stop - len(labels), stop), labels, np.full(len(labels), number)])
-        rows, labels, requests = (np.concatenate(column).astype(np.int64) for column in zip(*scored, strict=True))
+        rows, labels, requests = (
+            np.concatenate(column).astype(np.int64) for column in zip(*scored, strict=True)
+        )
         pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index)
         return RequestPack(pack, rows, labels, requests)
 

@@ -109,7 +109,10 @@ class Completions:
 
 
 def read_tasks(
-    multiple_choice: Sequence[str], completions: Sequence[str], num_fewshot: int = 0, styles: Sequence[str] = STYLES
+    multiple_choice: Sequence[str],
+    completions: Sequence[str],
+    num_fewshot: int = 0,
+    styles: Sequence[str] = STYLES,
 ) -> list[Task]:
     """The tasks of all files, from their text alone. Raises one ErrorList with the first problem of every file."""
     problems: list[MkdError] = []
@@ -158,8 +161,14 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
                 "lower --eval-num-fewshot, or add examples",
             )
     if not asked:
-        raise DataError(f"{path} has no question left", f"the first {num_fewshot} are examples", f"put the examples into {dev}")
-    return MultipleChoice(name, path, asked, tuple(tuple(pool[question.subject]) for question in asked), styles)
+        raise DataError(
+            f"{path} has no question left",
+            f"the first {num_fewshot} are examples",
+            f"put the examples into {dev}",
+        )
+    return MultipleChoice(
+        name, path, asked, tuple(tuple(pool[question.subject]) for question in asked), styles
+    )
 
 
 def few_shot_prompt(question: Question, examples: Sequence[Question], style: str) -> str:
@@ -168,14 +177,18 @@ def few_shot_prompt(question: Question, examples: Sequence[Question], style: str
     if question.subject is not None:
         kind = "multiple choice questions" if style == "letter" else "questions"
         header = f"The following are {kind} (with answers) about {question.subject.replace('_', ' ')}.\n\n"
-    answered = [f"{_ask(example, style)} {_options(example, style)[example.answer]}\n\n" for example in examples]
+    answered = [
+        f"{_ask(example, style)} {_options(example, style)[example.answer]}\n\n" for example in examples
+    ]
     return header + "".join(answered) + _ask(question, style)
 
 
 def _ask(question: Question, style: str) -> str:
     if style == "continuation":
         return f"Question: {question.question}\nAnswer:"
-    listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, question.choices, strict=False))
+    listed = "".join(
+        f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, question.choices, strict=False)
+    )
     return f"{question.question}\n{listed}Answer:"
 
 

@@ -140,7 +140,9 @@ class EvalStream:
         samples[: self.num_samples] = self._dataset.evenly_spaced(self.num_samples)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
         microbatches = [row for step in steps for row in self._layout.microbatches(step).tolist()]
-        batches = _load(_MicroBatches(self._dataset, self._layout), microbatches, self._num_workers, self._pin_memory)
+        batches = _load(
+            _MicroBatches(self._dataset, self._layout), microbatches, self._num_workers, self._pin_memory
+        )
         for _ in range(self.num_steps):
             yield list(islice(batches, self._layout.num_microbatches))
 
@@ -175,7 +177,9 @@ class _MicroBatches(Dataset):
             batch = collate([self._dataset.empty_pack() if i == EMPTY else self._dataset[i] for i in samples])
         except MkdError as error:
             return error
-        return batch.context_parallel_shard(self._layout.context_parallel_rank, self._layout.context_parallel_size)
+        return batch.context_parallel_shard(
+            self._layout.context_parallel_rank, self._layout.context_parallel_size
+        )
 
 
 def _load(

@@ -18,7 +18,10 @@ class EpochOrder:
 
     def __init__(self, size: int, seed: int, shuffle: bool):
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._epoch, self._permutation = -1, np.arange(size)  # the last one, because samples are asked for in turn
+        self._epoch, self._permutation = (
+            -1,
+            np.arange(size),
+        )  # the last one, because samples are asked for in turn
 
     def __call__(self, first: int, count: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(first, first + count), self._size)
@@ -67,7 +70,9 @@ def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: 
         return np.arange(count) * sum(sizes) // max(count, 1)
     members, ordinals = interleave(np.asarray(weights, dtype=np.float64) / np.sum(weights), 0, count)
     shares = np.bincount(members, minlength=len(sizes))
-    return np.sort((np.cumsum(sizes) - sizes)[members] + ordinals * np.asarray(sizes)[members] // shares[members])
+    return np.sort(
+        (np.cumsum(sizes) - sizes)[members] + ordinals * np.asarray(sizes)[members] // shares[members]
+    )
 
 
 def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,10 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
     for start, length in zip(starts.tolist(), pack.lengths.tolist(), strict=True):
         ids = pack.tokens[start : start + length].tolist()
         counts = pack.loss_mask[start : start + length - 1] > 0
-        shown = [_token(tokenizer, i, bool(has_loss), colour) for i, has_loss in zip(ids, [False, *counts], strict=True)]
+        shown = [
+            _token(tokenizer, i, bool(has_loss), colour)
+            for i, has_loss in zip(ids, [False, *counts], strict=True)
+        ]
         lines.append(f"  [{start}, {start + length}) |{'|'.join(shown)}|")
     return "\n".join(lines)
 
@@ -44,7 +47,9 @@ def summarise(dataset: BlendedDataset) -> Iterator[str]:
     percentiles = np.percentile(lengths, [0, 50, 90, 99, 100]).astype(int).tolist()
     yield f"share of loss tokens {loss_tokens / tokens:.3f} ({loss_tokens} of {tokens} tokens)"
     yield f"packing efficiency {tokens / places:.3f} ({tokens} tokens in {places} places)"
-    yield "document lengths: least {}, median {}, 90 % up to {}, 99 % up to {}, most {} tokens".format(*percentiles)
+    yield "document lengths: least {}, median {}, 90 % up to {}, 99 % up to {}, most {} tokens".format(
+        *percentiles
+    )
 
 
 def document_lengths(dataset: BlendedDataset) -> np.ndarray:

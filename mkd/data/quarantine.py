@@ -24,7 +24,11 @@ class BadRecord(DataError):
     @classmethod
     def at(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
         """What is wrong (`error`) with the raw record `row`, bytes or a row of a table, in `line` of the file at `path`."""
-        start = row[: 4 * SHOWN_CHARACTERS].decode("utf-8", "backslashreplace") if isinstance(row, bytes) else _shown(row)
+        start = (
+            row[: 4 * SHOWN_CHARACTERS].decode("utf-8", "backslashreplace")
+            if isinstance(row, bytes)
+            else _shown(row)
+        )
         entry = {"file": path, "line": line, "reason": error.what, "start": start[:SHOWN_CHARACTERS]}
         return cls(f"{path}:{line}: {error.what}", error.why, error.do, entry)
 
@@ -88,7 +92,9 @@ def first_of(path: Path) -> list[BadRecord]:
 
 def collect(paths: Iterable[Path], target: Path) -> int:
     """Join the quarantine files that exist to `target`; without any bad record there is none. The number of records."""
-    lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     target.unlink(missing_ok=True)
     if lines:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,9 @@ class TokenStore:
         self._indexed = indexed
         self._loss_mask = loss_mask
         sequence_ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-        self.offsets = sequence_ends[indexed.document_indices]  # int64 [documents + 1], first token of each document
+        self.offsets = sequence_ends[
+            indexed.document_indices
+        ]  # int64 [documents + 1], first token of each document
 
     @classmethod
     def open(cls, prefix: str) -> TokenStore:
@@ -74,7 +76,9 @@ class TokenStore:
                 "check the path, or make the pair with tools/preprocess_data.py",
             )
         if files.bin.stat().st_size == 0:
-            raise DataError(f"{files.bin} is empty", "there is nothing to train on", "tokenise the corpus again")
+            raise DataError(
+                f"{files.bin} is empty", "there is nothing to train on", "tokenise the corpus again"
+            )
         _check_index(files.idx)
         try:
             indexed = IndexedDataset(prefix)
@@ -85,7 +89,9 @@ class TokenStore:
         _check_size(files.bin, num_tokens * DType.size(indexed.index.dtype))
         meta, loss_mask = _read_meta(files.meta), None
         if meta.get("loss_mask") and not files.loss_mask.is_file():
-            raise _damaged(files.loss_mask, "it does not exist, though the corpus was written with a loss mask")
+            raise _damaged(
+                files.loss_mask, "it does not exist, though the corpus was written with a loss mask"
+            )
         if files.loss_mask.is_file():
             _check_size(files.loss_mask, num_tokens)
             loss_mask = np.memmap(files.loss_mask, dtype=np.uint8, mode="r")
@@ -113,7 +119,9 @@ class TokenStore:
     def read(self, document: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """As `document`, for its tokens [offset, offset + length)."""
         start = int(self.offsets[document]) + offset
-        assert offset >= 0 and start + length <= self.offsets[document + 1], "a read stays inside its document"
+        assert offset >= 0 and start + length <= self.offsets[document + 1], (
+            "a read stays inside its document"
+        )
         if self._loss_mask is None:
             return self._ids(start, length), np.ones(length, dtype=np.uint8)
         return self._ids(start, length), np.array(self._loss_mask[start : start + length])
@@ -152,7 +160,9 @@ class TokenStore:
         found = content_hashes(files, progress) if known else {}
         for end, digest in known.items():
             if found.get(end) != digest:
-                raise _damaged(Path(self.prefix + end), "its SHA-256 is not the one that was noted when it was written")
+                raise _damaged(
+                    Path(self.prefix + end), "its SHA-256 is not the one that was noted when it was written"
+                )
 
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
         return DataError(
@@ -169,7 +179,10 @@ class TokenStore:
 
 def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
     """End of the name -> SHA-256 of the content, of the tokens, the index and the mask of a corpus."""
-    paths = {path.name.removeprefix(Path(files.prefix).name): path for path in (files.bin, files.idx, files.loss_mask)}
+    paths = {
+        path.name.removeprefix(Path(files.prefix).name): path
+        for path in (files.bin, files.idx, files.loss_mask)
+    }
     return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 
 
@@ -212,9 +225,14 @@ def _check_index(path: Path) -> None:
     if magic != b"MMIDIDX\0\0" or version != 1 or dtype_code not in {dtype.value for dtype in DType}:
         raise _damaged(path, "it does not start as a Megatron index does")
     if not np.issubdtype(DType.dtype_from_code(dtype_code), np.integer):
-        raise _damaged(path, f"its tokens are of type {DType(dtype_code).name}, and token ids are whole numbers")
+        raise _damaged(
+            path, f"its tokens are of type {DType(dtype_code).name}, and token ids are whole numbers"
+        )
     expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
-    if path.stat().st_size not in (expected, expected + sequences):  # multimodal indices have a byte more per sequence
+    if path.stat().st_size not in (
+        expected,
+        expected + sequences,
+    ):  # multimodal indices have a byte more per sequence
         raise _damaged(path, f"it has {path.stat().st_size} bytes where its header says {expected}")
 
 
@@ -238,4 +256,6 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is damaged or incomplete", why, "tokenise the corpus again: tools/preprocess_data.py")
+    return DataError(
+        f"{path} is damaged or incomplete", why, "tokenise the corpus again: tools/preprocess_data.py"
+    )

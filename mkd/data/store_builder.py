@@ -60,11 +60,17 @@ def build_store(
             raise DataError(f"{path} not found", do="check the path of the input file")
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
-        with closing(encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)) as chunks:
+        with closing(
+            encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)
+        ) as chunks:
             summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
-            why = f"{summary.bad_records} bad records were left out, from these on" if bad else "there is nothing to train on"
+            why = (
+                f"{summary.bad_records} bad records were left out, from these on"
+                if bad
+                else "there is nothing to train on"
+            )
             empty = DataError(f"no tokens in {', '.join(inputs)}", why, "check the input files")
             raise ErrorList([*bad, empty]) if bad else empty
         meta = {
@@ -91,10 +97,14 @@ def cache_key(
     progress: Callable[[], None] = lambda: None,
 ) -> str:
     """SHA-256 over the content of a raw file and all that decides its tokens."""
-    return content_hash([RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path], progress)
+    return content_hash(
+        [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path], progress
+    )
 
 
-def content_hash(settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None) -> str:
+def content_hash(
+    settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None
+) -> str:
     """SHA-256 over `settings` (JSON) and the content of files; sizes and times of files say nothing."""
     files = [sha256_of_file(path, progress) for path in paths]
     return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()

@@ -99,10 +99,15 @@ def collate_teacher(
     )
 
 
-def _collate_chunks(parts: Sequence[PackChunks], student_labels: np.ndarray, teacher_labels: np.ndarray) -> ChunkBatch:
+def _collate_chunks(
+    parts: Sequence[PackChunks], student_labels: np.ndarray, teacher_labels: np.ndarray
+) -> ChunkBatch:
     """The chunks of all packs, by kind and then in the order of the text."""
     packs = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    joined = {field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(PackChunks)}
+    joined = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(PackChunks)
+    }
     order = np.argsort(joined["kinds"], kind="stable")
     sides = {}
     for name, labels in (("student", student_labels), ("teacher", teacher_labels)):

@@ -55,7 +55,9 @@ class _Borders:
     def __init__(self, store: TeacherStore, document: int):
         ends = np.array([store.student.lengths[document], store.tokens.lengths[document]])
         # the ends of the document count as chunks without tokens, so that every position has a chunk on both sides
-        self._chunks = np.concatenate([np.zeros((1, 4), np.int64), store.chunks(document), np.repeat(ends, 2)[None]])
+        self._chunks = np.concatenate(
+            [np.zeros((1, 4), np.int64), store.chunks(document), np.repeat(ends, 2)[None]]
+        )
 
     def teacher_position(self, student: np.ndarray, up: bool) -> np.ndarray:
         """The teacher's position at `student` positions, int64 [n]: inside a chunk its end (`up`) or its start."""
@@ -64,6 +66,8 @@ class _Borders:
         after = np.minimum(before + 1, len(self._chunks) - 1)
         student_gap = student_starts[after] - student_ends[before]
         teacher_gap = teacher_starts[after] - teacher_ends[before]
-        between = teacher_ends[before] + teacher_gap * (student - student_ends[before]) // np.maximum(student_gap, 1)
+        between = teacher_ends[before] + teacher_gap * (student - student_ends[before]) // np.maximum(
+            student_gap, 1
+        )
         inside = student_ends[before] > student
         return np.where(inside, (teacher_ends if up else teacher_starts)[before], between)

@@ -14,7 +14,9 @@ class TeacherRows:
     """Top-k log-probabilities of n loss positions, in ascending order of the positions."""
 
     ids: Tensor  # [n, k] int32, distinct in each row, most probable first
-    logprobs: Tensor  # [n, k] float32, at the temperature of the export; 1 - their mass is that of all other ids
+    logprobs: (
+        Tensor  # [n, k] float32, at the temperature of the export; 1 - their mass is that of all other ids
+    )
     metrics: Tensor  # [n, 2] float32, the teacher's cross entropy and entropy at T = 1, nats
     vocab_size: int  # the ids that the log-probabilities are normalised over
 
@@ -24,10 +26,14 @@ class TeacherRows:
 
     @classmethod
     def concatenate(cls, parts: Sequence[TeacherRows]) -> TeacherRows:
-        tensors = [torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "metrics")]
+        tensors = [
+            torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs", "metrics")
+        ]
         return cls(*tensors, parts[0].vocab_size)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherRows:
         """The rows with `change` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
+        return replace(
+            self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        )

@@ -83,7 +83,10 @@ class TeacherSide:
         """(chunks with a predictor on both sides, int64 [c, 4], from the start of the piece; teacher tokens <= room)."""
         offset, num_labels = int(self._pieces.offset[piece]), int(self._pieces.num_labels[piece])
         start, length = int(self._own.start[piece]), int(self._own.length[piece])
-        student_range, teacher_range = (offset, offset + num_labels + 1), (start, start + min(length, room) + 1)
+        student_range, teacher_range = (
+            (offset, offset + num_labels + 1),
+            (start, start + min(length, room) + 1),
+        )
         chunks = self._store.chunks(int(self._pieces.document[piece]), student_range, teacher_range)
         chunks = chunks - [offset, offset, start, start]
         if length > room:
@@ -105,7 +108,10 @@ class TeacherSide:
         Two tokens that are the same text here, of which one is paired with another token (the end of a turn, where one of the
         models ends turns and documents with one token), cannot be compared by the pairs: the text decides, as for M-N chunks.
         """
-        rows, counts = chunks[:, ::2] - 1, chunks[:, 1::2] - chunks[:, ::2]  # both [c, 2], student and teacher
+        rows, counts = (
+            chunks[:, ::2] - 1,
+            chunks[:, 1::2] - chunks[:, ::2],
+        )  # both [c, 2], student and teacher
         losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
         wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
         kinds = chunk_kinds(counts[:, 0], counts[:, 1])

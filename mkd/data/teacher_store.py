@@ -64,11 +64,16 @@ class TeacherStore:
         behind the same chunks; positions count from the start of the document.
         """
         stores = (self.student, self.tokens)
-        limits = [limit or (0, int(store.lengths[document])) for store, limit in zip(stores, (student, teacher), strict=True)]
+        limits = [
+            limit or (0, int(store.lengths[document]))
+            for store, limit in zip(stores, (student, teacher), strict=True)
+        ]
         sides = []
         for store, marks, (first, last) in zip(stores, self._marks, limits, strict=True):
             start, length = int(store.offsets[document]), int(store.lengths[document])
-            window = marks[start + first : start + min(last + 1, length)]  # one more tells whether a chunk goes on
+            window = marks[
+                start + first : start + min(last + 1, length)
+            ]  # one more tells whether a chunk goes on
             sides.append(_ranges(window) + first)
         count = min(map(len, sides))
         chunks = np.concatenate([side[:count] for side in sides], axis=1)

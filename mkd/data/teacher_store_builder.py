@@ -46,7 +46,13 @@ def cached_teacher_store(
     """
     student = TokenStore.open(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
-    settings = [ALIGNMENT_VERSION, tokenizer.fingerprint, text.tokenizer.fingerprint, text.alignment, text.reasoning]
+    settings = [
+        ALIGNMENT_VERSION,
+        tokenizer.fingerprint,
+        text.tokenizer.fingerprint,
+        text.alignment,
+        text.reasoning,
+    ]
     if is_raw(path):
         source, align = FileRows([path], characters_per_sample), RowAligner(pair)
         key = content_hash([*settings, append_eod, characters_per_sample], [path], progress)
@@ -78,7 +84,12 @@ def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
 
 
 def _write(
-    chunks: Iterable[AlignedChunk], prefix: str, student: TokenStore, text: TeacherText, key: str, max_bad_records: int
+    chunks: Iterable[AlignedChunk],
+    prefix: str,
+    student: TokenStore,
+    text: TeacherText,
+    key: str,
+    max_bad_records: int,
 ) -> None:
     """Write the corpus, or raise DataError and leave nothing."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
@@ -98,12 +109,20 @@ def _write(
 
 
 def _write_chunks(
-    chunks: Iterable[AlignedChunk], files: TeacherStoreFiles, student: TokenStore, text: TeacherText, max_bad_records: int
+    chunks: Iterable[AlignedChunk],
+    files: TeacherStoreFiles,
+    student: TokenStore,
+    text: TeacherText,
+    max_bad_records: int,
 ) -> tuple[int, list[int]]:
     """Write tokens and marks; (the largest token id, the documents that are left out)."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
     document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
-    with builder.data_file, files.student_marks.open("wb") as student_marks, files.teacher_marks.open("wb") as teacher_marks:
+    with (
+        builder.data_file,
+        files.student_marks.open("wb") as student_marks,
+        files.teacher_marks.open("wb") as teacher_marks,
+    ):
         for chunk in chunks:
             quarantine.add([_named(error, text.name) for error in chunk.errors])
             if quarantine.is_full:
@@ -121,7 +140,9 @@ def _write_chunks(
             max_token_id = max(max_token_id, int(chunk.teacher_ids.max(initial=-1)))
     quarantine.close()
     if document != len(student):
-        raise _other_documents(student, document, f"its source has {document} documents, the corpus {len(student)}")
+        raise _other_documents(
+            student, document, f"its source has {document} documents, the corpus {len(student)}"
+        )
     builder.finalize(str(files.idx))
     return max_token_id, refused
 
@@ -135,9 +156,13 @@ def _check_documents(chunk: AlignedChunk, student: TokenStore, first: int) -> No
     stops = np.cumsum(chunk.student_lengths)
     for document, (start, stop) in enumerate(zip(stops - chunk.student_lengths, stops, strict=True), first):
         if document == len(student):
-            raise _other_documents(student, document, f"the corpus has {len(student)} documents, its source has more")
+            raise _other_documents(
+                student, document, f"the corpus has {len(student)} documents, its source has more"
+            )
         if not np.array_equal(student.document(document)[0], chunk.student_ids[start:stop]):
-            raise _other_documents(student, document, "its tokens are others than those that alignment finds in the source")
+            raise _other_documents(
+                student, document, "its tokens are others than those that alignment finds in the source"
+            )
 
 
 def _other_documents(student: TokenStore, document: int, why: str) -> DataError:

@@ -23,7 +23,9 @@ def summarise_teacher(
     """Sizes and proportions; loss tokens are in no chunk where a chunk has a token without loss, where it lacks a predictor
     on one of the sides, or where the teacher's pack has no room."""
     tokens = sum(int(part.lengths.sum()) for part in parts)
-    kinds = np.bincount(np.concatenate([part.chunks.kinds for part in parts]), minlength=len(KIND_NAMES)).tolist()
+    kinds = np.bincount(
+        np.concatenate([part.chunks.kinds for part in parts]), minlength=len(KIND_NAMES)
+    ).tolist()
     covered = sum(int(part.chunks.student_counts.sum()) for part in parts)
     loss_tokens = sum(np.count_nonzero(pack.loss_mask) for pack in packs)
     chunks = ", ".join(f"{name} {count}" for name, count in zip(KIND_NAMES, kinds, strict=True))

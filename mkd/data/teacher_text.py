@@ -16,7 +16,9 @@ class TeacherText:
 
     tokenizer: Tokenizer
     vocab_size: int  # token ids that the teacher's model knows
-    spellings: Spellings | None = None  # None: the support of a chunk other than 1-1 is its realised pair alone
+    spellings: Spellings | None = (
+        None  # None: the support of a chunk other than 1-1 is its realised pair alone
+    )
     alignment: str = "byte_offset"  # or "dp"
     seq_length: int | None = None  # teacher tokens of a pack; None: what the longest pack of the data needs
     twins: np.ndarray | None = None  # [student ids] the common token's teacher id, -1: none; None: not known

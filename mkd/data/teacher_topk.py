@@ -63,12 +63,16 @@ class TopKMeta:
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
             if meta["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"it has format version {meta['format_version']}, this program reads {FORMAT_VERSION}")
+                raise ValueError(
+                    f"it has format version {meta['format_version']}, this program reads {FORMAT_VERSION}"
+                )
             if not isinstance(meta["data"], dict) or not isinstance(meta["parts"], dict):
                 raise ValueError("data and parts are not objects")
             return cls(**meta)
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is no description of a teacher cache", str(error), "export the cache again") from error
+            raise DataError(
+                f"{path} is no description of a teacher cache", str(error), "export the cache again"
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Written whole or not at all."""
@@ -119,7 +123,9 @@ class ShardWriter:
                 "digest": pa.binary(16),
                 "ids": pa.list_(pa.int32()),  # [n * k]
                 "logprobs": values,  # [n * k]
-                "statistics": pa.list_(pa.float32()),  # [n * 3]: logarithm of the top-k mass, cross entropy, entropy
+                "statistics": pa.list_(
+                    pa.float32()
+                ),  # [n * 3]: logarithm of the top-k mass, cross entropy, entropy
             }
         )
         self._rows: list[dict] = []
@@ -129,7 +135,9 @@ class ShardWriter:
         remove_left_behind(str(self._path))
         # the high bytes of neighbouring numbers are alike: apart from the low ones they take a fifth less
         encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("ids", "logprobs")}
-        options = dict(compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True)
+        options = dict(
+            compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True
+        )
         self._file = self._pq.ParquetWriter(self._partial, self._schema, **options)
         return self
 
@@ -144,8 +152,16 @@ class ShardWriter:
         mass = np.exp(logprobs.astype(np.float64)).sum(axis=1, keepdims=True)
         statistics = np.concatenate([np.log(mass), metrics], axis=1).astype(np.float32)
         stored = logprobs.astype(DTYPES[self._meta.logprob_dtype])
-        row = dict(sample_id=sample_id, digest=digest, ids=ids.astype(np.int32), logprobs=stored, statistics=statistics)
-        self._rows.append({name: value.ravel() if isinstance(value, np.ndarray) else value for name, value in row.items()})
+        row = dict(
+            sample_id=sample_id,
+            digest=digest,
+            ids=ids.astype(np.int32),
+            logprobs=stored,
+            statistics=statistics,
+        )
+        self._rows.append(
+            {name: value.ravel() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+        )
         if len(self._rows) == self._meta.samples_per_group:
             self._write_group()
 
@@ -163,7 +179,9 @@ class ShardWriter:
     def _write_group(self) -> None:
         if self._rows:
             columns = {name: [row[name] for row in self._rows] for name in self._schema.names}
-            self._file.write_table(self._pa.table(columns, schema=self._schema), row_group_size=len(self._rows))
+            self._file.write_table(
+                self._pa.table(columns, schema=self._schema), row_group_size=len(self._rows)
+            )
             self._rows = []
 
 
@@ -206,7 +224,9 @@ class TopKPart:
                 "the text, the tokenizer or a setting that decides how documents become packs has changed since the export",
                 "use the data of the export, or export again into another folder",
             )
-        ids, logprobs, statistics = (_values(table[name], place) for name in ("ids", "logprobs", "statistics"))
+        ids, logprobs, statistics = (
+            _values(table[name], place) for name in ("ids", "logprobs", "statistics")
+        )
         statistics = statistics.reshape(-1, 3)
         logprobs = logprobs.reshape(len(statistics), -1).astype(np.float64)
         # the mass is stored apart in full precision: half precision would put its error into the rest
@@ -263,7 +283,9 @@ class TaughtDataset:
         return self._dataset.documents_of(index)
 
     def empty_pack(self) -> Pack:
-        return self._dataset.empty_pack().with_teacher(TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size))
+        return self._dataset.empty_pack().with_teacher(
+            TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
+        )
 
     @property
     def teacher_seq_lengths(self) -> tuple[int | None, ...]:
@@ -295,7 +317,9 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError("a teacher cache needs pyarrow, which is not installed", do="pip install 'mkd[data]'") from error
+        raise DataError(
+            "a teacher cache needs pyarrow, which is not installed", do="pip install 'mkd[data]'"
+        ) from error
     return pyarrow, pyarrow.parquet
 
 
@@ -305,4 +329,6 @@ def _values(column, place: int) -> np.ndarray:
 
 
 def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is damaged", why, "delete this file and export again: only what is missing is made")
+    return DataError(
+        f"{path} is damaged", why, "delete this file and export again: only what is missing is made"
+    )

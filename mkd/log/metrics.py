@@ -35,27 +35,70 @@ METRICS = (
     Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in those packs, padding included", int),
     Metric("loss", "nats/token", Reduction.TOKEN_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss"),
     Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student with the data"),
-    Metric("kd_loss", "nats/token", Reduction.TOKEN_MEAN, "divergence from the teacher, temperature scaling included"),
+    Metric(
+        "kd_loss",
+        "nats/token",
+        Reduction.TOKEN_MEAN,
+        "divergence from the teacher, temperature scaling included",
+    ),
     Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher with the data"),
     Metric("teacher_entropy", "nats/token", Reduction.TOKEN_MEAN, "entropy of the teacher's distribution"),
-    Metric("top1_agreement", "proportion", Reduction.TOKEN_MEAN, "loss tokens where both models rank one id first"),
+    Metric(
+        "top1_agreement",
+        "proportion",
+        Reduction.TOKEN_MEAN,
+        "loss tokens where both models rank one id first",
+    ),
     Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
-    Metric("learning_rate", "1", Reduction.LAST, "learning rate of the last step, also where it made no update"),
-    Metric("num_loss_tokens", "tokens", Reduction.SUM, "loss tokens, the weight of this line's token means", int),
+    Metric(
+        "learning_rate", "1", Reduction.LAST, "learning rate of the last step, also where it made no update"
+    ),
+    Metric(
+        "num_loss_tokens", "tokens", Reduction.SUM, "loss tokens, the weight of this line's token means", int
+    ),
     Metric("step_time_ms", "ms", Reduction.STEP_MEAN, "wall-clock time of one optimizer step"),
-    Metric("tokens_per_s_per_gpu", "tokens/s", Reduction.TIME_MEAN, "tokens trained on, padding included, per device"),
-    Metric("tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"),
+    Metric(
+        "tokens_per_s_per_gpu",
+        "tokens/s",
+        Reduction.TIME_MEAN,
+        "tokens trained on, padding included, per device",
+    ),
+    Metric(
+        "tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"
+    ),
     Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
-    Metric("teacher_share", "proportion", Reduction.TIME_MEAN, "of the steps' time: the teachers' layers, on the first device"),
-    Metric("loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; only where there are some", int),
-    Metric("gap_closed", "proportion", Reduction.LAST, "of held-out kd_loss before the first step: what is gone of it; left "
-           "out while loss, teacher or held-out set are others"),  # fmt: skip
-    Metric("peak_memory_gib", "GiB", Reduction.LAST, "most memory that torch has had allocated on any GPU since the start"),
+    Metric(
+        "teacher_share",
+        "proportion",
+        Reduction.TIME_MEAN,
+        "of the steps' time: the teachers' layers, on the first device",
+    ),
+    Metric(
+        "loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; only where there are some", int
+    ),
+    Metric(
+        "gap_closed",
+        "proportion",
+        Reduction.LAST,
+        "of held-out kd_loss before the first step: what is gone of it; left "
+        "out while loss, teacher or held-out set are others",
+    ),
+    Metric(
+        "peak_memory_gib",
+        "GiB",
+        Reduction.LAST,
+        "most memory that torch has had allocated on any GPU since the start",
+    ),
 )
 
 PER_TEACHER = (  # always with the teacher's name behind a slash
     Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of one of several teachers"),
-    Metric("num_aligned", "rows/step", Reduction.STEP_MEAN, "what a teacher is compared on: loss tokens or chunks of text"),
+    Metric(
+        "num_aligned",
+        "rows/step",
+        Reduction.STEP_MEAN,
+        "what a teacher is compared on: loss tokens or chunks of text",
+    ),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS + PER_TEACHER}
@@ -80,7 +123,10 @@ class IntervalAverager:
         self._weights: dict[str, float] = {}
 
     def add(
-        self, token_sums: Mapping[str, float], row_sums: Mapping[str, tuple[float, float]] | None = None, **values: float
+        self,
+        token_sums: Mapping[str, float],
+        row_sums: Mapping[str, tuple[float, float]] | None = None,
+        **values: float,
     ) -> None:
         """Add one step.
 

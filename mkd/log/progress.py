@@ -61,7 +61,9 @@ def evaluation_line(record: Mapping[str, float]) -> str:
 def _losses(record: Mapping[str, float]) -> dict[str, float]:
     """Loss values by label, then one `kd loss/<teacher>` for each teacher of several."""
     losses = {label: record[key] for label, key in LOSS_FIELDS.items() if key in record}
-    per_teacher = {key.replace("_", " ", 1): value for key, value in record.items() if key.startswith("kd_loss/")}
+    per_teacher = {
+        key.replace("_", " ", 1): value for key, value in record.items() if key.startswith("kd_loss/")
+    }
     return losses | per_teacher
 
 

@@ -21,7 +21,9 @@ class WandbWriter:
     W&B forgets nothing: steps that a resumed run makes again are in the curves twice, with the same values.
     """
 
-    def __init__(self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False):
+    def __init__(
+        self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False
+    ):
         """`settings` become the run's configuration. A run that `resumes` goes on with the curves of the one in the folder.
 
         Raises UsageError when wandb is not installed or does not start.
@@ -48,14 +50,20 @@ class WandbWriter:
             )
         except Exception as error:  # its own errors share no class, and none of them is mkd's
             what = f"W&B did not start: {_first_line(error)}"
-            raise UsageError(what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out") from error
+            raise UsageError(
+                what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
+            ) from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
         split = record.get("split", "train")
-        values = {f"{split}/{key}": value for key, value in record.items() if key not in ("iteration", "split")}
-        finite = {key: value for key, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+        values = {
+            f"{split}/{key}": value for key, value in record.items() if key not in ("iteration", "split")
+        }
+        finite = {
+            key: value for key, value in values.items() if isinstance(value, str) or math.isfinite(value)
+        }
         self._run.log({"iteration": record["iteration"], **finite})
 
     def truncate_after(self, iteration: int) -> None:

@@ -35,7 +35,10 @@ class Writer(Protocol):
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
     """Writers that are asked for and cannot work: to be known at the start, on every rank, before anything is loaded."""
-    wanted = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
+    wanted = {
+        "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
+        "wandb": ("--wandb-project", log.wandb_project),
+    }
     return [
         UsageError(
             f"{flag} is set and {package} is not installed",
@@ -145,7 +148,9 @@ class MetricLogger:
                 writer.write(record)
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
-            raise MkdError(what, "a run whose figures are lost cannot be judged", "make room, and start it again") from error
+            raise MkdError(
+                what, "a run whose figures are lost cannot be judged", "make room, and start it again"
+            ) from error
 
     def truncate_after(self, iteration: int) -> None:
         for writer in self.writers:

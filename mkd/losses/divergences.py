@@ -33,7 +33,9 @@ class Divergence(Protocol):
 
     def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]: ...
 
-    def merge(self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser) -> tuple[Tensor, Tensor | None]:
+    def merge(
+        self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser
+    ) -> tuple[Tensor, Tensor | None]:
         """(value [n], residual) of the whole vocabulary from every shard's cross terms, [tp, n] each."""
         ...
 
@@ -45,7 +47,9 @@ class Divergence(Protocol):
         """(value [n], residual) from the summed terms."""
         ...
 
-    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+    def gradient(
+        self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
+    ) -> Tensor:
         """dD/da on the columns of a shard, [n, c], a new tensor; leaves p_s [n, c]."""
         ...
 
@@ -76,7 +80,9 @@ class KLMixture:
             crosses["forward_cross"] = difference.mul_(teacher.probabilities).sum(dim=1)
         return {name: crosses[name] for name in self.cross_names}
 
-    def merge(self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser) -> tuple[Tensor, Tensor | None]:
+    def merge(
+        self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser
+    ) -> tuple[Tensor, Tensor | None]:
         """KL(p_t || p_s) = C_t / S_t - ln S_t + ln S_s, and the other way round.
 
         A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging model.
@@ -92,7 +98,9 @@ class KLMixture:
             value = value + self.reverse * residual
         return value.clamp(min=0.0), residual  # rounding alone makes it negative
 
-    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+    def gradient(
+        self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
+    ) -> Tensor:
         """forward (p_s - p_t) + reverse p_s (ln p_s - ln p_t - KL(p_s || p_t))."""
         result = None
         if self.forward:
@@ -132,7 +140,9 @@ class JensenShannon:
         terms = terms.clamp(min=0.0)  # rounding alone makes them negative
         return self.beta * terms[0] + (1.0 - self.beta) * terms[1], terms[1]
 
-    def gradient(self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None) -> Tensor:
+    def gradient(
+        self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
+    ) -> Tensor:
         """(1 - beta) p_s (ln p_s - ln Q - KL(p_s || Q))."""
         log_p_s = student.log_probabilities()
         log_q = self._log_mixture(log_p_s, teacher.log_probabilities())

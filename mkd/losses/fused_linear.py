@@ -31,7 +31,9 @@ from mkd.plan.head import head_chunk_rows
 def fused_linear_kd(
     student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
     student_weight: Tensor,  # [w, h_s] this rank's rows of the padded LM head
-    teacher_hidden: Tensor | Sequence[Tensor] | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
+    teacher_hidden: Tensor
+    | Sequence[Tensor]
+    | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
     teacher_weight: Tensor | Sequence[Tensor] | None,  # [w, h_t]
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
@@ -69,21 +71,34 @@ def fused_linear_kd(
     `sequence_parallel`, else an all-reduce in backward. In evaluation (no_grad) it stops after the statistics.
     """
     objective = KDObjective.of(
-        student_vocab_size, teacher_vocab_size, kd_ratio, temperature, temperature_scaling, divergence, jsd_beta,
-        mixed_kl_weight, with_ce_metric,
-    )  # fmt: skip
+        student_vocab_size,
+        teacher_vocab_size,
+        kd_ratio,
+        temperature,
+        temperature_scaling,
+        divergence,
+        jsd_beta,
+        mixed_kl_weight,
+        with_ce_metric,
+    )
     objective.require_teacher(None not in (teacher_hidden, teacher_weight, teacher_vocab_size))
     rows = labels.shape[0] if loss_rows is None else loss_rows.shape[0]
     shard = VocabShard.of_group(student_weight.shape[0], tp_group, objective)
     dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
     chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
-    head = _Head(objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype)
+    head = _Head(
+        objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype
+    )
     student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)
     teachers: list[tuple[Tensor, Tensor]] = []
     if objective.uses_teacher:
         teachers = _whole_teachers(teacher_hidden, teacher_weight, tp_group, sequence_parallel)
-        assert [len(weight) for _, weight in teachers] == [len(student_weight)] * len(teacher_shares), "heads of one width"
-    assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, "hidden states, labels and mask are of one row"
+        assert [len(weight) for _, weight in teachers] == [len(student_weight)] * len(teacher_shares), (
+            "heads of one width"
+        )
+    assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, (
+        "hidden states, labels and mask are of one row"
+    )
     tensors = student_hidden, student_weight, labels, loss_mask.to(compute_dtype(student_hidden)), loss_rows
     loss, sums = _FusedLinearKD.apply(*tensors, teachers, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
@@ -136,7 +151,9 @@ class _Head:
             return next(logits, None)
         return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
 
-    def row_losses(self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor) -> MergedStatistics:
+    def row_losses(
+        self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor
+    ) -> MergedStatistics:
         return row_losses(student, teacher, labels, mask, self.shard, self.objective, self.tp_group)
 
     def logit_gradient(
@@ -170,7 +187,9 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
         self.weight = weight
-        self.in_main_grad = into_main_grad and weight.requires_grad and getattr(weight, "main_grad", None) is not None
+        self.in_main_grad = (
+            into_main_grad and weight.requires_grad and getattr(weight, "main_grad", None) is not None
+        )
         self.hidden = (torch.zeros_like if compacted else torch.empty_like)(hidden)
         self.of_weight = None
         if self.in_main_grad:
@@ -199,7 +218,9 @@ class HeadGradients:
         if not self.in_main_grad:
             return self.of_weight
         if getattr(self.weight, "zero_out_wgrad", False):
-            return torch.zeros_like(self.weight)  # tied: the embedding's own gradient comes on top, DDP adds the sum
+            return torch.zeros_like(
+                self.weight
+            )  # tied: the embedding's own gradient comes on top, DDP adds the sum
         self.weight.grad_added_to_main_grad = True  # so DDP does not look at the values
         return torch.empty_like(self.weight)
 

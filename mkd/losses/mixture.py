@@ -13,7 +13,9 @@ from mkd.losses.softmax import compute_dtype
 
 
 def mixture_logits(
-    logits: Iterable[Tensor],  # each [n, w], this rank's columns; overwritten where they have the compute dtype
+    logits: Iterable[
+        Tensor
+    ],  # each [n, w], this rank's columns; overwritten where they have the compute dtype
     shares: Sequence[float],  # adding up to 1
     temperature: float,
     real: int,  # the first so many columns of this rank are ids that all models have

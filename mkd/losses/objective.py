@@ -29,9 +29,13 @@ class KDOutput:
     loss: Tensor
     ce: Tensor | None  # student's cross entropy over its real vocabulary, T = 1, nats
     kd: Tensor | None  # divergence over the shared ids, times the temperature scaling
-    teacher_ce: Tensor | None  # teacher's cross entropy over the shared ids, T = 1, nats; inf if it lacks a label
+    teacher_ce: (
+        Tensor | None
+    )  # teacher's cross entropy over the shared ids, T = 1, nats; inf if it lacks a label
     teacher_entropy: Tensor | None  # teacher's entropy over the shared ids, T = 1, nats
-    top1_agreement: Tensor | None  # rows where the teacher's first maximum is a maximum of the student, shared ids
+    top1_agreement: (
+        Tensor | None
+    )  # rows where the teacher's first maximum is a maximum of the student, shared ids
     num_loss_tokens: Tensor  # int64, rows with a non-zero mask
 
 
@@ -49,7 +53,9 @@ class KDObjective:
     with_ce_metric: bool
     student_vocab_size: int  # real rows; ids beyond are padding
     teacher_vocab_size: int  # real rows; not read when kd_ratio is 0
-    jsd_beta: float = 0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
+    jsd_beta: float = (
+        0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
+    )
     mixed_kl_weight: float = 0.5  # weight of the forward KL in `mixed_kl`; the reverse KL has the rest
 
     @classmethod
@@ -128,7 +134,9 @@ class KDObjective:
     @property
     def ce_reads_kd_softmax(self) -> bool:
         """Whether CE and KD need one and the same softmax of the student: same temperature, same columns."""
-        return self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
+        return (
+            self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
+        )
 
     @cached_property
     def statistic_names(self) -> tuple[str, ...]:

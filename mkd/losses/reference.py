@@ -45,7 +45,9 @@ def dense_kd(
     rows_kd = _divergence(divergence, log_p_s, log_p_t, jsd_beta, mixed_kl_weight)
     kd = scale * (weight * rows_kd).sum()
     log_p = teacher.log_softmax(dim=1)
-    agree = student.gather(1, teacher.argmax(dim=1, keepdim=True)).squeeze(1) == student[:, :shared].amax(dim=1)
+    agree = student.gather(1, teacher.argmax(dim=1, keepdim=True)).squeeze(1) == student[:, :shared].amax(
+        dim=1
+    )
     return KDOutput(
         loss=(1 - kd_ratio) * ce + kd_ratio * kd,
         ce=ce.detach(),
@@ -57,7 +59,9 @@ def dense_kd(
     )
 
 
-def _divergence(name: str, log_p_s: Tensor, log_p_t: Tensor, jsd_beta: float, mixed_kl_weight: float) -> Tensor:
+def _divergence(
+    name: str, log_p_s: Tensor, log_p_t: Tensor, jsd_beta: float, mixed_kl_weight: float
+) -> Tensor:
     """[n], from log-probabilities [n, v]."""
     forward, reverse = _kl(log_p_t, log_p_s), _kl(log_p_s, log_p_t)
     if name == "jsd" and 0.0 < jsd_beta < 1.0:

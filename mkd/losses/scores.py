@@ -37,7 +37,8 @@ def token_scores(
     vocab_size: int | None = None,  # the first so many columns of all ranks are real ...
     real: Tensor | None = None,  # ... or [w] bool: those of this rank that are
     sequence_parallel: bool = False,
-    exchange: Callable[[Tensor], Tensor] | None = None,  # [t, h] -> [t', h], rows of other context-parallel ranks
+    exchange: Callable[[Tensor], Tensor]
+    | None = None,  # [t, h] -> [t', h], rows of other context-parallel ranks
 ) -> TokenScores:
     """Hidden states x a vocabulary-parallel LM head, chunk by chunk.
 
@@ -57,12 +58,16 @@ def token_scores(
     parts = []
     for start in range(0, max(len(rows), 1), size):
         chunk = slice(start, start + size)
-        logits = head_logits(hidden[rows[chunk]], weight, compute_dtype(hidden)).masked_fill_(~real, -torch.inf)
+        logits = head_logits(hidden[rows[chunk]], weight, compute_dtype(hidden)).masked_fill_(
+            ~real, -torch.inf
+        )
         parts.append(_scores(logits, labels[chunk] - first, tp_group))
     return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _scores(logits: Tensor, columns: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(
+    logits: Tensor, columns: Tensor, tp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """[n, w] (overwritten), label's column on this rank or beyond its borders -> ln p(label), entropy, ln of the highest p."""
     is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
     highest = logits.amax(dim=1)

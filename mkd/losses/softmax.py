@@ -45,7 +45,9 @@ class ShardSoftmax:
     def of(cls, logits: Tensor, temperature: float) -> ShardSoftmax:
         probabilities = local_softmax(logits, temperature)
         # The largest term of the sum is exp(0) = 1, hence the sum is 1 / the largest probability.
-        return cls(logits, temperature, probabilities, logits.amax(dim=1), probabilities.amax(dim=1).reciprocal())
+        return cls(
+            logits, temperature, probabilities, logits.amax(dim=1), probabilities.amax(dim=1).reciprocal()
+        )
 
     def centred(self) -> Tensor:
         """(logits - maximum) / temperature, [n, c], a new tensor."""
@@ -93,7 +95,9 @@ class RowSoftmax:
     share: Tensor | None  # probability mass of this shard; None: all of it, or never asked for
 
     def rows(self, rows: slice) -> RowSoftmax:
-        return RowSoftmax(self.maximum[rows], self.log_sum[rows], None if self.share is None else self.share[rows])
+        return RowSoftmax(
+            self.maximum[rows], self.log_sum[rows], None if self.share is None else self.share[rows]
+        )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ class MergedStatistics:
     top1_agreement: Tensor | None = None  # 0 or 1
     student: RowSoftmax | None = None  # at the objective's temperature, over the shared ids
     teacher: RowSoftmax | None = None
-    student_plain: RowSoftmax | None = None  # at T = 1, over the student's ids: the softmax of the cross entropy
+    student_plain: RowSoftmax | None = (
+        None  # at T = 1, over the student's ids: the softmax of the cross entropy
+    )
 
     def rows(self, rows: slice) -> MergedStatistics:
         def cut(value):

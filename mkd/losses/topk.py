@@ -29,19 +29,23 @@ from mkd.losses.torch_rows import row_chunks
 
 def vocab_parallel_topk_kd(
     student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
-    teacher_ids: Tensor | None,  # [..., k] int32/int64, distinct global ids below both real sizes; not read at kd_ratio 0
-    teacher_logprobs: Tensor | None,  # [..., k] float, the teacher's log-probabilities of these ids at `temperature`
+    teacher_ids: Tensor
+    | None,  # [..., k] int32/int64, distinct global ids below both real sizes; not read at kd_ratio 0
+    teacher_logprobs: Tensor
+    | None,  # [..., k] float, the teacher's log-probabilities of these ids at `temperature`
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
     student_vocab_size: int,
-    teacher_vocab_size: int | None = None,  # ids that the log-probabilities are normalised over; None: the student's
+    teacher_vocab_size: int
+    | None = None,  # ids that the log-probabilities are normalised over; None: the student's
     kd_ratio: float = 0.5,
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
     with_ce_metric: bool = False,
-    teacher_metrics: Tensor | None = None,  # [..., 2] float, the teacher's cross entropy and entropy, to be summed
+    teacher_metrics: Tensor
+    | None = None,  # [..., 2] float, the teacher's cross entropy and entropy, to be summed
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
     """The contract of `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and all other shared ids.
@@ -76,8 +80,14 @@ def vocab_parallel_topk_kd(
         tp_group,
         overwrite_student_logits,
     )
-    metrics = (None, None) if teacher_metrics is None else teacher_metrics.reshape(-1, 2).to(mask.dtype).unbind(dim=1)
-    return KDOutput(loss=loss, teacher_ce=_total(metrics[0], mask), teacher_entropy=_total(metrics[1], mask), **sums)
+    metrics = (
+        (None, None)
+        if teacher_metrics is None
+        else teacher_metrics.reshape(-1, 2).to(mask.dtype).unbind(dim=1)
+    )
+    return KDOutput(
+        loss=loss, teacher_ce=_total(metrics[0], mask), teacher_entropy=_total(metrics[1], mask), **sums
+    )
 
 
 def _teacher_rows(
@@ -92,7 +102,11 @@ def _teacher_rows(
             "the divergence compares the student with the teacher",
             "give the loss a teacher, or set kd-ratio to 0",
         )
-    assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (tuple(ids.shape), tuple(logprobs.shape), tuple(rows))
+    assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (
+        tuple(ids.shape),
+        tuple(logprobs.shape),
+        tuple(rows),
+    )
     assert 0 < ids.shape[-1] <= objective.num_shared_ids, "more ids than both models have"
     return ids.reshape(-1, ids.shape[-1]), logprobs.reshape(-1, ids.shape[-1])
 
@@ -149,10 +163,14 @@ class _VocabParallelTopKKD(torch.autograd.Function):
             if objective.uses_teacher:
                 teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
                 weight = row_weight[rows] * (ratio * objective.scale)
-                kd = kd_gradient(student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight, shard, objective)
+                kd = kd_gradient(
+                    student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight, shard, objective
+                )
                 chunk[:, : kd.shape[1]] += kd
             if objective.uses_ce:
-                ce = ce_gradient(student[rows], labels[rows], ctx.ce, rows, row_weight[rows] * (1.0 - ratio), shard)
+                ce = ce_gradient(
+                    student[rows], labels[rows], ctx.ce, rows, row_weight[rows] * (1.0 - ratio), shard
+                )
                 chunk[:, : ce.shape[1]] += ce
             # A weight of zero is not enough: a masked row may hold NaN.
             result[rows] = chunk.masked_fill_(no_loss[rows], 0.0)

@@ -102,7 +102,9 @@ def merge_kd(gathered: dict[str, Tensor], objective: KDObjective) -> MergedTopK:
     value = cross + gathered["own_mass"].sum(dim=0) * (log_sum - set_shift)
     value = value + torch.where(teacher_rest > 0, teacher_rest * (teacher_rest.log() - log_rest), 0.0)
     return MergedTopK(
-        value=value.clamp(min=0.0),  # removes the sign of rounding where both models agree; exact values are not below 0
+        value=value.clamp(
+            min=0.0
+        ),  # removes the sign of rounding where both models agree; exact values are not below 0
         top1_agreement=(gathered["student_at_teacher_top"].amax(dim=0) == maximum).to(value.dtype),
         set_maximum=in_set.maximum,
         set_log_norm=log_sum - set_shift,
@@ -171,6 +173,8 @@ def _locate(ids: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
 
 def _with_spare_column(logits: Tensor) -> Tensor:
     """A copy [n, c + 1] in the compute dtype; the last column is for scattering what belongs to other shards."""
-    copy = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits), device=logits.device)
+    copy = torch.zeros(
+        logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits), device=logits.device
+    )
     copy[:, :-1] = logits
     return copy

@@ -82,7 +82,13 @@ def write_gradient(
     no_loss = loss_mask == 0
     for rows in row_chunks(student):
         chunk = _gradient(
-            student[rows], _rows(teacher, rows), labels[rows], merged.rows(rows), row_weight[rows], shard, objective
+            student[rows],
+            _rows(teacher, rows),
+            labels[rows],
+            merged.rows(rows),
+            row_weight[rows],
+            shard,
+            objective,
         )
         # A weight of zero is not enough: a masked row may hold NaN.
         result[rows, : chunk.shape[1]] = clear_rows(chunk, no_loss[rows])
@@ -159,7 +165,9 @@ def first_maximum(logits: Tensor) -> Tensor:
     if whole < columns:
         largest.append(logits[:, whole:].amax(dim=1, keepdim=True))
     start = torch.cat(largest, dim=1).argmax(dim=1, keepdim=True) * block
-    start.clamp_(max=columns - block)  # the last block may be short: what comes before it in the window is smaller
+    start.clamp_(
+        max=columns - block
+    )  # the last block may be short: what comes before it in the window is smaller
     window = logits.gather(1, start + torch.arange(block, device=logits.device))
     return start + window.argmax(dim=1, keepdim=True)
 
@@ -198,7 +206,9 @@ def _gradient(
         result = objective.rule.gradient(own, target, probabilities, merged.residual).mul_(weight[:, None])
     if objective.uses_ce and shard.student:
         if not objective.ce_reads_kd_softmax:
-            probabilities = ShardRows(real_columns(student, shard.student), 1.0, merged.student_plain).probabilities()
+            probabilities = ShardRows(
+                real_columns(student, shard.student), 1.0, merged.student_plain
+            ).probabilities()
         ce = _ce_gradient(probabilities, labels, shard, row_weight * (1.0 - objective.kd_ratio))
         if result is not None:
             ce[:, : shard.shared].add_(result)

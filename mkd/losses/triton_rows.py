@@ -23,7 +23,15 @@ GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 MERGE_BLOCK = 128  # rows
 
 MERGED = (
-    *("student_max", "student_log_sum", "teacher_max", "teacher_log_sum", "residual", "plain_max", "plain_log_sum"),
+    *(
+        "student_max",
+        "student_log_sum",
+        "teacher_max",
+        "teacher_log_sum",
+        "residual",
+        "plain_max",
+        "plain_log_sum",
+    ),
     *("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement"),
 )
 """Rows of what `merge_kernel` writes."""
@@ -73,7 +81,15 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
     weights = (rule.forward, rule.reverse) if isinstance(rule, KLMixture) else (0.0, 0.0)
     if n:
         merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
-            gathered, result, k, n, 1.0 / objective.temperature, *weights, **_switches(objective), TP=tp, BLOCK=MERGE_BLOCK
+            gathered,
+            result,
+            k,
+            n,
+            1.0 / objective.temperature,
+            *weights,
+            **_switches(objective),
+            TP=tp,
+            BLOCK=MERGE_BLOCK,
         )
     row = dict(zip(MERGED, result.unbind(), strict=True))
     kd = ce = {}
@@ -101,7 +117,12 @@ def _switches(objective: KDObjective) -> dict[str, bool]:
 
 
 def divergence_terms(
-    student: Tensor, teacher: Tensor, loss_mask: Tensor, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
+    student: Tensor,
+    teacher: Tensor,
+    loss_mask: Tensor,
+    merged: MergedStatistics,
+    shard: VocabShard,
+    objective: KDObjective,
 ) -> Tensor:
     """As `torch_rows.divergence_terms`, of the Jensen-Shannon divergence; rows of mask 0 hold zeros."""
     n = student.shape[0]

@@ -56,9 +56,16 @@ def vocab_parallel_kd(
     Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
     """
     objective = KDObjective.of(
-        student_vocab_size, teacher_vocab_size, kd_ratio, temperature, temperature_scaling, divergence, jsd_beta,
-        mixed_kl_weight, with_ce_metric,
-    )  # fmt: skip
+        student_vocab_size,
+        teacher_vocab_size,
+        kd_ratio,
+        temperature,
+        temperature_scaling,
+        divergence,
+        jsd_beta,
+        mixed_kl_weight,
+        with_ce_metric,
+    )
     objective.require_teacher(None not in (teacher_logits, teacher_vocab_size))
     teacher = teacher_logits if objective.uses_teacher else None
     _check_shapes(student_logits, teacher, labels, loss_mask)
@@ -78,7 +85,9 @@ def vocab_parallel_kd(
 
 def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_mask: Tensor) -> None:
     rows = student.shape[:-1]
-    assert labels.shape == rows, f"labels {tuple(labels.shape)} do not fit student logits {tuple(student.shape)}"
+    assert labels.shape == rows, (
+        f"labels {tuple(labels.shape)} do not fit student logits {tuple(student.shape)}"
+    )
     assert loss_mask.shape == rows, f"loss_mask {tuple(loss_mask.shape)} does not fit {tuple(student.shape)}"
     if teacher is not None:
         assert teacher.shape == student.shape, (

@@ -51,7 +51,9 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments,
     ) -> Tensor:  # [t, heads * d]
-        assert attention_mask is None and attention_bias is None, "packs carry their structure in packed_seq_params"
+        assert attention_mask is None and attention_bias is None, (
+            "packs carry their structure in packed_seq_params"
+        )
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         spans = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
         if self.cp_size > 1:
@@ -59,9 +61,13 @@ class PackedAttention(nn.Module):
         queries = query.split([span // self.cp_size for span in spans])
         # Of no rows, but part of the graph: a rank that holds only padding must join the reduction in backward.
         outputs = [tensor[:0].reshape(0, *query.shape[1:]) for tensor in (key, value)]
-        for length, span, q, k, v in zip(lengths, spans, queries, key.split(spans), value.split(spans), strict=True):
+        for length, span, q, k, v in zip(
+            lengths, spans, queries, key.split(spans), value.split(spans), strict=True
+        ):
             parts = document_parts(span, self.cp_rank, self.cp_size)
-            for (first, last), part in zip(parts, q.split([last - first for first, last in parts]), strict=True):
+            for (first, last), part in zip(
+                parts, q.split([last - first for first, last in parts]), strict=True
+            ):
                 end = max(first, min(last, length))  # of the part's real tokens
                 attended = self._attend(part[: end - first], k[:end], v[:end])
                 outputs.append(F.pad(attended, (0, 0, 0, 0, 0, last - end)))
@@ -83,7 +89,9 @@ class PackedAttention(nn.Module):
         if n == 0:
             return query
         masked = n < m or (self.window is not None and m > self.window)
-        if query.is_cuda and (masked or query.dtype == torch.float32):  # kernels for these take no groups of heads
+        if query.is_cuda and (
+            masked or query.dtype == torch.float32
+        ):  # kernels for these take no groups of heads
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         with sdpa_kernel(SDPBackend.MATH) if self.deterministic else nullcontext():
             output = F.scaled_dot_product_attention(

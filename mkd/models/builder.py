@@ -21,7 +21,9 @@ def build_chunks(
 ) -> list[LanguageModel]:
     """One chunk per virtual stage of this rank, weights uninitialised. Collective: all ranks build in the same order."""
     return [
-        LanguageModel(shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size)
+        LanguageModel(
+            shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size
+        )
         for stage in range(context.virtual_stages)
     ]
 
@@ -30,7 +32,10 @@ def join_stages(
     students: Sequence[LanguageModel], teachers: Sequence[Sequence[LanguageModel]] = ()
 ) -> list[DistillationStage]:
     """Join the chunks of the student and of each teacher, virtual stage by virtual stage."""
-    return [DistillationStage(student, [chunks[stage] for chunks in teachers]) for stage, student in enumerate(students)]
+    return [
+        DistillationStage(student, [chunks[stage] for chunks in teachers])
+        for stage, student in enumerate(students)
+    ]
 
 
 def common_padded_vocab_size(shapes: Sequence[ModelShape], tensor_parallel: int) -> int:

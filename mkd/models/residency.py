@@ -19,7 +19,9 @@ class _Slot:
 
     buffer: Tensor  # [bytes of the largest layer] uint8
     layer: _Layer | None = None  # whose weights it holds, or will hold once `loaded` has happened
-    loaded: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # looked up late: the CPU has its own
+    loaded: torch.cuda.Event = field(
+        default_factory=lambda: torch.cuda.Event()
+    )  # looked up late: the CPU has its own
     free: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # its layer has computed
 
 
@@ -65,14 +67,20 @@ class HostResidency:
     def __init__(self, chunks: Sequence[LanguageModel], device: torch.device):
         # With fp8, Transformer Engine keeps converted weights of its own, of whatever was in the buffer at first.
         assert not any(chunk.config.fp8 for chunk in chunks), "fp8 weights cannot be streamed from the host"
-        layers = [[_Layer.moved_to_host(module, device) for module in chunk.decoder.layers] for chunk in chunks]
+        layers = [
+            [_Layer.moved_to_host(module, device) for module in chunk.decoder.layers] for chunk in chunks
+        ]
         sizes = [layer.host.nbytes for own in layers for layer in own]
         torch.cuda.empty_cache()
         self.host_bytes = sum(sizes)
-        self._slots = [_Slot(torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)) for _ in range(2)]
+        self._slots = [
+            _Slot(torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)) for _ in range(2)
+        ]
         self._latest = self._slots[0]  # holds the layer that runs, or ran last
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the memory of the slots may just have been in use
+        self._stream.wait_stream(
+            torch.cuda.current_stream(device)
+        )  # the memory of the slots may just have been in use
         for chunk, own in zip(chunks, layers, strict=True):
             for module, layer, following in zip(chunk.decoder.layers, own, own[1:] + own[:1], strict=True):
                 layer.on_device = {slot: packed_views(slot.buffer, layer.parameters) for slot in self._slots}

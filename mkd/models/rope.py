@@ -49,7 +49,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.rope = rope
         self.short = inverse_frequencies(rope).to(device)
-        self.long = inverse_frequencies(rope, long_context=True).to(device) if rope.kind == "longrope" else None
+        self.long = (
+            inverse_frequencies(rope, long_context=True).to(device) if rope.kind == "longrope" else None
+        )
 
     def forward(self, packed: PackedDocuments) -> Tensor:
         """Angles in radians, fp32 [n, 1, 1, rotary_dim].

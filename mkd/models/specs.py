@@ -32,7 +32,9 @@ def block_spec(
         if packed_attention:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[local_layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm
+    )
 
 
 def local_layer_spec(qk_norm: bool) -> ModuleSpec:
@@ -49,7 +51,9 @@ def local_layer_spec(qk_norm: bool) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -66,7 +66,11 @@ class DistillationStage(MegatronModule):
         the last norm, before the head).
         """
         riders = []
-        timed = self.teacher_time.running(student.tokens.device) if self.teachers and self.training else nullcontext()
+        timed = (
+            self.teacher_time.running(student.tokens.device)
+            if self.teachers and self.training
+            else nullcontext()
+        )
         with torch.no_grad(), timed:
             for teacher, own in zip(self.teachers, teachers, strict=True):
                 riders.append(_run(teacher, own or student))

@@ -71,7 +71,8 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        apply_rope_fusion=context.platform.transformer_engine and shape.rope.kind != "longrope",  # see rope.py
+        apply_rope_fusion=context.platform.transformer_engine
+        and shape.rope.kind != "longrope",  # see rope.py
         masked_softmax_fusion=False,
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,

@@ -50,7 +50,13 @@ class CrashCounter:
                 f"delete {path}",
             )
         counter = cls(path)
-        counter._open({"crashed_in": crash and crash["step"], "times": crash["times"] if crash else 0, "settings": settings})
+        counter._open(
+            {
+                "crashed_in": crash and crash["step"],
+                "times": crash["times"] if crash else 0,
+                "settings": settings,
+            }
+        )
         return counter
 
     def reached(self, step: int) -> None:
@@ -80,7 +86,8 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
         return CrashCounter()
     save = Path(config.checkpoint.save)
     counter = on_rank_0(
-        lambda: CrashCounter.start(save, config), lambda error: CheckpointError(f"cannot write to {save}: {error}")
+        lambda: CrashCounter.start(save, config),
+        lambda error: CheckpointError(f"cannot write to {save}: {error}"),
     )
     return counter or CrashCounter()
 

@@ -34,7 +34,9 @@ class Written:
     @property
     def existing(self) -> Path:
         """The folder, or what there is of its path."""
-        return next(path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path))
+        return next(
+            path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path)
+        )
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
@@ -43,7 +45,9 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     if checkpoint.save:
         count = checkpoints_to_come(config)
         size = count * checkpoint_bytes(student, bf16) if student else 0
-        yield Written("a checkpoint" if count < 2 else f"{count} checkpoints", "--save", Path(checkpoint.save), size)
+        yield Written(
+            "a checkpoint" if count < 2 else f"{count} checkpoints", "--save", Path(checkpoint.save), size
+        )
     if checkpoint.export_hf:
         size = weight_bytes(student, bf16) if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
@@ -53,7 +57,9 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
         yield Written("TensorBoard events", "--tensorboard-dir", Path(log.tensorboard_dir))
     cache = cache_folder(config)
     raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
-    new_bytes = sum(path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx")))
+    new_bytes = sum(
+        path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))
+    )
     if new_bytes:
         flag = "--data-cache-path" if config.data.data_cache_path else log_flag
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
@@ -82,7 +88,11 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:
         return []
-    flag = "--keep-checkpoints N" if checkpoint.save_retain_interval is None else "a larger --save-retain-interval"
+    flag = (
+        "--keep-checkpoints N"
+        if checkpoint.save_retain_interval is None
+        else "a larger --save-retain-interval"
+    )
     return [
         f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in all; its "
         f"disk has {_size(free)} left: give {flag}, or remove some as they come"

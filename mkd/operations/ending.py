@@ -30,6 +30,11 @@ class Ending:
                 if error is None:
                     error = first = found
                 else:
-                    print("while the run ended:", "".join(traceback.format_exception(found)), file=sys.stderr, flush=True)
+                    print(
+                        "while the run ended:",
+                        "".join(traceback.format_exception(found)),
+                        file=sys.stderr,
+                        flush=True,
+                    )
         if first is not None:
             raise first

@@ -20,7 +20,13 @@ from mkd.operations.meeting import Meeting, Problem
 PATIENCE_S = 60.0  # of a rank that cannot start, for the others to say what keeps them
 WAIT_S = 2.0  # for the report of a peer that has failed first
 POLL_S = 0.1
-GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # in RuntimeErrors
+GLOO_WORDS = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+)  # in RuntimeErrors
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class FailureReports:
             draft.write_text(json.dumps(asdict(failure)) + "\n" + details, encoding="utf-8")
             os.replace(draft, self.path(self.rank))
         except OSError as error:  # the disk may be what has failed
-            print(f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}", file=sys.stderr, flush=True
+            )
 
     def of_peers(self) -> list[Failure]:
         """What other ranks have reported, the first failure first. Nothing before all have joined."""
@@ -72,7 +80,11 @@ class FailureReports:
             names = os.listdir(self.folder)  # one look, and no file is opened while all is well
         except OSError:
             return []
-        found = [self._read(rank) for rank in range(self.world_size) if rank != self.rank and self.path(rank).name in names]
+        found = [
+            self._read(rank)
+            for rank in range(self.world_size)
+            if rank != self.rank and self.path(rank).name in names
+        ]
         return sorted((one for one in found if one and one.run == self.run), key=lambda one: one.time)
 
     def wait_for_peer(self) -> Failure | None:
@@ -115,7 +127,9 @@ def end_of_rank(error: Exception, reports: FailureReports, meeting: Meeting) -> 
 def _end_before_meeting(error: Exception, meeting: Meeting) -> int:
     """Flags, data or a disk: what several ranks have met alike, as they mostly do, only the first of them says."""
     details, rank = traceback_of(error), meeting.rank
-    own = Problem(exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details)
+    own = Problem(
+        exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
+    )
     if rank == 0:
         _say(_own_words(error, details, rank))
     try:

@@ -32,7 +32,9 @@ class PeerCannotStart(MkdError):
     on_all_ranks = True
 
     def __init__(self, rank: int, problem: Problem):
-        super().__init__(f"stopped because rank {rank} cannot start: {problem.what}", do="see what that rank says")
+        super().__init__(
+            f"stopped because rank {rank} cannot start: {problem.what}", do="see what that rank says"
+        )
         self.exit_code = problem.exit_code
 
 

@@ -28,7 +28,11 @@ def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
         beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
         if beyond:
             what = f"--profile-ranks {' '.join(beyond)} do not exist"
-            problems.append(UsageError(what, f"the run has {world_size} processes", f"use ranks from 0 to {world_size - 1}"))
+            problems.append(
+                UsageError(
+                    what, f"the run has {world_size} processes", f"use ranks from 0 to {world_size - 1}"
+                )
+            )
     return problems
 
 

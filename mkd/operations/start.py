@@ -14,7 +14,9 @@ def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
 
     A --load that is --save may be empty: so it is at the first start of a job that its scheduler starts again and again.
     """
-    save, load = (Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load))
+    save, load = (
+        Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load)
+    )
     problems = []
     if load and not _is_same(load, save) and not holds_checkpoints(load):
         problems.append(

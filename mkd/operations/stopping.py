@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
 SAFETY = 1.5  # of the longest step and save so far: the next ones may take longer
-SAVE_BYTES_PER_S = 250e6  # that a save is trusted with before one was timed: one disk, or a file server that others use too
+SAVE_BYTES_PER_S = (
+    250e6  # that a save is trusted with before one was timed: one disk, or a file server that others use too
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,12 @@ class Stopper:
 
         Asked in every step before its update: one all-reduce MAX of four numbers, small enough not to be seen, for both.
         """
-        wishes = [self.signals.received, self._is_over(self._own_end()), self._is_over(self._slurm_end()), not is_finite]
+        wishes = [
+            self.signals.received,
+            self._is_over(self._own_end()),
+            self._is_over(self._slurm_end()),
+            not is_finite,
+        ]
         flags = torch.tensor(wishes, dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         number, own_time, slurm_time, some_non_finite = flags.tolist()

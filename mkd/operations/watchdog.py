@@ -76,7 +76,9 @@ class Watchdog:
         dist.all_gather_object(places, (process_space(), os.getpid(), uuid.uuid4().hex))
         self.reports.run = places[0][2]
         own = places[self.reports.rank]
-        others = {rank: place[1] for rank, place in enumerate(places) if place[0] == own[0] and place[1] != own[1]}
+        others = {
+            rank: place[1] for rank, place in enumerate(places) if place[0] == own[0] and place[1] != own[1]
+        }
         self._peers = others if Path("/proc/self/stat").exists() else {}
 
     def enter(self, phase: str, iteration: int) -> None:
@@ -129,17 +131,24 @@ class Watchdog:
             time.sleep(POLL_S / 5)
         others = {one.rank: one.what for one in self.reports.of_peers()} | {self.reports.rank: what}
         lines = [f"rank {self.reports.rank}: {what}", path.read_text(encoding="utf-8").partition("\n")[2]]
-        lines += [f"  rank {rank}: {others.get(rank, 'no answer: stopped, killed, or its machine is gone')}"
-                  for rank in range(self.reports.world_size)]  # fmt: skip
+        lines += [
+            f"  rank {rank}: {others.get(rank, 'no answer: stopped, killed, or its machine is gone')}"
+            for rank in range(self.reports.world_size)
+        ]
         lines.append(f"  the stacks of all ranks that answered are in {self.reports.folder}")
-        lines.append("  do:  look at a rank in another phase, or without an answer; if it was only slow, raise "
-                     "--distributed-timeout-minutes or --distributed-timeout-seconds-after-init")  # fmt: skip
+        lines.append(
+            "  do:  look at a rank in another phase, or without an answer; if it was only slow, raise "
+            "--distributed-timeout-minutes or --distributed-timeout-seconds-after-init"
+        )
         _end("\n".join(lines), 1)
 
     def _end_after(self, failures: list[Failure]) -> None:
         rank = self.reports.rank
         if failures:
-            _end(f"rank {rank}: {failures[0].describe()}\n  see {self.reports.path(failures[0].rank)}", failures[0].exit_code)
+            _end(
+                f"rank {rank}: {failures[0].describe()}\n  see {self.reports.path(failures[0].rank)}",
+                failures[0].exit_code,
+            )
         missing = ", ".join(map(str, self._missing_peers()))
         what = f"rank {missing} has ended without a word: it was killed, or the host ran out of memory"
         self.reports.write(what, "")

@@ -158,4 +158,6 @@ def join_process_group(platform: Platform, timeout: timedelta) -> None:
         device_id = platform.device if platform.is_cuda else None
         dist.init_process_group(platform.backend, timeout=timeout, device_id=device_id)
     else:
-        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )

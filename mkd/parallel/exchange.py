@@ -46,7 +46,9 @@ class _ExchangeRows(torch.autograd.Function):
         return result.to(gradient.dtype), None, None, None, None
 
 
-def _all_to_all(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(
+    rows: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
+) -> Tensor:
     received = rows.new_empty(sum(receive_counts), rows.shape[1])
     dist.all_to_all_single(received, rows, receive_counts, send_counts, group=group)
     return received

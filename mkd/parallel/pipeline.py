@@ -56,7 +56,9 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        rider_shapes: Sequence[tuple[int, ...]],  # each [t / cp (/ tp if sequence parallel), 1, h], of that teacher's tokens
+        rider_shapes: Sequence[
+            tuple[int, ...]
+        ],  # each [t / cp (/ tp if sequence parallel), 1, h], of that teacher's tokens
         rider_dtype: torch.dtype,
     ):
         super().__init__(pp_group, config)
@@ -77,7 +79,11 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
         riders_out = take_riders(tensor_send_next)
-        riders_in = [self._empty(shape, self.rider_dtype).requires_grad_(False) for shape in self.rider_shapes if recv_prev]
+        riders_in = [
+            self._empty(shape, self.rider_dtype).requires_grad_(False)
+            for shape in self.rider_shapes
+            if recv_prev
+        ]
         expected = 0 if tensor_send_next is None else len(self.rider_shapes)
         assert len(riders_out) == expected, "a forward activation left its stage without its riders"
         post = self._post_batched if self.config.batch_p2p_comm else self._post_single
@@ -119,7 +125,9 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
 
     def _post_single(self, *, send_prev, recv_prev, recv_riders, send_next, send_riders, recv_next):
         """Megatron's ordering of single requests (it alternates between even and odd ranks), the riders right behind."""
-        peers = dict(group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank)
+        peers = dict(
+            group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank
+        )
         posted = [
             p2p_communication._p2p_ops(
                 tensor_send_prev=send_prev,
@@ -141,7 +149,9 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
             )
         tensors = {"send_prev": (send_prev,), "send_next": (send_next, *send_riders)}
         return {
-            name: _Transfer([request[name] for request in posted if request.get(name) is not None], tensors.get(name, ()))
+            name: _Transfer(
+                [request[name] for request in posted if request.get(name) is not None], tensors.get(name, ())
+            )
             for name in posted[0]
         }
 

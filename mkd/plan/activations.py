@@ -33,7 +33,11 @@ class Activations:
     @property
     def tokens(self) -> int:
         """Of a micro-batch, on this context-parallel process."""
-        return self.config.training.micro_batch_size * self.seq_length // self.config.parallel.context_parallel_size
+        return (
+            self.config.training.micro_batch_size
+            * self.seq_length
+            // self.config.parallel.context_parallel_size
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -48,7 +52,9 @@ class Activations:
     @property
     def hidden_bytes(self) -> int:
         """One hidden state as it lies between layers, [t(/tp), h]."""
-        return self.full_hidden_bytes // (self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1)
+        return self.full_hidden_bytes // (
+            self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        )
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -60,7 +66,12 @@ class Activations:
     @property
     def _ffn_bytes(self) -> int:
         """[t, f] of one process."""
-        return self.tokens * self.shape.ffn_hidden_size // self.config.parallel.tensor_model_parallel_size * self.element
+        return (
+            self.tokens
+            * self.shape.ffn_hidden_size
+            // self.config.parallel.tensor_model_parallel_size
+            * self.element
+        )
 
     def layer_bytes(self) -> int:
         """What one decoder layer keeps until its backward.

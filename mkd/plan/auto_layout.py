@@ -63,7 +63,9 @@ def auto_layouts(
     of_ranks = balance_all(counts, layer_ms, joined)
     of_stages = [balance_all(totals, layer_ms, rank) for totals, rank in zip(of_ranks, ranks, strict=True)]
     in_order = [of_stages[stage % pipeline_parallel][stage // pipeline_parallel] for stage in range(stages)]
-    student, *teachers = (PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in zip(*in_order, strict=True))
+    student, *teachers = (
+        PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in zip(*in_order, strict=True)
+    )
     return student, tuple(teachers)
 
 
@@ -76,9 +78,14 @@ def balance_all(
     first, *others = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model]) or [None]
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
     for pair in [(0, first), *((other, None) for other in others)]:
-        counts, times = (tuple(0 if model is None else of[model] for model in pair) for of in (layers, layer_ms))
+        counts, times = (
+            tuple(0 if model is None else of[model] for model in pair) for of in (layers, layer_ms)
+        )
         split = balance(counts, times, bins)
-        bins = [replace(one, fixed_ms=one.fixed_ms + _load(given, times)) for one, given in zip(bins, split, strict=True)]
+        bins = [
+            replace(one, fixed_ms=one.fixed_ms + _load(given, times))
+            for one, given in zip(bins, split, strict=True)
+        ]
         columns |= dict(zip(pair, zip(*split, strict=True), strict=True))
     return list(zip(*(columns[model] for model in range(len(layers))), strict=True))
 
@@ -91,10 +98,14 @@ def balance(
 ) -> list[tuple[int, int]]:
     """(student layers, teacher layers) of each bin: the most even counts within `1 + tie` of the smallest largest time."""
     counts = [(student, teacher) for student in range(layers[0] + 1) for teacher in range(layers[1] + 1)]
-    times = sorted({fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts})
+    times = sorted(
+        {fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts}
+    )
     total_ms = _load(layers, layer_ms) + sum(one.fixed_ms for one in bins)
     shortest = bisect_left(times, total_ms / len(bins) * (1 - _ROUNDING))
-    index = bisect_left(range(len(times)), True, lo=shortest, key=lambda i: _fits(layers, layer_ms, bins, times[i]))
+    index = bisect_left(
+        range(len(times)), True, lo=shortest, key=lambda i: _fits(layers, layer_ms, bins, times[i])
+    )
     return _most_even(layers, layer_ms, bins, times[index] * (1 + tie))
 
 
@@ -102,7 +113,9 @@ def _load(layers: tuple[int, int], layer_ms: tuple[float, float]) -> float:
     return layers[0] * layer_ms[0] + layers[1] * layer_ms[1]
 
 
-def _fits(layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float) -> bool:
+def _fits(
+    layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float
+) -> bool:
     """Whether all layers fit into bins of `limit_ms`.
 
     Dynamic programming over bins: for each number of student layers given out, the most teacher layers beside them.
@@ -136,7 +149,11 @@ def _most_even(
     Among equals, early bins get fewer student layers: they keep the activations of more micro-batches. Dijkstra's search over
     (bin, layers given out); bins may leave no more time unused than all layers together do.
     """
-    spare_ms = len(bins) * limit_ms * (1 + 2 * _ROUNDING) - _load(layers, layer_ms) - sum(one.fixed_ms for one in bins)
+    spare_ms = (
+        len(bins) * limit_ms * (1 + 2 * _ROUNDING)
+        - _load(layers, layer_ms)
+        - sum(one.fixed_ms for one in bins)
+    )
     open_splits: list[tuple[int, list[tuple[int, int]], tuple[int, int], float]] = [(0, [], (0, 0), 0.0)]
     closed = set()
     while True:
@@ -155,6 +172,10 @@ def _most_even(
                 unused = unused_ms + limit_ms - one.fixed_ms - _load((student, teacher), layer_ms)
                 if unused > spare_ms:
                     break
-                distance = sum((len(bins) * n - total) ** 2 for n, total in zip((student, teacher), layers, strict=True))
+                distance = sum(
+                    (len(bins) * n - total) ** 2 for n, total in zip((student, teacher), layers, strict=True)
+                )
                 state = (given[0] + student, given[1] + teacher)
-                heapq.heappush(open_splits, (unevenness + distance, [*chosen, (student, teacher)], state, unused))
+                heapq.heappush(
+                    open_splits, (unevenness + distance, [*chosen, (student, teacher)], state, unused)
+                )

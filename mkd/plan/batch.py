@@ -12,7 +12,9 @@ from mkd.errors import UsageError
 class BatchPlan:
     """Sizes of one optimizer step. A sample is one pack of `seq_length` tokens; batch sizes count packs."""
 
-    micro_batch_size: int  # packs of one micro-batch, run together as one row of micro_batch_size * seq_length tokens
+    micro_batch_size: (
+        int  # packs of one micro-batch, run together as one row of micro_batch_size * seq_length tokens
+    )
     num_microbatches: int  # of each data-parallel rank
     data_parallel: int
     seq_length: int  # tokens of a pack
@@ -57,7 +59,9 @@ class BatchPlan:
         """The plan of an `mkd.config.schema.Config` on `world_size` processes. Raises UsageError as `create`."""
         parallel, training = config.parallel, config.training
         model_parallel = model_parallel_size(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.context_parallel_size,
         )
         return cls.create(
             micro_batch_size=training.micro_batch_size,

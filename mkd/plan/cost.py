@@ -43,7 +43,9 @@ class Rates:
 class StageTime:
     """Milliseconds of one micro-batch on one (pipeline rank, virtual stage)."""
 
-    forward_ms: float  # teachers and student; on the last stage their heads and the gradient of the student's too
+    forward_ms: (
+        float  # teachers and student; on the last stage their heads and the gradient of the student's too
+    )
     backward_ms: float
 
     @property
@@ -68,7 +70,10 @@ class PairCost:
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[StageTime]:
         """The time of every stage, in model order."""
         frozen_ms = [
-            sum(layout.layers[stage] * ms for layout, ms in zip(teachers, self.teacher_forward_ms, strict=True))
+            sum(
+                layout.layers[stage] * ms
+                for layout, ms in zip(teachers, self.teacher_forward_ms, strict=True)
+            )
             for stage in range(len(student.layers))
         ]
         times = [
@@ -108,14 +113,20 @@ def pair_cost(
 
     planned = plan_teachers(config, teachers)
     forward_ms = layer_ms(student, training.seq_length, rates.student_matmul)
-    again_ms = attention_ms(student, training.seq_length) if training.recompute_granularity == "selective" else 0.0
+    again_ms = (
+        attention_ms(student, training.seq_length) if training.recompute_granularity == "selective" else 0.0
+    )
     if training.recompute_granularity == "full":
         again_ms = _recomputed_share(training, student.num_layers / num_stages) * forward_ms
     return PairCost(
         student_forward_ms=forward_ms,
         student_backward_ms=2 * forward_ms + again_ms,
-        teacher_forward_ms=tuple(layer_ms(one.shape, one.seq_length, rates.teacher_matmul) for one in planned),
-        head_ms=_milliseconds(training.micro_batch_size * _head_flops(config, student, planned) / ranks, rates.head),
+        teacher_forward_ms=tuple(
+            layer_ms(one.shape, one.seq_length, rates.teacher_matmul) for one in planned
+        ),
+        head_ms=_milliseconds(
+            training.micro_batch_size * _head_flops(config, student, planned) / ranks, rates.head
+        ),
     )
 
 
@@ -129,7 +140,11 @@ def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -
     kd, has_own = config.kd, any(teacher.has_own_tokens for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.teacher_combination == "average" else len(teachers)
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
-    reads = 2 if len(teachers) > 1 and (kd.teacher_combination == "select" or kd.teacher_weighting != "static") else 1
+    reads = (
+        2
+        if len(teachers) > 1 and (kd.teacher_combination == "select" or kd.teacher_weighting != "static")
+        else 1
+    )
     total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.has_own_tokens else student.vocab_size

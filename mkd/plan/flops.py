@@ -36,11 +36,13 @@ def distillation_flops(
     student: ModelShape,
     teachers: Sequence[ModelShape],
     document_lengths: Sequence[int],
-    teacher_lengths: Sequence[Sequence[int] | None] | None = None,  # of each teacher; None where it reads the student's tokens
+    teacher_lengths: Sequence[Sequence[int] | None]
+    | None = None,  # of each teacher; None where it reads the student's tokens
 ) -> int:
     """Student forward and backward (3 forwards' worth) and one forward of each teacher."""
     lengths = teacher_lengths or [None] * len(teachers)
     forwards = [
-        forward_flops(shape, document_lengths if own is None else own) for shape, own in zip(teachers, lengths, strict=True)
+        forward_flops(shape, document_lengths if own is None else own)
+        for shape, own in zip(teachers, lengths, strict=True)
     ]
     return 3 * forward_flops(student, document_lengths) + sum(forwards)

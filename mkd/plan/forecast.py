@@ -28,7 +28,9 @@ class Forecast:
     teachers: Sequence[ModelShape]  # those that run, in the order of the configuration
     student_layout: PipelineLayout
     teacher_layouts: Sequence[PipelineLayout]
-    document_length: int = DOCUMENT_LENGTH  # student tokens of a typical document; longer than a pack: one fills it
+    document_length: int = (
+        DOCUMENT_LENGTH  # student tokens of a typical document; longer than a pack: one fills it
+    )
 
     def stage_times(self) -> list[StageTime]:
         """By stage, in model order; with what computing does not hide of the copies of teachers on the host."""
@@ -36,24 +38,33 @@ class Forecast:
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         times = cost.stage_times(self.student_layout, self.teacher_layouts)
         element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-        planned = zip(plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts, strict=True)
+        planned = zip(
+            plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts, strict=True
+        )
         for teacher, forward_ms, layout in planned:
             if teacher.on_host:  # the next layer comes while one computes
                 copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
                 waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
-                times = [StageTime(time.forward_ms + wait, time.backward_ms) for time, wait in zip(times, waits, strict=True)]
+                times = [
+                    StageTime(time.forward_ms + wait, time.backward_ms)
+                    for time, wait in zip(times, waits, strict=True)
+                ]
         return times
 
     def step(self) -> StepForecast:
         """Of the models alone; `step_ms` has the optimizer's copies too."""
-        return simulate(self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches)
+        return simulate(
+            self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches
+        )
 
     def optimizer_copies_ms(self) -> float:
         """Of an optimizer state on the host: to the device and back, nothing computes meanwhile."""
         training = self.config.training
         if training.optimizer_residency == "device":
             return 0.0
-        on_device = replace(self, config=replace(self.config, training=replace(training, optimizer_residency="device")))
+        on_device = replace(
+            self, config=replace(self.config, training=replace(training, optimizer_residency="device"))
+        )
         return 2 * max(rank.optimizer_gib for rank in on_device.memory().ranks) * GIB / HOST_BYTES_PER_MS
 
     def step_ms(self) -> float:
@@ -76,7 +87,9 @@ class Forecast:
             [round(one.seq_length / pack * document) for document in documents]
             for one in plan_teachers(self.config, teachers)
         ]
-        return self.batch.global_batch_size * distillation_flops(self.student, teachers, documents, of_teachers)
+        return self.batch.global_batch_size * distillation_flops(
+            self.student, teachers, documents, of_teachers
+        )
 
     def memory(self) -> MemoryPlan:
         return predict_memory(
@@ -100,7 +113,9 @@ class Forecast:
     def describe(self) -> str:
         """Everything above, a few lines."""
         lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
-        for teacher, layout in zip(plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True):
+        for teacher, layout in zip(
+            plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True
+        ):
             lines.append(f"{teacher.role} layers by stage: {layout.layers}{self._own_tokens(teacher)}")
         return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
 
@@ -127,7 +142,10 @@ class Forecast:
             f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
-            *([f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"] * (copies_ms > 0)),
+            *(
+                [f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"]
+                * (copies_ms > 0)
+            ),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step_ms):.3f}; "
             f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
             *([f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"] if self.teachers else []),

@@ -46,7 +46,12 @@ class PipelineLayout:
 
     @classmethod
     def parse(
-        cls, text: str, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
+        cls,
+        text: str,
+        num_layers: int,
+        pipeline_parallel: int,
+        virtual_stages: int = 1,
+        flag: str = STUDENT_FLAG,
     ) -> PipelineLayout:
         """Read `8,8,7,7` (layers per stage) or Megatron's `Et*8|t*8|t*7|t*7L`, where `(...)*n` repeats.
 

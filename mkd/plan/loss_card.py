@@ -67,7 +67,9 @@ class Term:
 
         fields = ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
         xtoken = teacher.xtoken.loss if teacher and teacher.xtoken else None
-        return cls(scaling=kd.kd_temperature_scaling, xtoken=xtoken, **{field: own(field) for field in fields})
+        return cls(
+            scaling=kd.kd_temperature_scaling, xtoken=xtoken, **{field: own(field) for field in fields}
+        )
 
 
 def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
@@ -83,29 +85,47 @@ def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
 def _formula(config: Any, student: ModelShape) -> Iterator[tuple[str, str]]:
     ratio = config.kd.kd_ratio
     parts = {"CE": 1 - ratio, "KD": ratio}
-    yield "loss", " + ".join(f"{weight:g} {name}" for name, weight in parts.items() if weight) + ", nats per token"
+    yield (
+        "loss",
+        " + ".join(f"{weight:g} {name}" for name, weight in parts.items() if weight) + ", nats per token",
+    )
     if ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
-    yield "mask", (
-        "the next token of the same document; of conversations those of assistant turns, of prompt and completion those of the "
-        "completion; never padding"
+    yield (
+        "mask",
+        (
+            "the next token of the same document; of conversations those of assistant turns, of prompt and completion those of the "
+            "completion; never padding"
+        ),
     )
-    yield "normaliser", (
-        "sums over the global batch divided once by its number of loss tokens, counted over all ranks and micro-batches before "
-        "the first forward" + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
+    yield (
+        "normaliser",
+        (
+            "sums over the global batch divided once by its number of loss tokens, counted over all ranks and micro-batches before "
+            "the first forward"
+            + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
+        ),
     )
 
 
 def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
     kd, settings, names = config.kd, config.teachers, teacher_names(config)
     if len(settings) > 1:
-        weights = "static" if kd.teacher_weighting == "static" else (
-            f"in each pack softmax(ln weight - {kd.teacher_weighting} / {kd.teacher_weighting_temperature:g})"
-        )  # fmt: skip
+        weights = (
+            "static"
+            if kd.teacher_weighting == "static"
+            else (
+                f"in each pack softmax(ln weight - {kd.teacher_weighting} / {kd.teacher_weighting_temperature:g})"
+            )
+        )
         yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
     total = sum(one.weight for one in settings)
-    vocabularies = [_vocabulary(teacher, student, shape) for teacher, shape in zip(settings, teachers, strict=False)]
-    vocabularies = vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]  # what all have in common, once
+    vocabularies = [
+        _vocabulary(teacher, student, shape) for teacher, shape in zip(settings, teachers, strict=False)
+    ]
+    vocabularies = (
+        vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]
+    )  # what all have in common, once
     for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
         term = Term.of(kd, None if kd.teacher_combination == "average" else teacher)
         label = f"KD {name}" if len(settings) > 1 else "KD"
@@ -121,7 +141,9 @@ def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
 def _vocabulary(teacher: Any, student: ModelShape, shape: ModelShape) -> str:
     sizes = student.vocab_size, shape.vocab_size
     if teacher.xtoken:
-        return f"student {sizes[0]} rows, teacher {sizes[1]} rows of another tokenizer, related by their bytes"
+        return (
+            f"student {sizes[0]} rows, teacher {sizes[1]} rows of another tokenizer, related by their bytes"
+        )
     if sizes[0] == sizes[1]:
         return f"all {sizes[0]} rows of both models"
     return f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes renormalised there"
@@ -141,7 +163,10 @@ def _elsewhere(config: Any, student: ModelShape, teachers: Sequence[ModelShape])
     if reason:
         yield "same in other engines", f"nothing: {reason}"
         return
-    settings = "kd_loss_alpha: {:.6g}, logit_kl_temperature: {:g}", "kd_ratio: {:.6g}, KDLoss temperature: {:g}"
+    settings = (
+        "kd_loss_alpha: {:.6g}, logit_kl_temperature: {:g}",
+        "kd_ratio: {:.6g}, KDLoss temperature: {:g}",
+    )
     for name, scale, text in zip(names, (1.0, term.temperature**2), settings, strict=False):
         if term.divergence == "forward_kl":
             share, factor = rescaled(ratio, term.scale, scale)
@@ -151,10 +176,19 @@ def _elsewhere(config: Any, student: ModelShape, teachers: Sequence[ModelShape])
             yield f"same in {name}", f"nothing: its configuration has forward KL only, not {term.divergence}"
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": term.jsd_beta}.get(term.divergence)
     if ratio < 1 or term.temperature != 1 or beta is None:
-        why = "it has no cross entropy" if ratio < 1 else "its loss is at T = 1" if beta is not None else "it has no mixed_kl"
+        why = (
+            "it has no cross entropy"
+            if ratio < 1
+            else "its loss is at T = 1"
+            if beta is not None
+            else "it has no mixed_kl"
+        )
         yield f"same in {names[2]}", f"nothing: {why}"
     else:
-        yield f"same in {names[2]}", f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
+        yield (
+            f"same in {names[2]}",
+            f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch",
+        )
 
 
 def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:

@@ -20,7 +20,9 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
 
 GIB = 2**30
-WORKSPACE_GIB = 0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, loss scalars
+WORKSPACE_GIB = (
+    0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, loss scalars
+)
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
 STREAMED_LAYERS = 2  # of a teacher on the host, on the device: one runs while the next arrives; embedding and head stay there
@@ -48,7 +50,9 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def describe(self) -> str:
-        parts = " + ".join(f"{field.name.removesuffix('_gib')} {getattr(self, field.name):.2f}" for field in fields(self))
+        parts = " + ".join(
+            f"{field.name.removesuffix('_gib')} {getattr(self, field.name):.2f}" for field in fields(self)
+        )
         return f"{self.total_gib:.1f} GiB = {parts}"
 
 
@@ -60,7 +64,9 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """One line per pipeline rank."""
-        lines = [f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in enumerate(self.ranks)]
+        lines = [
+            f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in enumerate(self.ranks)
+        ]
         return "\n".join(lines)
 
 
@@ -78,7 +84,9 @@ def predict_memory(
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
 
 
-def stage_parameters(shape: ModelShape, layers: int, tensor_parallel: int, vocab_rows: int, *ends: bool) -> int:
+def stage_parameters(
+    shape: ModelShape, layers: int, tensor_parallel: int, vocab_rows: int, *ends: bool
+) -> int:
     """Parameters of one process: `layers` decoder layers, and what the first and the last stage (`ends`) have besides.
 
     Attention groups are padded to a multiple of `tensor_parallel`, and `vocab_rows` rows are held by each embedding or head.
@@ -179,11 +187,15 @@ class _Models:
         """(activations alive, transient), bytes, at each moment of the rank's schedule that may be its peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
-        table = self.vocab_rows * self.student.hidden_size * self.element  # what autograd gets as gradient of embedding or head
+        table = (
+            self.vocab_rows * self.student.hidden_size * self.element
+        )  # what autograd gets as gradient of embedding or head
         if self.config.training.eval_interval and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
         alive, pipeline = 0, layout.pipeline_parallel
-        microbatches = min(self.batch.num_microbatches, 4 * pipeline)  # fill the pipeline; what follows is the same again
+        microbatches = min(
+            self.batch.num_microbatches, 4 * pipeline
+        )  # fill the pipeline; what follows is the same again
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
             kept = student.chunk_bytes(layout.layers[stage], is_last=stage == last)
@@ -230,8 +242,12 @@ class _Models:
         tokens = self._student_activations.tokens
         rows = tokens
         if is_fused and not any(source.topk for source in self.config.teachers):
-            rows = head_chunk_rows(rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit)
-        of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * self.student.hidden_size * self.element
+            rows = head_chunk_rows(
+                rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit
+            )
+        of_row = (
+            self.vocab_rows * bytes_per_logit + (1 + with_gradient) * self.student.hidden_size * self.element
+        )
         if is_fp32 and with_gradient and self.element < 4:
             of_row += self.vocab_rows * self.element  # the gradient; bf16 logits are overwritten by theirs
         total = rows * of_row

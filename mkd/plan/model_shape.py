@@ -28,19 +28,34 @@ DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768, "head_dim": 128},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+    },
     "phi3": {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
 }
 """What transformers takes for a key that config.json lacks, where the families differ. A key that is null has no default."""
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = (
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"
-)  # fmt: skip
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "sliding_window",
+)
 NUMBERS = (
-    "rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor",
-    "high_freq_factor", "attention_factor",
-)  # fmt: skip
+    "rms_norm_eps",
+    "initializer_range",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+)
 SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "is_causal")
 
 
@@ -65,10 +80,14 @@ def _is_text(value: Any) -> bool:
 
 
 KINDS = {  # of every key that is read, in config.json itself or in its rope parameters
-    **dict.fromkeys((*SIZES, *OPTIONAL_SIZES), Kind("a whole number above 0", lambda v: type(v) is int and v > 0)),
+    **dict.fromkeys(
+        (*SIZES, *OPTIONAL_SIZES), Kind("a whole number above 0", lambda v: type(v) is int and v > 0)
+    ),
     **dict.fromkeys(NUMBERS, Kind("a finite number above 0", _is_number)),
     **dict.fromkeys(SWITCHES, Kind("true or false", lambda v: isinstance(v, bool))),
-    **dict.fromkeys(("short_factor", "long_factor"), Kind("a list of finite numbers above 0", _list_of(_is_number))),
+    **dict.fromkeys(
+        ("short_factor", "long_factor"), Kind("a list of finite numbers above 0", _list_of(_is_number))
+    ),
     **dict.fromkeys(("model_type", "hidden_act", "rope_type", "type"), Kind("a text", _is_text)),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), Kind("an object", lambda v: isinstance(v, Mapping))),
     "layer_types": Kind("a list of texts", _list_of(_is_text)),
@@ -104,7 +123,9 @@ class ModelShape:
     num_query_groups: int  # key/value heads
     head_dim: int
     vocab_size: int  # rows of the embedding on disk: the truth about the vocabulary
-    max_position_embeddings: int = field(compare=False)  # a limit that is given, not one that the weights have
+    max_position_embeddings: int = field(
+        compare=False
+    )  # a limit that is given, not one that the weights have
     norm_epsilon: float
     rope: RopeShape
     tie_word_embeddings: bool = False
@@ -136,7 +157,11 @@ class ModelShape:
     def differences(self, other: ModelShape) -> list[str]:
         """What makes the same weights another model under `other`, as `name ours instead of theirs`; [] if nothing does."""
         ours, theirs = self._facts(), other._facts()
-        return [f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}" for name in ours if ours[name] != theirs[name]]
+        return [
+            f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}"
+            for name in ours
+            if ours[name] != theirs[name]
+        ]
 
     def _facts(self) -> dict[str, Any]:
         """Name -> value of all that is compared, those of the position embedding one by one."""
@@ -156,7 +181,9 @@ class ModelShape:
                 "pass the folder that save_pretrained() or a hub download made",
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}", "", "download or write it again") from None
+            raise CheckpointError(
+                f"{path} is not valid JSON: {error}", "", "download or write it again"
+            ) from None
         if not isinstance(config, dict):
             raise CheckpointError(f"{path} is not a JSON object", "", "download or write it again")
         return cls.from_hf_config(config, source=str(path))
@@ -169,7 +196,9 @@ class ModelShape:
         of a wrong kind, and for heads that the key/value heads do not divide. null counts as not given.
         """
         model_type = config.get("model_type")
-        given = _without_nulls({**DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **config})
+        given = _without_nulls(
+            {**DEFAULTS.get(model_type if isinstance(model_type, str) else "", {}), **config}
+        )
         _check_kinds(given, source)
         if model_type not in FAMILIES:
             raise UsageError(
@@ -181,16 +210,22 @@ class ModelShape:
             return cls._read(FAMILIES[model_type], given, hf_config=dict(config))
         except KeyError as error:
             do = "download or write it again"
-            raise CheckpointError(f"{source}: key {error} is missing or null", f"a {model_type} model needs it", do) from None
+            raise CheckpointError(
+                f"{source}: key {error} is missing or null", f"a {model_type} model needs it", do
+            ) from None
         except MkdError as error:
             raise type(error)(f"{source}: {error.what}", error.why, error.do) from None
 
     @classmethod
     def _read(cls, family: str, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)")
+            raise UsageError(
+                f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)"
+            )
         if not config.get("is_causal", True):
-            raise UsageError("is_causal false is not supported", "mkd's attention never looks at later tokens")
+            raise UsageError(
+                "is_causal false is not supported", "mkd's attention never looks at later tokens"
+            )
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
@@ -230,7 +265,9 @@ def _brief(value: Any) -> str:
 
 def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in config.items() if value is not None}
-    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in given.items()
+    }
 
 
 def _check_kinds(config: Mapping[str, Any], source: str) -> None:
@@ -238,7 +275,9 @@ def _check_kinds(config: Mapping[str, Any], source: str) -> None:
     for name, value in config.items():
         kind = KINDS.get(name)
         if kind is not None and not kind.holds(value):
-            raise CheckpointError(f"{source}: {name} is {value!r}", f"it must be {kind.must_be}", "download or write it again")
+            raise CheckpointError(
+                f"{source}: {name} is {value!r}", f"it must be {kind.must_be}", "download or write it again"
+            )
         if name in ("rope_parameters", "rope_scaling"):
             _check_kinds(value, f"{source}: {name}")
 

@@ -48,16 +48,24 @@ def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[
     left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {100 * (1 - USABLE):.0f} % for fragmentation"
     if need <= usable:
         return f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the {left}"
-    lines = [f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"]
+    lines = [
+        f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"
+    ]
     found = remedies(forecast, usable, forecast_of)
     if found:
-        lines.append(f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} ms):")
-        follows = forecast.config.training.global_batch_size is None  # from the layout, which the changes may change
+        lines.append(
+            f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} ms):"
+        )
+        follows = (
+            forecast.config.training.global_batch_size is None
+        )  # from the layout, which the changes may change
         batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
         lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     else:
-        lines.append("no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or a shorter "
-                     "--seq-length")  # fmt: skip
+        lines.append(
+            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or a shorter "
+            "--seq-length"
+        )
     return "\n".join(lines)
 
 
@@ -80,7 +88,9 @@ def remedies(forecast: Forecast, usable_gib: float, forecast_of: Callable[[Any],
         if len(found) < wanted:
             smaller = [set(remedy.changes) for remedy in found]
             for chosen in combinations(known, size):
-                is_new = len({change.kind for change in chosen}) == size and not any(one <= set(chosen) for one in smaller)
+                is_new = len({change.kind for change in chosen}) == size and not any(
+                    one <= set(chosen) for one in smaller
+                )
                 remedy = _try(config, chosen, usable_gib, forecast_of) if is_new else None
                 found += [remedy] if remedy else []
     return _cheapest_of_kinds(found)
@@ -111,7 +121,9 @@ def changes(config: Any, stage_layers: int) -> Iterator[Change]:
     """What may be changed, the least trouble first. `stage_layers`: of the student, on its largest stage."""
     kd, parallel = config.kd, config.parallel
     if kd.kd_fp32_logits:
-        yield Change("logits", "--no-kd-fp32-logits", lambda c: replace(c, kd=replace(c.kd, kd_fp32_logits=False)))
+        yield Change(
+            "logits", "--no-kd-fp32-logits", lambda c: replace(c, kd=replace(c.kd, kd_fp32_logits=False))
+        )
     if not kd.kd_fused_head:
         yield Change("head", "--kd-fused-head", lambda c: replace(c, kd=replace(c.kd, kd_fused_head=True)))
     if not parallel.use_distributed_optimizer:
@@ -131,7 +143,9 @@ def changes(config: Any, stage_layers: int) -> Iterator[Change]:
 def _smaller_batches(config: Any) -> Iterator[Change]:
     size = config.training.micro_batch_size // 2
     while size:
-        yield Change("batch", f"--micro-batch-size {size}", lambda c, size=size: _training(c, micro_batch_size=size))
+        yield Change(
+            "batch", f"--micro-batch-size {size}", lambda c, size=size: _training(c, micro_batch_size=size)
+        )
         size //= 2
 
 
@@ -151,11 +165,15 @@ def _on_the_host(config: Any) -> Iterator[Change]:
         yield Change("optimizer on host", text, lambda c: _training(c, optimizer_residency="host"))
     waiting = [teacher for teacher in config.teachers if not teacher.topk and teacher.residency == "device"]
     if waiting:
-        text = "--teacher-residency host" if len(config.teachers) == 1 else "residency: host for every teacher"
+        text = (
+            "--teacher-residency host" if len(config.teachers) == 1 else "residency: host for every teacher"
+        )
         yield Change(
             "teacher on host",
             text,
-            lambda c: replace(c, teachers=tuple(replace(teacher, residency="host") for teacher in c.teachers)),
+            lambda c: replace(
+                c, teachers=tuple(replace(teacher, residency="host") for teacher in c.teachers)
+            ),
         )
 
 
@@ -166,24 +184,36 @@ def _larger_groups(config: Any) -> Iterator[Change]:
 
 def _factor_larger(config: Any, factor: int) -> Iterator[Change]:
     parallel = config.parallel
-    pipeline, tensor = factor * parallel.pipeline_model_parallel_size, factor * parallel.tensor_model_parallel_size
+    pipeline, tensor = (
+        factor * parallel.pipeline_model_parallel_size,
+        factor * parallel.tensor_model_parallel_size,
+    )
     yield Change(
         "pipeline",
         f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto" + _given_layouts(config),
-        lambda c: _without_layouts(_parallel(c, pipeline_model_parallel_size=pipeline, pipeline_layout="auto")),
+        lambda c: _without_layouts(
+            _parallel(c, pipeline_model_parallel_size=pipeline, pipeline_layout="auto")
+        ),
     )
     if tensor <= MAX_TENSOR_PARALLEL:
         yield Change(
             "tensor",
-            f"--tensor-model-parallel-size {tensor}" + ("" if parallel.sequence_parallel else " --sequence-parallel"),
+            f"--tensor-model-parallel-size {tensor}"
+            + ("" if parallel.sequence_parallel else " --sequence-parallel"),
             lambda c: _parallel(c, tensor_model_parallel_size=tensor, sequence_parallel=True),
         )
     context = factor * parallel.context_parallel_size
-    yield Change("context", f"--context-parallel-size {context}", lambda c: _parallel(c, context_parallel_size=context))
+    yield Change(
+        "context", f"--context-parallel-size {context}", lambda c: _parallel(c, context_parallel_size=context)
+    )
 
 
 def _given_layouts(config: Any) -> str:
-    return " without explicit layouts" if any(one.pipeline_layout for one in (config.student, *config.teachers)) else ""
+    return (
+        " without explicit layouts"
+        if any(one.pipeline_layout for one in (config.student, *config.teachers))
+        else ""
+    )
 
 
 def _without_layouts(config: Any) -> Any:

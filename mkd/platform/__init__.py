@@ -26,9 +26,15 @@ class Platform:
     def describe(self) -> str:
         """One line for the start of a run: the device, and what each absent library costs."""
         if not self.is_cuda:
-            return f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
+            return (
+                f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
+            )
         notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}"]
-        notes.append("Transformer Engine spec" if self.transformer_engine else "local spec (no Transformer Engine: slower)")
+        notes.append(
+            "Transformer Engine spec"
+            if self.transformer_engine
+            else "local spec (no Transformer Engine: slower)"
+        )
         if self.apex:
             notes.append("apex")
         elif not self.transformer_engine:
@@ -50,10 +56,14 @@ def detect() -> Platform:
     """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
     _quiet_remarks()
     if torch.cuda.is_available():
-        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # else Transformer Engine's fp32 products keep 10 bits of fraction
+        os.environ.setdefault(
+            "NVIDIA_TF32_OVERRIDE", "0"
+        )  # else Transformer Engine's fp32 products keep 10 bits of fraction
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        return Platform(device, "nccl", _importable("transformer_engine.pytorch"), _importable("apex.optimizers"))
+        return Platform(
+            device, "nccl", _importable("transformer_engine.pytorch"), _importable("apex.optimizers")
+        )
     from mkd.platform import cpu
 
     cpu.install()
@@ -92,8 +102,14 @@ def _quiet_remarks() -> None:
 
     What is missing and what that costs is said once, by `Platform.describe`.
     """
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning)
-    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)  # Megatron's own default
+    warnings.filterwarnings(
+        "ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning
+    )
+    warnings.filterwarnings(
+        "ignore", message="full scope is deprecated", category=UserWarning
+    )  # Megatron's own default
     if not torch.cuda.is_available():
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.|mkd\.platform|torch\.distributed")
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"megatron\.|mkd\.platform|torch\.distributed"
+    )

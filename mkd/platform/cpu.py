@@ -19,7 +19,19 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
-FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "rand_like")
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+)
 FACTORIES += ("randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like")
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 NORM_ELEMENTS = 2**14  # whose squares fp32 adds up well
@@ -197,7 +209,12 @@ def _replace_norm() -> None:
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
-        parts = [part for tensors in tensor_lists for tensor in tensors for part in tensor.reshape(-1).split(NORM_ELEMENTS)]
+        parts = [
+            part
+            for tensors in tensor_lists
+            for tensor in tensors
+            for part in tensor.reshape(-1).split(NORM_ELEMENTS)
+        ]
         return torch.stack(torch._foreach_norm(parts)).double().square().sum().sqrt().float().reshape(1), None
 
     clip_grads.l2_norm_impl = l2_norm

@@ -46,7 +46,9 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     encoding = _encode_rendered(hf, text)
     turns = _find_turns(hf, messages, text)
     if None not in turns.values():
-        return encoding.ids, _mask_of_spans(encoding.offsets, [(start, end) for start, _, end in turns.values()])
+        return encoding.ids, _mask_of_spans(
+            encoding.offsets, [(start, end) for start, _, end in turns.values()]
+        )
     if _has_generation_marks(hf):
         marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return encoding.ids, marked["assistant_masks"]
@@ -74,8 +76,12 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
     encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
-    places = byte_offsets(text, [(span[i], span[i + 1]) for span in turns.values() for i in (0, 1)]).reshape(-1, 4)
-    named = [Turn(message, *place) for message, place in zip(turns, places[:, [0, 1, 3]].tolist(), strict=True)]
+    places = byte_offsets(text, [(span[i], span[i + 1]) for span in turns.values() for i in (0, 1)]).reshape(
+        -1, 4
+    )
+    named = [
+        Turn(message, *place) for message, place in zip(turns, places[:, [0, 1, 3]].tolist(), strict=True)
+    ]
     return EncodedChat(encoded, data, tuple(named))
 
 
@@ -161,7 +167,9 @@ def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
 
 def _render(hf, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
     try:
-        return hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        return hf.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the chat template refuses the conversation: {error}",

@@ -108,7 +108,10 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def token_bytes(self) -> tuple[bytes | None, ...]:
         added = self._backend.get_added_tokens_decoder()
-        silent = {i for i, token in added.items() if token.special} | {*self._hf.all_special_ids, self.roles.get("unk")}
+        silent = {i for i, token in added.items() if token.special} | {
+            *self._hf.all_special_ids,
+            self.roles.get("unk"),
+        }
         return tuple(None if i in silent else piece for i, piece in enumerate(self._pieces))
 
     @cached_property
@@ -118,7 +121,9 @@ class HuggingFaceTokenizer(Tokenizer):
         unknown = self.vocabulary.get(getattr(self._backend.model, "unk_token", None))
         closing = end_of_turn(hf) if hf.chat_template else None
         ids |= {
-            "unk": None if unknown in ids.values() else unknown,  # byte-level BPE never emits it, and names any token for it
+            "unk": None
+            if unknown in ids.values()
+            else unknown,  # byte-level BPE never emits it, and names any token for it
             "end_of_turn": self.vocabulary.get(closing),
         }
         return {role: i for role, i in ids.items() if i is not None}
@@ -129,7 +134,9 @@ class HuggingFaceTokenizer(Tokenizer):
             yield self.encode_continuation(runs[0])
         if self._style.byte_level:
             table = characters_of_bytes()
-            yield [token.id for token in self._backend.model.tokenize("".join(table[byte] for byte in fragment))]
+            yield [
+                token.id for token in self._backend.model.tokenize("".join(table[byte] for byte in fragment))
+            ]
         elif all(isinstance(run, str) or run in self._byte_ids for run in runs):
             parts = [self._spell_run(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs]
             yield [i for part in parts for i in part]
@@ -167,7 +174,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token.id for token in self._backend.model.tokenize(text.replace(" ", METASPACE))]
 
     def _encode(self, text: str, add_special_tokens: bool):
-        self._backend.encode_special_tokens = True  # "split_special_tokens": control tokens in the text are text
+        self._backend.encode_special_tokens = (
+            True  # "split_special_tokens": control tokens in the text are text
+        )
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
 

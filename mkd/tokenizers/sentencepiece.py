@@ -61,7 +61,9 @@ class SentencePieceTokenizer(Tokenizer):
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
         runs = split_valid(fragment)
         if all(isinstance(run, str) or run in self._byte_ids for run in runs):
-            parts = [self._inner.encode(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs]
+            parts = [
+                self._inner.encode(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs
+            ]
             yield [i for part in parts for i in part]
 
     @cached_property

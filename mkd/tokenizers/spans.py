@@ -44,7 +44,9 @@ def locate(
     in_text: np.ndarray,  # [n] bool, False for tokens that the tokenizer added around the text
     pieces: Sequence[bytes | None],  # [vocab_size], what each id spells
     data: bytes,  # the text
-    offsets: Callable[[], np.ndarray],  # -> [n, 2] int64, bytes: where the tokenizer's library says that its tokens are
+    offsets: Callable[
+        [], np.ndarray
+    ],  # -> [n, 2] int64, bytes: where the tokenizer's library says that its tokens are
 ) -> EncodedText:
     """The tokens with their spans.
 
@@ -102,7 +104,9 @@ def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | Non
     return ends if end == len(data) else None
 
 
-def _from_offsets(offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _from_offsets(
+    offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes
+) -> tuple[np.ndarray, np.ndarray]:
     """(ends [n] int64, closed [n] bool: nothing after the token reaches back over its end).
 
     Characters that no token claims belong to the token before them: a normalizer composed them with its last character, or

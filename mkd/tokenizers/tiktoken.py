@@ -73,7 +73,9 @@ class TiktokenTokenizer(Tokenizer):
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
         """Tokens that are not UTF-8 are written with lone surrogates for their bytes."""
-        ordinary = {piece.decode("utf-8", "surrogateescape"): i for i, piece in enumerate(self.token_bytes) if piece}
+        ordinary = {
+            piece.decode("utf-8", "surrogateescape"): i for i, piece in enumerate(self.token_bytes) if piece
+        }
         return ordinary | self._special
 
     @cached_property
@@ -108,7 +110,9 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        return {string: self._encoding.encode_single_token(string) for string in self._encoding.special_tokens_set}
+        return {
+            string: self._encoding.encode_single_token(string) for string in self._encoding.special_tokens_set
+        }
 
 
 def load_tiktoken(model: str) -> Tokenizer:

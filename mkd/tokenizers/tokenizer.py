@@ -118,13 +118,20 @@ class Tokenizer(ABC):
         """
         mine, theirs = self.vocabulary, other.vocabulary
         differing = [
-            *(mine[s] for s in mine if s not in self.special_tokens or s in theirs if theirs.get(s) != mine[s]),
+            *(
+                mine[s]
+                for s in mine
+                if s not in self.special_tokens or s in theirs
+                if theirs.get(s) != mine[s]
+            ),
             *(theirs[s] for s in theirs if s not in other.special_tokens and s not in mine),
         ]
         if not differing:
             return None
         here, there = ({i: s for s, i in vocabulary.items()} for vocabulary in (mine, theirs))
-        first = [f"id {i}: {_shown(here, i)} here, {_shown(there, i)} there" for i in sorted(set(differing))[:3]]
+        first = [
+            f"id {i}: {_shown(here, i)} here, {_shown(there, i)} there" for i in sorted(set(differing))[:3]
+        ]
         return "; ".join([*first, f"{len(mine)} and {len(theirs)} entries"])
 
 

@@ -73,13 +73,21 @@ def teacher_losses(plan: Plan, vocabularies: Sequence[ChunkVocabulary | None]) -
 
 
 def place_beside(
-    student: LanguageModel, teacher: LanguageModel, own: OwnTokens, student_rows: int, context: ParallelContext
+    student: LanguageModel,
+    teacher: LanguageModel,
+    own: OwnTokens,
+    student_rows: int,
+    context: ParallelContext,
 ) -> ChunkVocabulary | None:
     """Put the rows of the teacher's head where the student has the same tokens; None where no head is."""
     if not teacher.post_process:
         return None
     slots = TeacherSlots.build(
-        own.relation, student_rows, teacher.shape.vocab_size, context.tp_size, student_vocab_size=student.shape.vocab_size
+        own.relation,
+        student_rows,
+        teacher.shape.vocab_size,
+        context.tp_size,
+        student_vocab_size=student.shape.vocab_size,
     )
     teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
     vocabulary = ChunkVocabulary.build(

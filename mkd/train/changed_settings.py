@@ -13,8 +13,13 @@ NOT_COMPARED = ("checkpoint", "log", "")  # sections: where things are written, 
 
 def run_settings(plan: Plan) -> dict[str, object]:
     """Flag, or path in a file -> value (JSON), the batch as it came out; for checkpoints."""
-    found = {option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED}
-    found |= {"--global-batch-size": plan.batch.global_batch_size, "data-parallel replicas": plan.batch.data_parallel}
+    found = {
+        option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED
+    }
+    found |= {
+        "--global-batch-size": plan.batch.global_batch_size,
+        "data-parallel replicas": plan.batch.data_parallel,
+    }
     return json.loads(json.dumps(found))
 
 

@@ -41,7 +41,9 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
     return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
 
 
-def take_origin(plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext) -> dict[str, object]:
+def take_origin(
+    plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
+) -> dict[str, object]:
     """What the run is, for its checkpoints; {} where it neither saves nor loads any. Collective.
 
     `fingerprints` must be the same when it goes on, `settings` may change, `evaluation` says what gap_closed is a share of.
@@ -49,7 +51,11 @@ def take_origin(plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context:
 
     def look() -> dict[str, object]:
         known = fingerprints(plan, tokenizer, train_set)
-        return {"fingerprints": known, "settings": run_settings(plan), "evaluation": evaluation_print(plan, known, valid_set)}
+        return {
+            "fingerprints": known,
+            "settings": run_settings(plan),
+            "evaluation": evaluation_print(plan, known, valid_set),
+        }
 
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
@@ -92,9 +98,13 @@ def _take_up(
     left = later_than_pointer(folder.parent) if _point_at(folder, checkpoint) else []
     if left:
         names = ", ".join(path.name for path in left)
-        say(f"this run leaves {names} behind: its first save replaces or renames them, to *{ABANDONED}, which no run reads")
+        say(
+            f"this run leaves {names} behind: its first save replaces or renames them, to *{ABANDONED}, which no run reads"
+        )
     if saved.get("evaluation") not in (None, origin["evaluation"]):
-        say("gap_closed is left out: the evaluation before the first step was of another loss, teacher or held-out set")
+        say(
+            "gap_closed is left out: the evaluation before the first step was of another loss, teacher or held-out set"
+        )
     for line in describe_changes(saved.get("settings", {}), origin["settings"]):
         say(line)
 
@@ -141,7 +151,9 @@ class Saver:
     note: Callable[[str], None]  # called with what has been saved
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
-    def save(self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping) -> None:
+    def save(
+        self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping
+    ) -> None:
         """Save `state` as it is now. Without `wait`, a run that saves asynchronously goes on while a thread writes."""
         self.finish()
         in_background = self.is_async and not wait
@@ -167,7 +179,9 @@ class Saver:
         """`finish`, if all ranks have written. An all-reduce MIN, only while there is a save in the background."""
         if self.pending is None:
             return 0.0
-        is_written = torch.tensor([not self.pending[1].is_alive()], dtype=torch.int32, device=self.context.device)
+        is_written = torch.tensor(
+            [not self.pending[1].is_alive()], dtype=torch.int32, device=self.context.device
+        )
         dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
         return self.finish() if is_written.item() else 0.0
 
@@ -185,4 +199,6 @@ class Saver:
 
 
 def _unreadable(error: Exception) -> CheckpointError:
-    return CheckpointError(f"cannot read what this run is made of: {error}", "", "check the files of models and data")
+    return CheckpointError(
+        f"cannot read what this run is made of: {error}", "", "check the files of models and data"
+    )

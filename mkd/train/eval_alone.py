@@ -56,9 +56,15 @@ def without_training(config: Config, world_size: int) -> Config:
     """The student of `config` alone, in its layout, with settings that any run must have."""
     parallel, training = config.parallel, config.training
     replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    is_interleaved = parallel.num_virtual_stages_per_pipeline_rank or parallel.num_layers_per_virtual_pipeline_stage
-    no_tasks = dict(eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0)  # of the evaluations of a run
-    batch = training.micro_batch_size * world_size // replica if is_interleaved else None  # one for each pipeline rank
+    is_interleaved = (
+        parallel.num_virtual_stages_per_pipeline_rank or parallel.num_layers_per_virtual_pipeline_stage
+    )
+    no_tasks = dict(
+        eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0
+    )  # of the evaluations of a run
+    batch = (
+        training.micro_batch_size * world_size // replica if is_interleaved else None
+    )  # one for each pipeline rank
     return replace(
         config,
         teachers=(),

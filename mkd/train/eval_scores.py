@@ -38,7 +38,12 @@ class RequestBatches:
 
     @classmethod
     def of(
-        cls, requests: Sequence[Request], context: ParallelContext, micro_batch_size: int, seq_length: int, pad_id: int
+        cls,
+        requests: Sequence[Request],
+        context: ParallelContext,
+        micro_batch_size: int,
+        seq_length: int,
+        pad_id: int,
     ) -> RequestBatches:
         packs = RequestPacks(requests, seq_length, document_multiple(context.cp_size), pad_id)
         return cls(requests, packs, context, micro_batch_size, seq_length)
@@ -47,7 +52,9 @@ class RequestBatches:
         """Lists of as many micro-batches on every rank; padding fills up the last one."""
         context = self.context
         packs_at_once = self.micro_batch_size * context.dp_size
-        unit = context.pp_size if context.virtual_stages > 1 else 1  # interleaving wants whole groups of micro-batches
+        unit = (
+            context.pp_size if context.virtual_stages > 1 else 1
+        )  # interleaving wants whole groups of micro-batches
         left = -(-len(self.packs) // (packs_at_once * unit)) * unit
         first = 0
         while left:
@@ -59,7 +66,9 @@ class RequestBatches:
 
     def _microbatch(self, samples: list[int]) -> RequestBatch:
         batch = collate_requests([self.packs[sample] for sample in samples])
-        return batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size).to(self.context.device)
+        return batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size).to(
+            self.context.device
+        )
 
 
 @torch.no_grad()
@@ -74,7 +83,9 @@ def log_likelihoods(
     """
     context = batches.context
     schedule = PipelineSchedule(
-        context, P2PCommunicator(context.pp_group, models[0].config), batches.micro_batch_size * batches.seq_length
+        context,
+        P2PCommunicator(context.pp_group, models[0].config),
+        batches.micro_batch_size * batches.seq_length,
     )
     were_training = [model.training for model in models]
     stages = [stage.eval() for stage in join_stages(models)]
@@ -107,7 +118,9 @@ class _Scorer:
     scores: Tensor  # [requests] fp64, of this rank
     num_sums: int = 0  # the schedule has nothing to add up
 
-    def __call__(self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback, with nothing to differentiate and nothing to report."""
         model = stage.student
         scores = model.use_head(
@@ -122,4 +135,8 @@ class _Scorer:
             )
         )
         self.scores.index_add_(0, batch.score_requests, scores.label.double())
-        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), hidden.new_zeros(0, dtype=torch.float64)
+        return (
+            hidden.new_zeros(()),
+            torch.zeros((), dtype=torch.int),
+            hidden.new_zeros(0, dtype=torch.float64),
+        )

@@ -69,7 +69,9 @@ class TaskEvaluator:
         lines = []
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
-            lines.append(f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens")
+            lines.append(
+                f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens"
+            )
         return lines
 
     def evaluate(
@@ -90,7 +92,9 @@ class TaskEvaluator:
         }
 
 
-def build_tasks(config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext) -> TaskEvaluator | None:
+def build_tasks(
+    config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
+) -> TaskEvaluator | None:
     """The tasks of a run in the ids of its student's `tokenizer`; None where nothing is to be evaluated.
 
     Raises DataError as `TaskEvaluator.build`.
@@ -102,10 +106,14 @@ def build_tasks(config: Config, tokenizer: Tokenizer, vocab_size: int, context: 
     return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
 
 
-def evaluate_tasks(evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None) -> dict[str, float] | None:
+def evaluate_tasks(
+    evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
+) -> dict[str, float] | None:
     """Metrics of the student of a run, None if it was stopped; its teachers do not run."""
     with engine.parameters_gathered():
-        return evaluator.evaluate([get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper)
+        return evaluator.evaluate(
+            [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper
+        )
 
 
 def evaluate_teachers(
@@ -116,8 +124,12 @@ def evaluate_teachers(
     None if it was stopped.
     """
     metrics: dict[str, float] = {}
-    stages = [get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks]  # of each virtual stage, its teachers
-    for teacher, models in zip(engine.teachers, zip(*stages, strict=True), strict=False):  # a stored teacher has no model
+    stages = [
+        get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks
+    ]  # of each virtual stage, its teachers
+    for teacher, models in zip(
+        engine.teachers, zip(*stages, strict=True), strict=False
+    ):  # a stored teacher has no model
         if teacher.has_own_tokens:
             continue
         of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
@@ -140,5 +152,7 @@ def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[s
 
 def task_line(iteration: int, metrics: dict[str, float]) -> str:
     """What a person reads: every metric but the counts."""
-    shown = [f"{key.removeprefix('eval/')}: {value:.6E}" for key, value in metrics.items() if "/num_" not in key]
+    shown = [
+        f"{key.removeprefix('eval/')}: {value:.6E}" for key, value in metrics.items() if "/num_" not in key
+    ]
     return " | ".join([f"task results at iteration {iteration}", *shown]) + " |"

@@ -12,7 +12,10 @@ from mkd.train.objective import Objective
 from mkd.train.step import Engine
 from mkd.train.sums import LossSums
 
-VALID, TASKS = "valid", "tasks"  # the parts of an evaluation, as their records name them: held-out text and held-out tasks
+VALID, TASKS = (
+    "valid",
+    "tasks",
+)  # the parts of an evaluation, as their records name them: held-out text and held-out tasks
 
 
 def is_last(iteration: int, training: TrainingConfig) -> bool:

@@ -19,27 +19,40 @@ from mkd.train.model_source import ModelSource
 from mkd.train.plan import Plan
 
 END_BYTES = 1 << 20  # read at the beginning and at the end of a large file
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # read of the tokens of a corpus without description, evenly spaced: 4 MiB
+SAMPLES, SAMPLE_BYTES = (
+    64,
+    1 << 16,
+)  # read of the tokens of a corpus without description, evenly spaced: 4 MiB
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
 NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
-NOT_CONTENT = ("sources", "kinds")  # of a corpus' description: where it came from, and what its hashes tell better
+NOT_CONTENT = (
+    "sources",
+    "kinds",
+)  # of a corpus' description: where it came from, and what its hashes tell better
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
     """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every file of weights or tokens."""
     stores = [member.store for member in train_set.members]
-    found = {TEACHER + name: _weights(source) for name, source in zip(plan.teacher_names, plan.teachers, strict=False)}
+    found = {
+        TEACHER + name: _weights(source)
+        for name, source in zip(plan.teacher_names, plan.teachers, strict=False)
+    }
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description has hashes of all files
-        found[CONTENT] = _sha256([corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta])
-    return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))  # as it comes back
+        found[CONTENT] = _sha256(
+            [corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta]
+        )
+    return json.loads(
+        json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)))
+    )  # as it comes back
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
@@ -51,13 +64,21 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
         return None
     packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
     members = [_corpus(member.store) for member in valid_set.members]
-    teachers = [value for name, value in known.items() if name.startswith(TEACHER)]  # whatever they are called
-    others = {name: known[name] for name in known if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"}
+    teachers = [
+        value for name, value in known.items() if name.startswith(TEACHER)
+    ]  # whatever they are called
+    others = {
+        name: known[name]
+        for name in known
+        if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"
+    }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
     return _sha256([teachers, others, *packs_read])
 
 
-def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]) -> None:
+def require_same(
+    folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]
+) -> None:
     """Raise CheckpointError, with every difference by name, unless all of them are accepted.
 
     Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have another name, where
@@ -67,15 +88,20 @@ def require_same(folder: Path, saved: Mapping[str, object], current: Mapping[str
     if not saved:
         return
     saved = _as_now(saved, current)
-    unknown = [one for one in accepted if not any(_is_part(name, one) for name in saved.keys() | current.keys())]
+    unknown = [
+        one for one in accepted if not any(_is_part(name, one) for name in saved.keys() | current.keys())
+    ]
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
-        raise UsageError(f"--accept-change {unknown[0]} names nothing that is compared", f"that is {parts}", "drop it")
+        raise UsageError(
+            f"--accept-change {unknown[0]} names nothing that is compared", f"that is {parts}", "drop it"
+        )
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:
         raise CheckpointError(
-            f"{folder} was saved by a run with other " + ", ".join(_difference(name, saved, current) for name in refused),
+            f"{folder} was saved by a run with other "
+            + ", ".join(_difference(name, saved, current) for name in refused),
             "going on would silently mix two different trainings",
             f"restore it, start anew with --student-load {folder}, or go on with --accept-change {' '.join(refused)}",
         )
@@ -124,7 +150,10 @@ def _weights(source: ModelSource) -> str:
     if source.hf is None:
         files = sorted(path for path in source.load.iterdir() if path.is_file())
     else:
-        files = [source.hf.directory / name for name in sorted({header.file for header in source.hf.headers.values()})]
+        files = [
+            source.hf.directory / name
+            for name in sorted({header.file for header in source.hf.headers.values()})
+        ]
     return ends_fingerprint([source.assets / "config.json", *files])
 
 
@@ -132,9 +161,13 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     """`saved` under the names that its teachers have now, with what it could not know yet."""
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
-    options = {option.path: option for option in all_options() if option.path.startswith(("kd.", FIRST_TEACHER))}
+    options = {
+        option.path: option for option in all_options() if option.path.startswith(("kd.", FIRST_TEACHER))
+    }
     later = {name: options.get(_option_path(name)) for name in current.keys() - saved.keys()}
-    known = {name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None}
+    known = {
+        name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None
+    }
     if saved.get(FILES) == _sha256([]):  # what runs with a stored teacher were once said to have
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     if CONTENT in current:
@@ -145,21 +178,28 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
 def _option_path(name: str) -> str:
     """Of a name of `_loss`; options of teachers are described by the first."""
     field = name.removeprefix("loss.")
-    return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
+    return (
+        re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
+    )
 
 
 def _corpus(store: TokenStore) -> dict:
     """Sizes of the files, and what its description says of the contents."""
     files = StoreFiles(store.prefix)
     sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
-    return {"sizes": sizes, "meta": {name: value for name, value in store.meta.items() if name not in NOT_CONTENT}}
+    return {
+        "sizes": sizes,
+        "meta": {name: value for name, value in store.meta.items() if name not in NOT_CONTENT},
+    }
 
 
 def _data(config: Config) -> Iterator[tuple[str, object]]:
     """The settings that decide the order of samples."""
     values = {"seq_length": config.training.seq_length, "seed": config.training.seed}
     values["weights"] = parse_blend(config.data.data_path).weights
-    values |= {name: getattr(config.data, name) for name in ("split", "pack", "overlong", "append_eod", "shuffle")}
+    values |= {
+        name: getattr(config.data, name) for name in ("split", "pack", "overlong", "append_eod", "shuffle")
+    }
     for name, value in values.items():
         yield f"data.{name}", value
 

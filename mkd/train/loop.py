@@ -56,7 +56,9 @@ class Run:
     @property
     def parts(self) -> frozenset[str]:
         """Of an evaluation."""
-        return frozenset({VALID} if self.eval_stream is not None else ()) | frozenset({TASKS} if self.tasks else ())
+        return frozenset({VALID} if self.eval_stream is not None else ()) | frozenset(
+            {TASKS} if self.tasks else ()
+        )
 
 
 def train(run: Run) -> Stop | None:
@@ -165,4 +167,7 @@ def save(run: Run, wait: bool) -> None:
         run.saver.save(run.state, run.position, wait, run.reporter.open_interval)
     if run.saver.pending is None:  # else it takes longer than this: `poll` will tell
         run.stopper.took(save_s=time.monotonic() - start)
-    run.kept_iteration, run.kept_in = run.position.iteration, iteration_folder(run.saver.directory, run.position.iteration)
+    run.kept_iteration, run.kept_in = (
+        run.position.iteration,
+        iteration_folder(run.saver.directory, run.position.iteration),
+    )

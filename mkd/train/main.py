@@ -52,9 +52,18 @@ def run(loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, 
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
-        print(format_config(loaded), plan.describe(), plan.loss_card(), platform.describe(), sep="\n", flush=True)
+        print(
+            format_config(loaded),
+            plan.describe(),
+            plan.loss_card(),
+            platform.describe(),
+            sep="\n",
+            flush=True,
+        )
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
-    patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S  # the watchdog, which says more, comes first
+    patience_s = (
+        60 * parallel.distributed_timeout_minutes + MARGIN_S
+    )  # the watchdog, which says more, comes first
     if loaded.config.dry_run:
         meeting.ready(patience_s)
         return
@@ -89,7 +98,9 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
                 remove_markers(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
         if done > asked:
-            current.reporter.note(f"{done} iterations are done, --train-iters asks for {asked}: nothing is trained")
+            current.reporter.note(
+                f"{done} iterations are done, --train-iters asks for {asked}: nothing is trained"
+            )
         stop = train(current)
         if stop is not None:
             current.reporter.note(f"stopped at iteration {current.position.iteration}: {stop.reason}")
@@ -114,7 +125,11 @@ def end(current, stop) -> None:
 
 def what_is_kept(current) -> tuple[str, str]:
     """(What there is of a run that was told to end, what to do)."""
-    save, iteration, again = current.config.checkpoint.save, current.position.iteration, "start the same command again"
+    save, iteration, again = (
+        current.config.checkpoint.save,
+        current.position.iteration,
+        "start the same command again",
+    )
     if iteration > current.kept_iteration:
         return "there is no --save: the steps of this run are lost", f"{again}, with --save DIR --load DIR"
     if current.kept_in is None:
@@ -145,7 +160,9 @@ def make_folders(*folders: str | Path | None) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make {folder}: {error}", "the run writes there", "choose another one") from error
+            raise UsageError(
+                f"cannot make {folder}: {error}", "the run writes there", "choose another one"
+            ) from error
 
 
 def export(current, folder: Path) -> None:

@@ -36,7 +36,11 @@ def locate_model(
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_checkpoint(Path(source.load))
         if folder is None:
-            place = "--student-load" if isinstance(source, StudentConfig) else "--teacher-load, or load: of a teacher in a file"
+            place = (
+                "--student-load"
+                if isinstance(source, StudentConfig)
+                else "--teacher-load, or load: of a teacher in a file"
+            )
             raise CheckpointError(
                 f"the {role}'s folder {source.load} holds no checkpoint",
                 "its weights are read from there",

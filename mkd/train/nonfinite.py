@@ -33,7 +33,9 @@ class Finding:
     """What one rank, or all together, know of a step that was not finite."""
 
     samples: frozenset[int]  # of the step
-    culprits: dict[str, frozenset[int]]  # model -> samples of the micro-batches in which its logits were not finite
+    culprits: dict[
+        str, frozenset[int]
+    ]  # model -> samples of the micro-batches in which its logits were not finite
     gradients: tuple[str, ...]  # parameters whose gradient is not finite
 
 
@@ -73,7 +75,9 @@ class NonFinitePolicy:
             raise NonFiniteError(what, WHY, DO)
         else:
             what = f"{self.skips_in_a_row} steps in a row were not finite, the last is {what}"
-            raise NonFiniteError(what, f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them", DO)
+            raise NonFiniteError(
+                what, f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them", DO
+            )
 
     def _write(self, iteration: int, result: StepResult, finding: Finding, action: str) -> None:
         if self.file is None:
@@ -137,7 +141,11 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
     if finding.culprits:
         parts = [f"{name} in sample {shown(samples)}" for name, samples in finding.culprits.items()]
         return f"{step}; logits that are not finite: {', '.join(parts)}"
-    where = f" of {finding.gradients[0]} and {len(finding.gradients) - 1} more parameters" if finding.gradients else ""
+    where = (
+        f" of {finding.gradients[0]} and {len(finding.gradients) - 1} more parameters"
+        if finding.gradients
+        else ""
+    )
     return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {shown(finding.samples)}"
 
 

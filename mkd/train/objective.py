@@ -36,12 +36,18 @@ class Objective:
     teachers: tuple[TeacherLoss, ...]
     inverse_counts: Tensor  # [1 + teachers] fp32
     with_ce_metric: bool = False  # also report CE where kd_ratio is 1 and the loss does without it
-    reports: list[tuple[tuple[int, ...], Tensor]] | None = None  # if a list: sample ids and report of each micro-batch
+    reports: list[tuple[tuple[int, ...], Tensor]] | None = (
+        None  # if a list: sample ids and report of each micro-batch
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of what is compared with the student: the teachers, or all together."""
-        return ("average",) if self.kd.teacher_combination == "average" else tuple(one.name for one in self.teachers)
+        return (
+            ("average",)
+            if self.kd.teacher_combination == "average"
+            else tuple(one.name for one in self.teachers)
+        )
 
     @property
     def num_sums(self) -> int:
@@ -56,7 +62,9 @@ class Objective:
         """Of the added-up reports."""
         return LossSums.of(vector, self.names, self.kd.kd_ratio)
 
-    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback: (loss to differentiate, 0 tokens: nothing is left to divide by, report fp64)."""
         riders = take_riders(hidden)
         takes_one_pass = len(self.names) < 2 and not any(one.has_own_tokens for one in self.teachers)
@@ -66,10 +74,18 @@ class Objective:
             self.reports.append((batch.sample_ids, sums))
         return loss, torch.zeros((), dtype=torch.int), sums
 
-    def _one_pass(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):
+    def _one_pass(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]
+    ):
         if batch.teacher is not None:
             output = topk_loss(
-                self.teachers[0], self.kd.kd_ratio, stage.student, batch, hidden, self.context.tp_group, self.with_ce_metric
+                self.teachers[0],
+                self.kd.kd_ratio,
+                stage.student,
+                batch,
+                hidden,
+                self.context.tp_group,
+                self.with_ce_metric,
             )
         else:
             loss = self._fused if self.kd.kd_fused_head or not torch.is_grad_enabled() else self._on_logits
@@ -78,20 +94,33 @@ class Objective:
         sums = report(output.ce, output.num_loss_tokens, teachers, hidden)
         return output.loss * self.inverse_counts[0], sums
 
-    def _pass_per_teacher(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]):
+    def _pass_per_teacher(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]
+    ):
         ratio, total, ce = self.kd.kd_ratio, hidden.new_zeros((), dtype=torch.float32), None
         if ratio < 1 or self.with_ce_metric:
             output = self._fused(stage, batch, hidden, (), 0.0, (1 - ratio) * self.inverse_counts[0])
             total, ce = output.loss * ((1 - ratio) * self.inverse_counts[0]), output.ce
         weights = pack_weights(self.kd, self.context, self.teachers, stage, batch, riders)
         teachers = []
-        for index, (teacher, model, rider) in enumerate(zip(self.teachers, stage.teachers, riders, strict=True)):
+        for index, (teacher, model, rider) in enumerate(
+            zip(self.teachers, stage.teachers, riders, strict=True)
+        ):
             factor = ratio * self.inverse_counts[1 + index]
             own = batch.teachers[index] if batch.teachers else None
             loss, sums = compare(
-                teacher, self.context, stage.student, model, hidden, rider, batch, own, weights[index], factor,
+                teacher,
+                self.context,
+                stage.student,
+                model,
+                hidden,
+                rider,
+                batch,
+                own,
+                weights[index],
+                factor,
                 self.fp32_logits,
-            )  # fmt: skip
+            )
             total = total + loss * factor
             teachers.append(sums)
         return total, report(ce, batch.loss_rows.numel(), teachers, hidden)
@@ -126,7 +155,12 @@ class Objective:
         return use_heads([stage.student, *(stage.teachers if riders else ())], with_weights)
 
     def _on_logits(
-        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...], kd_ratio: float
+        self,
+        stage: DistillationStage,
+        batch: PackedBatch,
+        hidden: Tensor,
+        riders: tuple[Tensor, ...],
+        kd_ratio: float,
     ) -> KDOutput:
         """All logits of the micro-batch at once: the plain form that the fused one is tested against."""
         teacher_logits = None
@@ -147,7 +181,9 @@ class Objective:
         return dict(
             tp_group=self.context.tp_group,
             student_vocab_size=stage.student.shape.vocab_size,
-            teacher_vocab_size=min(t.shape.vocab_size for t in stage.teachers) if kd_ratio > 0 and stage.teachers else None,
+            teacher_vocab_size=min(t.shape.vocab_size for t in stage.teachers)
+            if kd_ratio > 0 and stage.teachers
+            else None,
             kd_ratio=kd_ratio,
             with_ce_metric=self.with_ce_metric,
             **divergence,

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -121,7 +125,9 @@ class StudentOptimizer:
                 return Update(grad_norm, is_applied=False)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
-                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(
+                    self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm
+                )
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return Update(grad_norm, is_applied=True)
@@ -137,7 +143,9 @@ class StudentOptimizer:
         return not norms or bool(torch.stack(norms).isfinite().all())
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], config: Config, context: ParallelContext) -> StudentOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Config, context: ParallelContext
+) -> StudentOptimizer:
     """AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
     settings = config.optimizer
     optimizer = get_megatron_optimizer(
@@ -158,7 +166,11 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: Config, conte
         chunks,
         use_gloo_process_groups=context.platform.is_cuda,
     )
-    residency = OptimizerResidency(optimizer, context.device) if config.training.optimizer_residency == "host" else None
+    residency = (
+        OptimizerResidency(optimizer, context.device)
+        if config.training.optimizer_residency == "host"
+        else None
+    )
     return StudentOptimizer(optimizer, _scheduler(optimizer, config), chunks, residency)
 
 

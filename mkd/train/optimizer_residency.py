@@ -12,7 +12,10 @@ from torch import Tensor
 
 from mkd.platform.host_memory import host_buffer, packed_bytes, packed_views
 
-MAIN_PARAMETERS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")  # of Megatron's two bf16 optimizers
+MAIN_PARAMETERS = (
+    "fp32_from_float16_groups",
+    "shard_fp32_from_float16_groups",
+)  # of Megatron's two bf16 optimizers
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class OptimizerResidency:
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
         self._optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
         self._device = device
-        self._homes: dict[tuple[int, str], Tensor] = {}  # host memory of every entry; Megatron never replaces a parameter
+        self._homes: dict[
+            tuple[int, str], Tensor
+        ] = {}  # host memory of every entry; Megatron never replaces a parameter
         self._to_host()
 
     @property

@@ -27,7 +27,9 @@ class OwnTokens:
     seq_length: int | None = None  # tokens of the teacher's packs, known once the data are
 
 
-def find_own_tokens(plan: Plan, tokenizer: Tokenizer, context: ParallelContext) -> tuple[OwnTokens | None, ...]:
+def find_own_tokens(
+    plan: Plan, tokenizer: Tokenizer, context: ParallelContext
+) -> tuple[OwnTokens | None, ...]:
     """For every teacher that runs; None for one that reads the student's tokens. Collective.
 
     The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError, on every rank, for
@@ -47,9 +49,16 @@ def find_own_tokens(plan: Plan, tokenizer: Tokenizer, context: ParallelContext) 
 
 
 def _own_tokens(
-    config: Config, tokenizer: Tokenizer, teacher: Tokenizer, source: ModelSource, settings: XTokenConfig, name: str
+    config: Config,
+    tokenizer: Tokenizer,
+    teacher: Tokenizer,
+    source: ModelSource,
+    settings: XTokenConfig,
+    name: str,
 ) -> OwnTokens:
-    relation = build_projection(tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection)
+    relation = build_projection(
+        tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection
+    )
     text = TeacherText(
         tokenizer=teacher,
         vocab_size=source.shape.vocab_size,
@@ -64,6 +73,10 @@ def _own_tokens(
     return OwnTokens(settings, relation, text)
 
 
-def with_seq_lengths(own_tokens: Sequence[OwnTokens | None], lengths: Sequence[int | None]) -> tuple[OwnTokens | None, ...]:
+def with_seq_lengths(
+    own_tokens: Sequence[OwnTokens | None], lengths: Sequence[int | None]
+) -> tuple[OwnTokens | None, ...]:
     """The same with the pack lengths that the data sets have found."""
-    return tuple(own and replace(own, seq_length=length) for own, length in zip(own_tokens, lengths, strict=True))
+    return tuple(
+        own and replace(own, seq_length=length) for own, length in zip(own_tokens, lengths, strict=True)
+    )

@@ -46,7 +46,11 @@ class Plan:
     @property
     def same_vocabulary(self) -> list[ModelSource]:
         """The student, and the teachers that read its tokens."""
-        own = [source for source, settings in zip(self.teachers, self.config.teachers, strict=False) if settings.xtoken is None]
+        own = [
+            source
+            for source, settings in zip(self.teachers, self.config.teachers, strict=False)
+            if settings.xtoken is None
+        ]
         return [self.student, *own]
 
     @property
@@ -58,7 +62,9 @@ class Plan:
     def forecast(self) -> Forecast:
         """What to expect of time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
-        return Forecast(self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts)
+        return Forecast(
+            self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts
+        )
 
     def describe(self) -> str:
         """The batch as an equation, the layers of all models on each stage, what to expect of time and memory, and notes."""
@@ -77,7 +83,10 @@ def plan_run(config: Config, world_size: int) -> Plan:
     sources: list[ModelSource | None] = []
     stored_teacher = None
     if config.kd.kd_ratio > 0:
-        sources = [locate_model(problems, role, one) for role, one in zip(teacher_roles(config), config.teachers, strict=True)]
+        sources = [
+            locate_model(problems, role, one)
+            for role, one in zip(teacher_roles(config), config.teachers, strict=True)
+        ]
     shapes = [source.shape if source else None for source in sources]
     if sources and config.teachers[0].topk:
         vocab_size = student.shape.vocab_size if student else None
@@ -92,7 +101,9 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += profile_problems(config.log, world_size)
     problems += start_problems(config.checkpoint)
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
-    problems += export_problems(config.checkpoint, [source for source in (student, *sources) if source], tokenizers)
+    problems += export_problems(
+        config.checkpoint, [source for source in (student, *sources) if source], tokenizers
+    )
     if problems:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)

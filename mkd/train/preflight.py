@@ -35,13 +35,18 @@ class Tokenizers:
     """Opened once, for the checks and for the run."""
 
     student: Tokenizer
-    teachers: tuple[Tokenizer | None, ...]  # one for every teacher that runs; None for those that read the student's tokens
+    teachers: tuple[
+        Tokenizer | None, ...
+    ]  # one for every teacher that runs; None for those that read the student's tokens
     source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
     notes: tuple[str, ...]  # what its user should know of it
 
 
 def open_tokenizers(
-    problems: list[MkdError], config: Config, student: ModelSource | None, teachers: Sequence[ModelSource | None]
+    problems: list[MkdError],
+    config: Config,
+    student: ModelSource | None,
+    teachers: Sequence[ModelSource | None],
 ) -> Tokenizers | None:
     """The tokenizers of a run, compared with its models and each other; None where the student's cannot be opened.
 
@@ -85,7 +90,9 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
         return
     if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
         with suppress(UsageError):  # the student's own need not be readable: it is not used
-            difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(student.assets)))
+            difference = tokenizer.vocabulary_difference(
+                load_tokenizer("HuggingFaceTokenizer", str(student.assets))
+            )
             if difference is not None:
                 yield f"note: --tokenizer-model {name} is not the tokenizer in {student.assets}, ids differ: {difference}"
     if not (config.checkpoint.save or config.checkpoint.export_hf):
@@ -111,7 +118,9 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
         raise UsageError(f"the {role}'s tokenizer, {error.what}", error.why, error.do) from error
 
 
-def same_vocabulary_problems(tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource) -> list[MkdError]:
+def same_vocabulary_problems(
+    tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource
+) -> list[MkdError]:
     """Of a teacher that reads the ids of `tokenizer`."""
     problems: list[MkdError] = []
     _attempt(problems, lambda: require_same_tokenizer(tokenizer, teacher))
@@ -131,13 +140,18 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
         )
 
 
-def wider_than_head(tokenizer: Tokenizer, config: Config, role: str, model: ModelSource) -> Iterator[UsageError]:
+def wider_than_head(
+    tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
+) -> Iterator[UsageError]:
     """Special tokens beyond the model are fine until the data has them, unless every pack may have them."""
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
     used = [i for string, i in tokenizer.vocabulary.items() if string not in tokenizer.special_tokens]
-    used += [tokenizer.pad_id, *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else [])]
+    used += [
+        tokenizer.pad_id,
+        *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else []),
+    ]
     if max(used) >= rows:
         yield UsageError(
             f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
@@ -149,8 +163,13 @@ def wider_than_head(tokenizer: Tokenizer, config: Config, role: str, model: Mode
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
     """Path -> flag of every corpus; a flag that is no list of paths and weights is added to `problems`."""
     found: dict[str, str] = {}
-    for flag, values in (("--data-path", config.data.data_path), ("--valid-data-path", config.data.valid_data_path)):
-        blend = _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+    for flag, values in (
+        ("--data-path", config.data.data_path),
+        ("--valid-data-path", config.data.valid_data_path),
+    ):
+        blend = (
+            _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+        )
         found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
     return found
 
@@ -163,7 +182,10 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
     problems: list[MkdError] = []
     kinds: set[str] = set()
     for path, flag in paths.items():
-        found = _attempt(problems, lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records))
+        found = _attempt(
+            problems,
+            lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records),
+        )
         kinds |= found or set()
         if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
@@ -179,7 +201,10 @@ def export_problems(
     if checkpoint.export_hf is None:
         return []
     folder = Path(checkpoint.export_hf)
-    read = [*(model.assets for model in models), *([tokenizers.source] if tokenizers and tokenizers.source else ())]
+    read = [
+        *(model.assets for model in models),
+        *([tokenizers.source] if tokenizers and tokenizers.source else ()),
+    ]
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
         return [UsageError(what, "it would be overwritten", "choose another")]
@@ -219,13 +244,17 @@ def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
         except DataError as error:
             refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
     if not kinds:
-        raise refused or DataError(f"{flag} {path} is empty", "there is nothing to train on", "check how it was made")
+        raise refused or DataError(
+            f"{flag} {path} is empty", "there is nothing to train on", "check how it was made"
+        )
     return kinds
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
     """One for every model that has to read conversations and cannot."""
-    for role, tokenizer in zip(("student", *teacher_roles(config)), (tokenizers.student, *tokenizers.teachers), strict=False):
+    for role, tokenizer in zip(
+        ("student", *teacher_roles(config)), (tokenizers.student, *tokenizers.teachers), strict=False
+    ):
         if tokenizer is not None and not tokenizer.has_chat_template:
             yield DataError(
                 f"the {role}'s tokenizer has no chat template",

@@ -41,13 +41,21 @@ class Reporter:
     seq_length: int
     has_own_tokens: bool = False  # some teacher has
     initial_kd: float | None = None  # held-out kd_loss before the first step, where it was evaluated
-    take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage; asked at the end of a log interval
+    take_teacher_ms: Callable[[], float | None] = lambda: (
+        None
+    )  # see mkd.models.stage; asked at the end of a log interval
     interval: IntervalAverager = field(default_factory=IntervalAverager)
     _steps: int = 0  # in the interval
-    _untimed_ms: float = 0.0  # time of those that were done before this start, whose teachers nobody has timed
+    _untimed_ms: float = (
+        0.0  # time of those that were done before this start, whose teachers nobody has timed
+    )
 
     def train(
-        self, position: TrainingPosition, result: StepResult, microbatches: Sequence[PackedBatch], is_spike: bool = False
+        self,
+        position: TrainingPosition,
+        result: StepResult,
+        microbatches: Sequence[PackedBatch],
+        is_spike: bool = False,
     ) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
 
@@ -132,7 +140,11 @@ class Reporter:
         """Sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
         absent |= set() if with_ce else {"ce"}
-        return {_LOSS_KEYS.get(name, name): value for name, value in sums.token_sums().items() if name not in absent}
+        return {
+            _LOSS_KEYS.get(name, name): value
+            for name, value in sums.token_sums().items()
+            if name not in absent
+        }
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
         """Nothing for a run without teacher, or one whose first evaluation is not known."""

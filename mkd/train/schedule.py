@@ -26,7 +26,9 @@ class LossCallback(Protocol):
     context: ParallelContext
     num_sums: int  # length of the reports
 
-    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss to differentiate, number of tokens to divide it by or 0, report fp64 [num_sums])."""
 
 
@@ -39,7 +41,11 @@ class PipelineSchedule:
     tokens_per_microbatch: int
 
     def run(
-        self, stages: Sequence[nn.Module], microbatches: Sequence[PackedBatch], objective: LossCallback, forward_only: bool
+        self,
+        stages: Sequence[nn.Module],
+        microbatches: Sequence[PackedBatch],
+        objective: LossCallback,
+        forward_only: bool,
     ) -> Tensor:
         """Forward (and backward) of all `microbatches`; gradients are left summed over data-parallel ranks.
 
@@ -81,5 +87,7 @@ def _forward_step(objective: LossCallback, microbatches, model: nn.Module):
 
 
 def _stage_input(row: PackedBatch | TeacherBatch, uses_te: bool) -> StageInput:
-    packed = packed_documents(row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=uses_te)
+    packed = packed_documents(
+        row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=uses_te
+    )
     return StageInput(row.tokens, row.position_ids, packed)

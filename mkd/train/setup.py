@@ -47,7 +47,8 @@ def join(plan: Plan, platform: Platform) -> ParallelContext:
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         context_parallel=parallel.context_parallel_size,
         virtual_stages=plan.virtual_stages,
-        timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,  # the watchdog, which says more, comes first
+        timeout_minutes=parallel.distributed_timeout_minutes
+        + MARGIN_S / 60,  # the watchdog, which says more, comes first
     )
 
 
@@ -67,16 +68,24 @@ def build_run(
     tokenizer = plan.tokenizers.student
     own_tokens = find_own_tokens(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, own_tokens, signals, watchdog)
-    tasks = build_tasks(config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context)
+    tasks = build_tasks(
+        config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context
+    )
     origin = take_origin(plan, tokenizer, train_set, valid_set, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, origin, context)
     engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
     with engine.optimizer.state_on_device():
-        position = load_checkpoint(start_folder, state, context, is_verified=True) if start_folder else TrainingPosition()
+        position = (
+            load_checkpoint(start_folder, state, context, is_verified=True)
+            if start_folder
+            else TrainingPosition()
+        )
     train_stream, eval_stream = build_streams(plan, context, train_set, valid_set, position.consumed_samples)
     start = read_state(start_folder) if start_folder else {}
     first = {"evaluation": start.get("evaluation", origin.get("evaluation"))}  # of before the first step
-    reporter = build_reporter(plan, context, position, engine, has_baseline=first["evaluation"] == origin.get("evaluation"))
+    reporter = build_reporter(
+        plan, context, position, engine, has_baseline=first["evaluation"] == origin.get("evaluation")
+    )
     reporter.go_on(start.get("open_interval", {}))
     ending.add(lambda error: reporter.close())
     for line in describe_data(train_set, valid_set, tasks) if context.rank == 0 else ():
@@ -94,7 +103,9 @@ def build_run(
         profiler=profiler,
         stopper=build_stopper(plan, context, signals or Signals()),
         non_finite=NonFinitePolicy.of(config, engine, train_set, reporter.note),
-        spikes=SpikeWatch(train_set, log_folder(config) / "loss_spikes.jsonl" if context.rank == 0 else None, reporter.note),
+        spikes=SpikeWatch(
+            train_set, log_folder(config) / "loss_spikes.jsonl" if context.rank == 0 else None, reporter.note
+        ),
         crashes=crashes,
         watchdog=watchdog,
         ending=ending,
@@ -152,15 +163,21 @@ def still_due(run: Run) -> frozenset[str]:
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
         return frozenset()
-    records = on_rank_0(lambda: read_records(log_folder(run.config)), lambda error: DataError(f"cannot read metrics: {error}"))
+    records = on_rank_0(
+        lambda: read_records(log_folder(run.config)), lambda error: DataError(f"cannot read metrics: {error}")
+    )
     recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}
     return run.parts - run.engine.context.broadcast_object(recorded)
 
 
 def describe_data(train_set, valid_set, tasks) -> list[str]:
     """Sizes of what is trained and evaluated on, and what teachers with their own tokens have of it."""
-    named = [(name, part) for name, part in (("training", train_set), ("held-out", valid_set)) if part is not None]
-    lines = [line if line.startswith(" ") else f"{name} {line}" for name, part in named for line in part.describe()]
+    named = [
+        (name, part) for name, part in (("training", train_set), ("held-out", valid_set)) if part is not None
+    ]
+    lines = [
+        line if line.startswith(" ") else f"{name} {line}" for name, part in named for line in part.describe()
+    ]
     return lines + (tasks.describe() if tasks else [])
 
 
@@ -181,9 +198,13 @@ def build_reporter(
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
         if config.log.wandb_project:
-            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config), position.iteration > 0))
+            writers.append(
+                WandbWriter(config.log, log_folder(config), flat_settings(config), position.iteration > 0)
+            )
     logger = MetricLogger(writers)
-    logger.truncate_after(position.iteration or -1)  # a fresh run also replaces the evaluation before the first step
+    logger.truncate_after(
+        position.iteration or -1
+    )  # a fresh run also replaces the evaluation before the first step
     return Reporter(
         context=context,
         logger=logger,
@@ -195,6 +216,8 @@ def build_reporter(
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         has_own_tokens=any(one.xtoken for one in config.teachers),
-        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0) if writers and has_baseline else None,
+        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0)
+        if writers and has_baseline
+        else None,
         take_teacher_ms=partial(take_teacher_ms, engine.chunks),
     )

@@ -52,7 +52,9 @@ class StepResult:
     learning_rate: float  # of this update, also where it is not applied
     step_time_ms: float
     is_applied: bool = True  # the update; else the loss or a gradient of some rank was not finite
-    reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()  # then: sample ids and sums of this rank's micro-batches
+    reports: Sequence[
+        tuple[tuple[int, ...], LossSums]
+    ] = ()  # then: sample ids and sums of this rank's micro-batches
 
 
 def train_step(
@@ -72,13 +74,17 @@ def train_step(
     learning_rate = engine.optimizer.learning_rate
     grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], all_finite)
     reports = () if is_applied else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
-    return StepResult(sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports)
+    return StepResult(
+        sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports
+    )
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
     """The objective of one step, with the counts of its global batch. Collective."""
     counts = count_rows(microbatches, len(engine.teachers), engine.context)
-    return Objective(engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float(), reports=[])
+    return Objective(
+        engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float(), reports=[]
+    )
 
 
 def count_rows(microbatches: Sequence[PackedBatch], num_teachers: int, context: ParallelContext) -> Tensor:
@@ -94,4 +100,7 @@ def count_rows(microbatches: Sequence[PackedBatch], num_teachers: int, context: 
 
 def _rows(batch: PackedBatch, num_teachers: int) -> list[int]:
     teachers = batch.teachers or (None,) * num_teachers
-    return [batch.num_loss_tokens, *(batch.num_loss_tokens if one is None else one.chunks.num_chunks for one in teachers)]
+    return [
+        batch.num_loss_tokens,
+        *(batch.num_loss_tokens if one is None else one.chunks.num_chunks for one in teachers),
+    ]

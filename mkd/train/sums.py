@@ -31,7 +31,14 @@ class TeacherSums:
     def of(cls, output: KDOutput, rows: Tensor) -> TeacherSums:
         """Of a loss over `rows` loss tokens that are weighted by the mask; with equal weights all counts are `rows`."""
         return cls(
-            output.kd, rows, rows, output.teacher_ce, output.teacher_entropy, rows, output.top1_agreement, rows
+            output.kd,
+            rows,
+            rows,
+            output.teacher_ce,
+            output.teacher_entropy,
+            rows,
+            output.top1_agreement,
+            rows,
         )
 
 
@@ -90,9 +97,10 @@ class LossSums:
         shares = [(mean(one.weight, one.rows), one) for one in self.teachers.values()]
         total = sum(share for share, _ in shares)
         for name, part, out_of in (
-            ("teacher_ce", "ce", "tokens"), ("teacher_entropy", "entropy", "tokens"),
+            ("teacher_ce", "ce", "tokens"),
+            ("teacher_entropy", "entropy", "tokens"),
             ("top1_agreement", "top1_agreement", "compared"),
-        ):  # fmt: skip
+        ):
             value = sum(share * mean(getattr(one, part), getattr(one, out_of)) for share, one in shares)
             sums[name] = mean(value, total) * count
         return sums | {"num_loss_tokens": count}

@@ -27,9 +27,13 @@ class TeacherLoss:
 
     name: str
     share: float  # of all teachers' weights; the shares add up to 1
-    divergence: dict[str, Any]  # keyword arguments that the losses share: temperature, its scaling, divergence, its weights
+    divergence: dict[
+        str, Any
+    ]  # keyword arguments that the losses share: temperature, its scaling, divergence, its weights
     chunk_settings: ChunkLossSettings | None = None  # of a teacher with its own tokens ...
-    vocabulary: ChunkVocabulary | None = None  # ... and, where the loss is computed, its vocabulary beside the student's
+    vocabulary: ChunkVocabulary | None = (
+        None  # ... and, where the loss is computed, its vocabulary beside the student's
+    )
 
     @property
     def has_own_tokens(self) -> bool:
@@ -87,23 +91,54 @@ def compare(
     def on_tokens(student_weight: Tensor, teacher_weight: Tensor):
         row_weights = batch.loss_mask[0] * weights.repeat_interleave(batch.loss_mask.shape[1] // len(weights))
         output = fused_linear_kd(
-            hidden.squeeze(1), student_weight, rider.squeeze(1), teacher_weight, batch.labels[0], row_weights,
-            loss_rows=batch.loss_rows, kd_ratio=1.0, student_vocab_size=student_model.shape.vocab_size,
-            teacher_vocab_size=teacher_model.shape.vocab_size, **teacher.divergence, **common,
-        )  # fmt: skip
+            hidden.squeeze(1),
+            student_weight,
+            rider.squeeze(1),
+            teacher_weight,
+            batch.labels[0],
+            row_weights,
+            loss_rows=batch.loss_rows,
+            kd_ratio=1.0,
+            student_vocab_size=student_model.shape.vocab_size,
+            teacher_vocab_size=teacher_model.shape.vocab_size,
+            **teacher.divergence,
+            **common,
+        )
         total, rows = row_weights.sum(), batch.loss_rows.numel()
-        sums = output.kd, total, rows, output.teacher_ce, output.teacher_entropy, total, output.top1_agreement, total
+        sums = (
+            output.kd,
+            total,
+            rows,
+            output.teacher_ce,
+            output.teacher_entropy,
+            total,
+            output.top1_agreement,
+            total,
+        )
         return output.loss, TeacherSums(*sums)
 
     def on_chunks(student_weight: Tensor, teacher_weight: Tensor):
         chunks = replace(own.chunks, weights=own.chunks.weights * weights[own.chunks.packs])
         output = fused_chunk_kd(
-            hidden.squeeze(1), student_weight, rider.squeeze(1), teacher_weight, chunks,
-            vocabulary=teacher.vocabulary, settings=teacher.chunk_settings,
-            cp_group=context.groups.cp if context.cp_size > 1 else None, **common,
-        )  # fmt: skip
+            hidden.squeeze(1),
+            student_weight,
+            rider.squeeze(1),
+            teacher_weight,
+            chunks,
+            vocabulary=teacher.vocabulary,
+            settings=teacher.chunk_settings,
+            cp_group=context.groups.cp if context.cp_size > 1 else None,
+            **common,
+        )
         tokens, compared = output.num_teacher_tokens, output.num_one_to_one
-        sums = output.kd, chunks.weights.sum(), len(chunks.kinds), output.teacher_ce, output.teacher_entropy, tokens
+        sums = (
+            output.kd,
+            chunks.weights.sum(),
+            len(chunks.kinds),
+            output.teacher_ce,
+            output.teacher_entropy,
+            tokens,
+        )
         return output.loss, TeacherSums(*sums, output.top1_agreement, compared)
 
     run = on_chunks if teacher.has_own_tokens else on_tokens

@@ -51,7 +51,9 @@ def pack_weights(
     metric = METRICS["ce" if is_selecting else kd.teacher_weighting]
     values = torch.stack(
         [
-            _pack_metric(metric, context, one, model, rider, batch, batch.teachers[i] if batch.teachers else None)
+            _pack_metric(
+                metric, context, one, model, rider, batch, batch.teachers[i] if batch.teachers else None
+            )
             for i, (one, model, rider) in enumerate(zip(teachers, stage.teachers, riders, strict=True))
         ]
     )
@@ -67,9 +69,14 @@ def pack_weights(
 
 @torch.no_grad()
 def _pack_metric(
-    metric, context: ParallelContext, teacher: TeacherLoss, model: LanguageModel, rider: Tensor, batch: PackedBatch,
+    metric,
+    context: ParallelContext,
+    teacher: TeacherLoss,
+    model: LanguageModel,
+    rider: Tensor,
+    batch: PackedBatch,
     own: TeacherBatch | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[k, 2] fp32 of this context-parallel rank: sum of the metric over the teacher's tokens, student tokens covered."""
     hidden, num_packs = rider.squeeze(1), len(batch.sample_ids)
     common = dict(tp_group=context.tp_group, sequence_parallel=model.config.sequence_parallel)
@@ -80,17 +87,30 @@ def _pack_metric(
     else:
         side, student = own.chunks.teacher, own.chunks.student
         packs = own.chunks.packs.repeat_interleave(side.offsets.diff(), output_size=len(side.rows))
-        rows, labels, real = side.rows, teacher.vocabulary.teacher_places[side.labels], teacher.vocabulary.teacher_real
+        rows, labels, real = (
+            side.rows,
+            teacher.vocabulary.teacher_places[side.labels],
+            teacher.vocabulary.teacher_real,
+        )
         covered = sum_by(own.chunks.packs, student.offsets.diff().float(), num_packs)
         common["exchange"] = None
         if side.exchange is not None:
             common["exchange"] = lambda whole: exchange_rows(
-                whole, side.exchange.send_rows, side.exchange.send_counts, side.exchange.receive_counts, context.groups.cp
+                whole,
+                side.exchange.send_rows,
+                side.exchange.send_counts,
+                side.exchange.receive_counts,
+                context.groups.cp,
             )
     scores: TokenScores = model.use_head(
         lambda weight: token_scores(
-            hidden, weight, rows, labels, vocab_size=model.shape.vocab_size if real is None else None,
-            real=None if real is None else real[teacher.vocabulary.rank], **common,
+            hidden,
+            weight,
+            rows,
+            labels,
+            vocab_size=model.shape.vocab_size if real is None else None,
+            real=None if real is None else real[teacher.vocabulary.rank],
+            **common,
         )
-    )  # fmt: skip
+    )
     return torch.stack([sum_by(packs, metric(scores), num_packs), covered], dim=1)

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.checkpoint.hf_reader import resolve_hf
-from mkd.config.schema import CheckpointConfig, Config, KDConfig, LogConfig, OptimizerConfig, StudentConfig, teacher_names
+from mkd.config.schema import (
+    CheckpointConfig,
+    Config,
+    KDConfig,
+    LogConfig,
+    OptimizerConfig,
+    StudentConfig,
+    teacher_names,
+)
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, NonFiniteError, UsageError
@@ -58,8 +66,12 @@ def export_teacher(
     """
     plan = plan_run(teacher_as_student(config, world_size), world_size)
     if len(config.teachers) > 1:
-        say(f"{len(config.teachers)} teachers are configured: the first, {teacher_names(config)[0]}, is exported")
-    vocab_size = min(plan.student.shape.vocab_size, _student_vocab_size(config) or plan.student.shape.vocab_size)
+        say(
+            f"{len(config.teachers)} teachers are configured: the first, {teacher_names(config)[0]}, is exported"
+        )
+    vocab_size = min(
+        plan.student.shape.vocab_size, _student_vocab_size(config) or plan.student.shape.vocab_size
+    )
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         raise UsageError(what, "that many ids have a probability", "128 is enough for most vocabularies")
@@ -67,7 +79,9 @@ def export_teacher(
     context = join(plan, platform)
     train_set, valid_set = build_data(plan, context)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
-    meta = _describe(plan, settings, vocab_size, {name: len(dataset) for name, dataset in datasets.items()}, context)
+    meta = _describe(
+        plan, settings, vocab_size, {name: len(dataset) for name, dataset in datasets.items()}, context
+    )
     exporter = _Exporter.build(plan, settings.out, meta, context)
     for part, dataset in datasets.items():
         exporter.export(part, dataset, say)
@@ -78,11 +92,17 @@ def export_teacher(
 def teacher_as_student(config: Config, world_size: int) -> Config:
     """The run in which the teacher is alone, with the tokenizer and so the packs of `config`."""
     if not config.teachers or not (config.teachers[0].hf or config.teachers[0].load):
-        raise UsageError("no teacher is given", "its predictions are what is exported", "give --teacher-hf DIR")
+        raise UsageError(
+            "no teacher is given", "its predictions are what is exported", "give --teacher-hf DIR"
+        )
     teacher = config.teachers[0]
     tokenizer = config.data.tokenizer_model or config.student.hf or teacher.hf
-    global_batch_size = None  # one micro-batch on every data-parallel rank; interleaving wants one for every pipeline rank
-    if (config.parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 or config.parallel.num_layers_per_virtual_pipeline_stage:
+    global_batch_size = (
+        None  # one micro-batch on every data-parallel rank; interleaving wants one for every pipeline rank
+    )
+    if (
+        config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    ) > 1 or config.parallel.num_layers_per_virtual_pipeline_stage:
         parallel = config.parallel
         replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         global_batch_size = config.training.micro_batch_size * world_size // replica
@@ -91,8 +111,16 @@ def teacher_as_student(config: Config, world_size: int) -> Config:
         student=StudentConfig(hf=teacher.hf, load=teacher.load, pipeline_layout=teacher.pipeline_layout),
         teachers=(),
         kd=KDConfig(kd_ratio=0.0, kd_temperature=temperature_of(config)),
-        data=replace(config.data, tokenizer_model=tokenizer, eval_multiple_choice=(), eval_completions=(), eval_num_fewshot=0),
-        training=replace(config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size),
+        data=replace(
+            config.data,
+            tokenizer_model=tokenizer,
+            eval_multiple_choice=(),
+            eval_completions=(),
+            eval_num_fewshot=0,
+        ),
+        training=replace(
+            config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size
+        ),
         optimizer=OptimizerConfig(),
         checkpoint=CheckpointConfig(),
         log=LogConfig(name=config.log.name, log_dir=config.log.log_dir or config.checkpoint.save),
@@ -103,7 +131,9 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make --out {out}: {error}", "the cache is written there", "choose another one") from error
+        raise UsageError(
+            f"cannot make --out {out}: {error}", "the cache is written there", "choose another one"
+        ) from error
 
 
 def _student_vocab_size(config: Config) -> int | None:
@@ -127,7 +157,9 @@ def _describe(
     return outcome
 
 
-def _write_description(plan: Plan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]) -> TopKMeta:
+def _write_description(
+    plan: Plan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
+) -> TopKMeta:
     tokenizer = plan.tokenizers.student
     require_same_tokenizer(tokenizer, plan.student)
     meta = TopKMeta(
@@ -144,7 +176,9 @@ def _write_description(plan: Plan, settings: ExportSettings, vocab_size: int, pa
     )
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)
-        differing = [name for name in vars(meta) if name != "teacher" and getattr(found, name) != getattr(meta, name)]
+        differing = [
+            name for name in vars(meta) if name != "teacher" and getattr(found, name) != getattr(meta, name)
+        ]
         if differing:
             raise DataError(
                 f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
@@ -183,7 +217,9 @@ class _Exporter:
     def export(self, part: str, dataset, say: Callable[[str], None]) -> None:
         """Data-parallel ranks take the missing shards in turn; one that has none left runs empty packs with the others."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
-        say(f"{part}: {len(missing)} of {self.meta.num_shards(part)} shards to make, {len(dataset)} packs in all")
+        say(
+            f"{part}: {len(missing)} of {self.meta.num_shards(part)} shards to make, {len(dataset)} packs in all"
+        )
         for first in range(0, len(missing), self.context.dp_size):
             self._run(part, dataset, missing[first : first + self.context.dp_size])
             say(f"{part}: {min(first + self.context.dp_size, len(missing))} of {len(missing)} shards")
@@ -225,7 +261,9 @@ class _Collector:
     writer: ShardWriter | None
     num_sums: int = 1
 
-    def __call__(self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback, with nothing to differentiate; reports the positions whose predictions are not finite."""
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
@@ -241,7 +279,9 @@ class _Collector:
         if self.context.cp_size > 1:
             columns, positions = self._whole_row(batch, columns, positions)
         if self.writer is not None:
-            borders = np.searchsorted(positions.numpy(), np.arange(1, len(batch.sample_ids)) * self.meta.data["seq_length"])
+            borders = np.searchsorted(
+                positions.numpy(), np.arange(1, len(batch.sample_ids)) * self.meta.data["seq_length"]
+            )
             packs = zip(*(np.split(column, borders) for column in columns), strict=True)
             for sample_id, rows in zip(batch.sample_ids, packs, strict=True):
                 if sample_id in self.digests:
@@ -259,4 +299,6 @@ class _Collector:
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)
         positions = torch.cat([part[1] for part in parts])
         order = positions.argsort()
-        return [np.concatenate(same)[order.numpy()] for same in zip(*(p[0] for p in parts), strict=True)], positions[order]
+        return [
+            np.concatenate(same)[order.numpy()] for same in zip(*(p[0] for p in parts), strict=True)
+        ], positions[order]

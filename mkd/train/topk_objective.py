@@ -53,7 +53,9 @@ def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tenso
     Rows without loss skip the head, but in training with sequence parallelism: there the head gathers the rows of all ranks.
     """
     if not torch.is_grad_enabled():
-        states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel).index_select(0, rows)
+        states = whole_sequence(
+            hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel
+        ).index_select(0, rows)
         return model.use_head(lambda weight: head_logits(states, weight, compute_dtype(states)))
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)

@@ -30,7 +30,11 @@ class StoredTeacher:
 
     @classmethod
     def find(
-        cls, problems: list[MkdError], config: Config, source: ModelSource | None, student_vocab_size: int | None
+        cls,
+        problems: list[MkdError],
+        config: Config,
+        source: ModelSource | None,
+        student_vocab_size: int | None,
     ) -> StoredTeacher | None:
         """The cache of `config`, from its description alone; None with what is wrong added to `problems`."""
         folder = Path(config.teachers[0].topk)
@@ -82,7 +86,9 @@ class StoredTeacher:
             )
 
 
-def _differences(folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None) -> list[MkdError]:
+def _differences(
+    folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None
+) -> list[MkdError]:
     """What of the run's settings does not fit the cache."""
     problems: list[MkdError] = []
     temperature = temperature_of(config)
@@ -135,7 +141,10 @@ def data_settings(config: Config) -> dict:
 def weights_fingerprint(source: ModelSource) -> str:
     """SHA-256 over the names and contents of a model's config.json and weight files; streams them."""
     if source.hf is not None:
-        files = [source.hf.directory / name for name in sorted({header.file for header in source.hf.headers.values()})]
+        files = [
+            source.hf.directory / name
+            for name in sorted({header.file for header in source.hf.headers.values()})
+        ]
     else:
         files = sorted(path for path in source.load.rglob("*") if path.is_file())
     digest = hashlib.sha256()

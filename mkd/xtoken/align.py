@@ -28,10 +28,14 @@ class AlignedText:
 
     student_ids: np.ndarray  # [n] int64
     teacher_ids: np.ndarray  # [m] int64
-    chunks: np.ndarray  # [c, 4] int64: student start, student end, teacher start, teacher end; ends are exclusive
+    chunks: (
+        np.ndarray
+    )  # [c, 4] int64: student start, student end, teacher start, teacher end; ends are exclusive
 
 
-def align(student: TokenizerSource, teacher: TokenizerSource, text: str, *, mode: str = "byte_offset") -> AlignedText:
+def align(
+    student: TokenizerSource, teacher: TokenizerSource, text: str, *, mode: str = "byte_offset"
+) -> AlignedText:
     """Encode `text` with both tokenizers and align the tokens.
 
     Modes: `byte_offset` cuts wherever both sides have a token boundary (exact, milliseconds); `dp` is the dynamic
@@ -47,7 +51,10 @@ def align(student: TokenizerSource, teacher: TokenizerSource, text: str, *, mode
 
 def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.ndarray]:
     """The function (student, teacher) -> chunks of a mode, for tokens of `text`. Raises UsageError for an unknown mode."""
-    modes = {"byte_offset": align_spans, "dp": lambda student, teacher: align_dp(student, teacher, text.encode())}
+    modes = {
+        "byte_offset": align_spans,
+        "dp": lambda student, teacher: align_dp(student, teacher, text.encode()),
+    }
     if mode not in modes:
         raise UsageError(f"alignment mode {mode} is not known", do=f"use one of {', '.join(modes)}")
     return modes[mode]
@@ -59,7 +66,9 @@ def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
     The first chunk starts where both sides start, else at the first common end. Tokens of one span are in one chunk, and
     tokens that stand for no text are in none.
     """
-    (ours, student_starts, student_ends), (theirs, teacher_starts, teacher_ends) = map(token_groups, (student, teacher))
+    (ours, student_starts, student_ends), (theirs, teacher_starts, teacher_ends) = map(
+        token_groups, (student, teacher)
+    )
     _, rows, columns = np.intersect1d(
         np.append(student_starts[:1], student_ends),
         np.append(teacher_starts[:1], teacher_ends),
@@ -70,7 +79,9 @@ def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
     return np.stack([rows[:-1], rows[1:], columns[:-1], columns[1:]], axis=1)
 
 
-def _with_roles(student: Tokenizer, ours: EncodedText, teacher: Tokenizer, theirs: EncodedText, chunks: np.ndarray):
+def _with_roles(
+    student: Tokenizer, ours: EncodedText, teacher: Tokenizer, theirs: EncodedText, chunks: np.ndarray
+):
     """The chunks with a pair for BOS at the start and one for EOS at the end, where both tokenizers have added it."""
     begin, end = [], []
     for role, position, pairs in (("bos", 0, begin), ("eos", -1, end)):
@@ -83,4 +94,8 @@ def _with_roles(student: Tokenizer, ours: EncodedText, teacher: Tokenizer, their
 
 
 def _has_role(tokenizer: Tokenizer, encoded: EncodedText, role: str, position: int) -> bool:
-    return len(encoded) > 0 and encoded.ends[position] == -1 and encoded.ids[position] == tokenizer.roles.get(role)
+    return (
+        len(encoded) > 0
+        and encoded.ends[position] == -1
+        and encoded.ids[position] == tokenizer.roles.get(role)
+    )

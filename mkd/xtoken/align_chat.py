@@ -35,7 +35,11 @@ def align_chat(
     for turns in zip(sides[0].turns, sides[1].turns, strict=True):
         both = list(zip(sides, turns, strict=True))
         for part, starts in _common_parts(messages, both, reasoning):
-            chunks.append(aligner(mode, part)(*(_within(side, start, part) for side, start in zip(sides, starts, strict=True))))
+            chunks.append(
+                aligner(mode, part)(
+                    *(_within(side, start, part) for side, start in zip(sides, starts, strict=True))
+                )
+            )
         closing = [_closing_token(side.encoded, turn) for side, turn in both]
         if None not in closing:
             chunks.append(np.array([[closing[0], closing[0] + 1, closing[1], closing[1] + 1]]))
@@ -43,7 +47,12 @@ def align_chat(
 
 
 def align_completion(
-    student: TokenizerSource, teacher: TokenizerSource, prompt: str, completion: str, *, mode: str = "byte_offset"
+    student: TokenizerSource,
+    teacher: TokenizerSource,
+    prompt: str,
+    completion: str,
+    *,
+    mode: str = "byte_offset",
 ) -> AlignedText:
     """The prompt and then the completion in each model's tokens, both as the data side encodes them; chunks in the completion.
 
@@ -53,7 +62,9 @@ def align_completion(
     sides = []
     for tokenizer in map(open_tokenizer, (student, teacher)):
         before, after = tokenizer.encode_spans(prompt), tokenizer.encode_spans(completion, continuation=True)
-        before = before.ids[: -1 if len(before) > 1 and before.ids[-1] == tokenizer.eos_id else None]  # it goes on
+        before = before.ids[
+            : -1 if len(before) > 1 and before.ids[-1] == tokenizer.eos_id else None
+        ]  # it goes on
         outside = np.full(len(before), -1)
         starts, ends = np.append(outside, after.starts), np.append(outside, after.ends)
         sides.append(EncodedText(np.append(before, after.ids), starts, ends))

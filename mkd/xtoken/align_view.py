@@ -20,7 +20,9 @@ def view_alignment(aligned: AlignedText, student: Tokenizer, teacher: Tokenizer,
     are in parentheses. Bytes that are no text, and control characters, are escaped.
     """
     sizes = aligned.chunks[:, [1, 3]] - aligned.chunks[:, [0, 2]]
-    kinds = Counter(f"{'1' if one == 1 else 'M'}-{'1' if other == 1 else 'N'}" for one, other in sizes.tolist())
+    kinds = Counter(
+        f"{'1' if one == 1 else 'M'}-{'1' if other == 1 else 'N'}" for one, other in sizes.tolist()
+    )
     counts = ", ".join(f"{kind} {kinds[kind]}" for kind in ("1-1", "1-N", "M-1", "M-N"))
     header = (
         f"{len(aligned.student_ids)} student tokens, {len(aligned.teacher_ids)} teacher tokens, "
@@ -46,7 +48,9 @@ def _shown(tokenizer: Tokenizer, token: int) -> str:
     piece = tokenizer.token_bytes[token]
     if piece is None:
         return tokenizer.decode([token])
-    return "".join(map(_escaped, piece.decode("utf-8", "surrogateescape")))  # where a byte is no text it becomes a surrogate
+    return "".join(
+        map(_escaped, piece.decode("utf-8", "surrogateescape"))
+    )  # where a byte is no text it becomes a surrogate
 
 
 def _escaped(character: str) -> str:

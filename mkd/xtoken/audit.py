@@ -61,10 +61,14 @@ class Audit:
             f"{shares['num_teacher_tokens']} teacher tokens; shares by kind of chunk, classes over student tokens:",
             f"{'':16}" + "".join(f"{kind:>16}" for kind in KINDS),
         ]
-        return "\n".join([*lines, *(f"{name:16}" + "".join(f"{row[kind]:16.4f}" for kind in KINDS) for name, row in rows)])
+        return "\n".join(
+            [*lines, *(f"{name:16}" + "".join(f"{row[kind]:16.4f}" for kind in KINDS) for name, row in rows)]
+        )
 
 
-def audit(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation, texts: Iterable[str]) -> Audit:
+def audit(
+    student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation, texts: Iterable[str]
+) -> Audit:
     """Align every text and count. An empty sample gives zeros."""
     twins = np.full(relation.student_size, -1, np.int64)
     twins[relation.common_student] = relation.common_teacher
@@ -80,12 +84,16 @@ def audit(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation, 
         np.add.at(num_bytes, (byte_classes, covered), 1)
         token_kinds = _mark(len(ours.ids), chunks[:, 0], chunks[:, 1], kinds)
         np.add.at(student_tokens, (_token_classes(byte_classes, ours.starts, ours.ends), token_kinds), 1)
-        teacher_tokens += np.bincount(_mark(len(theirs.ids), chunks[:, 2], chunks[:, 3], kinds), minlength=len(KINDS))
+        teacher_tokens += np.bincount(
+            _mark(len(theirs.ids), chunks[:, 2], chunks[:, 3], kinds), minlength=len(KINDS)
+        )
         num_texts += 1
     return Audit(num_bytes, student_tokens, teacher_tokens, num_texts)
 
 
-def _chunk_kinds(chunks: np.ndarray, twins: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray) -> np.ndarray:
+def _chunk_kinds(
+    chunks: np.ndarray, twins: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray
+) -> np.ndarray:
     """[c] int64, index into KINDS"""
     one_student = chunks[:, 1] - chunks[:, 0] == 1
     one_teacher = chunks[:, 3] - chunks[:, 2] == 1

@@ -25,7 +25,9 @@ from mkd.xtoken.segments import log_sum_exp_by, sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
-def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+def chains(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] the student's become scale * dL/d(z/T).
 
     The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
@@ -40,7 +42,9 @@ def chains(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkS
     t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
     of_pairs, of_rest = call.rule.parts(t.pairs, s.pairs), call.rule.parts(t.rest, s.rest)
     count = len(piece.student.base)
-    sums = torch.stack([sum_segments(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)])
+    sums = torch.stack(
+        [sum_segments(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)]
+    )
     if scale is not None:
         _write_gradient(student, ours, s, t, call.rule.mean_slope(sums), scale, call)
     return call.rule.value(sums)
@@ -57,12 +61,16 @@ class _Entries:
     found: Tensor  # [e] z / T, LOWEST where the column is another rank's
 
     @classmethod
-    def of(cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall) -> _Entries:
+    def of(
+        cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall
+    ) -> _Entries:
         """Takes them out of the logits: what stays there has no probability, so that sums over the others lose nothing."""
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
         found = call.heated(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)
-        passes_for(logits).fill(logits, rows, columns, torch.full_like(found, max(LOWEST, torch.finfo(logits.dtype).min)))
+        passes_for(logits).fill(
+            logits, rows, columns, torch.full_like(found, max(LOWEST, torch.finfo(logits.dtype).min))
+        )
         return cls(side, pair_chunks, rows, columns, found)
 
 
@@ -86,7 +94,9 @@ class _Scores:
         of_prefix, of_pairs = logs.split([len(side.others), len(pair_chunks)])
         prefixes = sum_segments(side.other_chunks, of_prefix, len(side.base))
         rest = log_rest(prefixes, outside[side.base])
-        return cls(torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest)
+        return cls(
+            torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest
+        )
 
 
 def _write_gradient(

@@ -35,7 +35,9 @@ def chunk_distributions(
     """From the logits [n, w_s], [m, w_t]. Tensor-parallel group: one all-gather of [c, w_s + w_t] numbers."""
     ours = _local(student, piece.student, call.student_real, call)
     theirs = _local(teacher, piece.teacher, call.teacher_real, call)
-    local = {f"s_{name}": value for name, value in ours.items()} | {f"t_{name}": value for name, value in theirs.items()}
+    local = {f"s_{name}": value for name, value in ours.items()} | {
+        f"t_{name}": value for name, value in theirs.items()
+    }
     gathered = call.gather(**local)
     return _merged(gathered, "s_", piece.student), _merged(gathered, "t_", piece.teacher)
 

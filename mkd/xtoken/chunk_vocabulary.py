@@ -82,10 +82,18 @@ class ChunkVocabulary:
         make_projection = {"p_kl": _on_teacher, "prefix_kl": _on_beginnings}.get(loss)
         projection = make_projection and make_projection(slots, relation, student_real, teacher_real, rank)
         return ChunkVocabulary(
-            rank, student_width, teacher_real.shape[1], num_common, student_vocab_size, len(slots.columns),
-            *(torch.from_numpy(a) for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)),
+            rank,
+            student_width,
+            teacher_real.shape[1],
+            num_common,
+            student_vocab_size,
+            len(slots.columns),
+            *(
+                torch.from_numpy(a)
+                for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)
+            ),
             projection,
-        )  # fmt: skip
+        )
 
     @property
     def both_have_rest(self) -> bool:
@@ -112,7 +120,9 @@ def _moved(value, device):
     return replace(value, **changed)
 
 
-def _pairs(slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(
+    slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Places of the pairs of the hybrid losses: the common tokens, or with a relation its relaxed pairs too."""
     if relation is not None:
         students, teachers = relation.pairs(relaxed=True)
@@ -122,7 +132,9 @@ def _pairs(slots: TeacherSlots, relation: VocabularyRelation | None, student_row
     return ranks * slots.common.shape[1] + columns, ranks * slots.teacher_ids.shape[1] + columns
 
 
-def _on_teacher(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
+def _on_teacher(
+    slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
+) -> Projection:
     """The relation's matrix: classes are the teacher's columns."""
     matrix = relation.projection
     rows, teachers, values = matrix.rows, matrix.columns, matrix.values
@@ -139,7 +151,9 @@ def _on_teacher(slots: TeacherSlots, relation: VocabularyRelation, student_real,
     )
 
 
-def _on_beginnings(slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int) -> Projection:
+def _on_beginnings(
+    slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
+) -> Projection:
     """What each token begins with: classes are the student's columns, those of common tokens."""
     common = np.flatnonzero(slots.common)
     maps = []
@@ -154,7 +168,9 @@ def _on_beginnings(slots: TeacherSlots, relation: VocabularyRelation, student_re
     return Projection(student, teacher, torch.from_numpy(slots.common[rank]), student_rest, teacher_rest)
 
 
-def _class_map(places, classes, values, real: np.ndarray, num_classes: int, rank: int) -> tuple[ClassMap, bool]:
+def _class_map(
+    places, classes, values, real: np.ndarray, num_classes: int, rank: int
+) -> tuple[ClassMap, bool]:
     """The map of the entries (place, class, value), all ranks', on this rank's columns; whether a real column loses any.
 
     `real` is [tp, w] bool; classes of all ranks are meant.

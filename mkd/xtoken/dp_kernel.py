@@ -8,7 +8,11 @@ from functools import cache
 import numpy as np
 
 MAX_COMBINATION = 4
-MATCH, GAP, COMBINED = 3.0, -1.5, 1.5  # scores: equal tokens (unequal: -MATCH), a token left out, each of k joined tokens
+MATCH, GAP, COMBINED = (
+    3.0,
+    -1.5,
+    1.5,
+)  # scores: equal tokens (unequal: -MATCH), a token left out, each of k joined tokens
 
 
 def best_path(

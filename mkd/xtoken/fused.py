@@ -50,7 +50,9 @@ class ChunkOutput:
     kd: Tensor  # the same number
     teacher_ce: Tensor  # sum over the chunks' teacher tokens of -ln p_t, T = 1, nats
     teacher_entropy: Tensor  # sum over the same rows, T = 1, nats
-    top1_agreement: Tensor  # 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
+    top1_agreement: (
+        Tensor  # 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
+    )
     num_chunks: Tensor
     num_one_to_one: Tensor  # what `top1_agreement` is out of
     num_teacher_tokens: Tensor  # what `teacher_ce` and `teacher_entropy` are out of
@@ -69,7 +71,8 @@ def fused_chunk_kd(
     cp_group: dist.ProcessGroup | None,  # None: the sequence is not split; then no side has an exchange
     loss_gradient: Tensor | None = None,  # 0-dim, what the caller multiplies `loss` by before backward
     sequence_parallel: bool = False,
-    chunk_rows: int | None = None,  # most rows of one model in a slice; one chunk of more tokens is a slice of its own
+    chunk_rows: int
+    | None = None,  # most rows of one model in a slice; one chunk of more tokens is a slice of its own
     fp32_logits: bool = False,
 ) -> ChunkOutput:
     """The chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden states and head.
@@ -83,8 +86,12 @@ def fused_chunk_kd(
     states as `fused_linear_kd`, and over the context-parallel group one all-to-all of each side that has an exchange, backward
     one for the student. A rank without chunks takes part in those of the hidden states.
     """
-    assert teacher_weight.shape[0] == vocabulary.teacher_width, "the teacher's head has the rows of TeacherSlots"
-    assert student_weight.shape[0] == vocabulary.student_width, "the student's head is the one that the slots were made for"
+    assert teacher_weight.shape[0] == vocabulary.teacher_width, (
+        "the teacher's head has the rows of TeacherSlots"
+    )
+    assert student_weight.shape[0] == vocabulary.student_width, (
+        "the student's head is the one that the slots were made for"
+    )
     dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
     call = LossCall(vocabulary, settings, rule_of(settings), tp_group)
     most_rows = _most_rows(chunks, call, dtype, student_hidden.is_cuda, chunk_rows)
@@ -111,7 +118,9 @@ def _chunk_rows(
     return exchange_rows(hidden, plan.send_rows, plan.send_counts, plan.receive_counts, cp_group)
 
 
-def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool, limit: int | None) -> dict[int, int]:
+def _most_rows(
+    batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool, limit: int | None
+) -> dict[int, int]:
     """Most rows of a slice for each kind of chunk that counts.
 
     partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that size in the compute
@@ -121,7 +130,11 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
     tensors = 1 if call.settings.loss == "partition_kl" else 4 * ranks
     most = limit or head_chunk_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
-    kinds = (ONE_TO_ONE,) if call.settings.exact_token_match_only else (ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY)
+    kinds = (
+        (ONE_TO_ONE,)
+        if call.settings.exact_token_match_only
+        else (ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY)
+    )
     return dict.fromkeys(kinds, most)
 
 
@@ -163,7 +176,11 @@ class _FusedChunkKD(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, head):
-        gradients = HeadGradients(hidden, weight, True, head.loss_gradient is not None) if head.with_gradient else None
+        gradients = (
+            HeadGradients(hidden, weight, True, head.loss_gradient is not None)
+            if head.with_gradient
+            else None
+        )
         sums = _no_sums(hidden)
         for chunks in slice_ranges(head.chunks, head.most_rows):
             piece = ChunkSlice.of(head.chunks, chunks, head.call.settings.base, head.call.vocabulary)
@@ -192,6 +209,9 @@ class _FusedChunkKD(torch.autograd.Function):
 
 def _no_sums(hidden: Tensor) -> dict[str, Tensor]:
     """Zeros: the fields of `ChunkOutput` but the loss."""
-    number, count = hidden.new_zeros((), dtype=compute_dtype(hidden)), torch.zeros((), dtype=torch.int64, device=hidden.device)
+    number, count = (
+        hidden.new_zeros((), dtype=compute_dtype(hidden)),
+        torch.zeros((), dtype=torch.int64, device=hidden.device),
+    )
     names = [field.name for field in fields(ChunkOutput) if field.name != "loss"]
     return {name: count if name.startswith("num_") else number for name in names}

@@ -20,7 +20,9 @@ from mkd.xtoken.slices import ChunkSlice
 from mkd.xtoken.sorted_l1 import sorted_l1
 
 
-def hybrid(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+def hybrid(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T)."""
     vocabulary = call.vocabulary
     weights = call.settings.hybrid_weights(vocabulary.num_common / vocabulary.num_teacher_rows)
@@ -29,7 +31,9 @@ def hybrid(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkS
     t = _Classes.of(theirs, vocabulary.paired_teacher, vocabulary.teacher_real, piece, call)
     of_common, of_rest = call.rule.parts(t.common, s.common), call.rule.parts(t.rest, s.rest)
     sums = torch.stack([a.sum(dim=1) + b for a, b in zip(of_common, of_rest, strict=True)])
-    masses, their_masses = (side.logs.exp_().masked_fill_(~k.uncommon, 0.0) for side, k in ((ours, s), (theirs, t)))
+    masses, their_masses = (
+        side.logs.exp_().masked_fill_(~k.uncommon, 0.0) for side, k in ((ours, s), (theirs, t))
+    )
     distance, signs = sorted_l1(masses, their_masses)
     if scale is not None:
         of_base, of_chain = _divergence_gradient(ours, s, t, sums, call)
@@ -52,11 +56,18 @@ class _Classes:
     has_rest: bool
 
     @classmethod
-    def of(cls, side: ChunkDistribution, paired: Tensor, real: Tensor, piece: ChunkSlice, call: LossCall) -> _Classes:
+    def of(
+        cls, side: ChunkDistribution, paired: Tensor, real: Tensor, piece: ChunkSlice, call: LossCall
+    ) -> _Classes:
         uncommon = real.reshape(-1).index_fill(0, paired, False)
         common, has_rest = side.base[:, paired], _has_rest(piece, call)
         if not has_rest:
-            return cls(common - common.logsumexp(dim=1, keepdim=True), torch.full_like(side.chain, FLOOR), uncommon, False)
+            return cls(
+                common - common.logsumexp(dim=1, keepdim=True),
+                torch.full_like(side.chain, FLOOR),
+                uncommon,
+                False,
+            )
         outside = side.base.masked_fill(~uncommon, float("-inf")).logsumexp(dim=1)
         return cls(common + side.chain[:, None], log_rest(side.chain, outside), uncommon, True)
 

@@ -20,7 +20,10 @@ from mkd.xtoken.loss_settings import ChunkLossSettings
 # Stands for ln 0 where a difference with it must stay finite: exp of it is 0, and 0 times it is 0.
 FLOOR = -1e4
 
-OTHER, COMMON = 1, 2  # codes of columns: a row of the model without a twin, a common token; 0 is no row of the model
+OTHER, COMMON = (
+    1,
+    2,
+)  # codes of columns: a row of the model without a twin, a common token; 0 is no row of the model
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ class LossCall:
         flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])
         gathered = gather_statistics(flat[None], self.tp_group)[:, 0]
         parts = gathered.split([math.prod(shape) for shape in shapes.values()], dim=1)
-        return {name: part.reshape(len(part), *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return {
+            name: part.reshape(len(part), *shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
 
     def sum(self, local: Tensor) -> Tensor:
         """All-reduce SUM over the tensor-parallel group, in place; no backward."""
@@ -94,7 +100,11 @@ def log_sum_exp(values: Tensor, columns: Tensor) -> Tensor:
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """values[i, columns[i]], [n]; LOWEST where the column is that of another rank (= w)."""
     width = values.shape[1]
-    return values.gather(1, columns.clamp(max=width - 1)[:, None]).squeeze(1).masked_fill(columns == width, LOWEST)
+    return (
+        values.gather(1, columns.clamp(max=width - 1)[:, None])
+        .squeeze(1)
+        .masked_fill(columns == width, LOWEST)
+    )
 
 
 def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

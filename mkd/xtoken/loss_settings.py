@@ -31,14 +31,20 @@ class ChunkLossSettings:
 
     loss: str = "partition_kl"
     divergence: str = "forward_kl"
-    jsd_beta: float = 0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
+    jsd_beta: float = (
+        0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
+    )
     mixed_kl_weight: float = 0.5  # weight of the forward KL in `mixed_kl`; the reverse KL has the rest
     temperature: float = 1.0  # logits of both models are divided by it, those of realised tokens too
     temperature_scaling: str = "squared"  # s(T): "squared" or "none"
-    top_k: int | None = None  # partition_kl: support of a 1-1 chunk, the teacher's k likeliest common tokens (ties included)
+    top_k: int | None = (
+        None  # partition_kl: support of a 1-1 chunk, the teacher's k likeliest common tokens (ties included)
+    )
     exact_token_match_only: bool = False  # only 1-1 chunks whose two tokens are a common pair count
     chain_base: str = "last"  # gold, h_kl, uld: the token of a chunk whose distribution stands for it, times p of its others
-    common_weight: float | None = None  # gold, h_kl: weight of the divergence; None: gold k / v_t (k common of v_t), h_kl 1
+    common_weight: float | None = (
+        None  # gold, h_kl: weight of the divergence; None: gold k / v_t (k common of v_t), h_kl 1
+    )
     uncommon_weight: float | None = None  # of the sorted L1; None: gold 1 - k / v_t, h_kl 1
 
     def __post_init__(self) -> None:
@@ -47,15 +53,34 @@ class ChunkLossSettings:
         _require_known("temperature-scaling", self.temperature_scaling, tuple(TEMPERATURE_SCALINGS))
         _require_known("chain-base", self.chain_base, CHAIN_BASES)
         if not (math.isfinite(self.temperature) and self.temperature > 0.0):
-            _refuse(f"temperature is {self.temperature}", "the logits are divided by it", "choose a finite value above 0")
+            _refuse(
+                f"temperature is {self.temperature}",
+                "the logits are divided by it",
+                "choose a finite value above 0",
+            )
         for name, weight in (("jsd-beta", self.jsd_beta), ("mixed-kl-weight", self.mixed_kl_weight)):
             if not 0.0 <= weight <= 1.0:
-                _refuse(f"{name} is {weight}", "it is a weight between two distributions", "choose a value from 0 to 1")
+                _refuse(
+                    f"{name} is {weight}",
+                    "it is a weight between two distributions",
+                    "choose a value from 0 to 1",
+                )
         if self.top_k is not None and self.top_k < 1:
-            _refuse(f"xtoken top-k is {self.top_k}", "a support needs a token", "choose 1 or more, or leave it out for all")
-        for name, weight in (("common-weight", self.common_weight), ("uncommon-weight", self.uncommon_weight)):
+            _refuse(
+                f"xtoken top-k is {self.top_k}",
+                "a support needs a token",
+                "choose 1 or more, or leave it out for all",
+            )
+        for name, weight in (
+            ("common-weight", self.common_weight),
+            ("uncommon-weight", self.uncommon_weight),
+        ):
             if weight is not None and not (math.isfinite(weight) and weight >= 0.0):
-                _refuse(f"xtoken {name} is {weight}", "it weighs a part of the loss", "choose a finite value from 0 up")
+                _refuse(
+                    f"xtoken {name} is {weight}",
+                    "it weighs a part of the loss",
+                    "choose a finite value from 0 up",
+                )
 
     @property
     def scale(self) -> float:
@@ -71,7 +96,9 @@ class ChunkLossSettings:
         """Weights of divergence and sorted L1; `common_share`: common tokens / the teacher's rows."""
         defaults = (common_share, 1.0 - common_share) if self.loss == "gold" else (1.0, 1.0)
         given = self.common_weight, self.uncommon_weight
-        common, uncommon = (default if one is None else one for one, default in zip(given, defaults, strict=True))
+        common, uncommon = (
+            default if one is None else one for one, default in zip(given, defaults, strict=True)
+        )
         return common, uncommon
 
 

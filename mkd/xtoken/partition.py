@@ -35,7 +35,11 @@ def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: Los
         totals = totals + torch.stack(call.rule.parts(masses.teacher_rest, masses.student_rest))
     if scale is not None:
         mean = call.rule.mean_slope(totals) + torch.zeros_like(normalisers[0])
-        beside = call.rule.slope(masses.teacher_rest, masses.student_rest) - mean if has_rest(call) else torch.zeros_like(mean)
+        beside = (
+            call.rule.slope(masses.teacher_rest, masses.student_rest) - mean
+            if has_rest(call)
+            else torch.zeros_like(mean)
+        )
         passes.write_support_gradient(student, teacher, lowest, normalisers, (-mean, beside), scale, call)
     return call.rule.value(totals)
 
@@ -53,7 +57,8 @@ def _lowest_of_top_k(teacher: Tensor, call: LossCall) -> Tensor | None:
         return None
     width = call.common.shape[0]
     largest = [
-        teacher[r, :width].masked_fill(~call.common, LOWEST).topk(min(top_k, width), dim=1).values for r in row_chunks(teacher)
+        teacher[r, :width].masked_fill(~call.common, LOWEST).topk(min(top_k, width), dim=1).values
+        for r in row_chunks(teacher)
     ]
     local = torch.nn.functional.pad(torch.cat(largest), (0, top_k - min(top_k, width)), value=LOWEST)
     gathered = call.gather(largest=local)["largest"]

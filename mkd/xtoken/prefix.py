@@ -18,7 +18,9 @@ from mkd.xtoken.projected import projected
 from mkd.xtoken.slices import ChunkSlice
 
 
-def prefix_kl(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+def prefix_kl(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T).
 
     Tensor-parallel group: the communication of `projected`, and that of `chains` for chunks of several tokens.

@@ -20,7 +20,9 @@ from mkd.xtoken.segments import sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 
 
-def projected(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
+def projected(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
     """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T).
 
     Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two all-reduces of a few
@@ -38,7 +40,9 @@ def projected(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: Chu
     supported = projection.supported[:, None]
     their_rest = their_lost + theirs.masked_fill(supported, 0.0).sum(dim=0)
     their_kept = theirs.masked_fill(~supported, 0.0).sum(dim=0)
-    kept, lost, their_kept, their_rest = call.sum(torch.stack([ours.sum(dim=0), lost, their_kept, their_rest]))
+    kept, lost, their_kept, their_rest = call.sum(
+        torch.stack([ours.sum(dim=0), lost, their_kept, their_rest])
+    )
     log_s, log_t = _log(ours), _log(theirs)
     if not with_rest:
         log_s, log_t = log_s - kept.log(), log_t - their_kept.log()
@@ -49,7 +53,9 @@ def projected(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: Chu
     if scale is not None:
         mean = call.rule.mean_slope(totals)
         by_class = (call.rule.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
-        by_rest = call.rule.slope(_log(their_rest), _log(lost)) - mean if with_rest else torch.zeros_like(mean)
+        by_rest = (
+            call.rule.slope(_log(their_rest), _log(lost)) - mean if with_rest else torch.zeros_like(mean)
+        )
         by_class = by_class if with_rest else by_class / kept
         by_mean = _by_columns(projection.student, by_class, by_rest, call)
         write_scaled(student, _softmax_gradient(p, by_mean, piece.student, call), scale[piece.student.chunks])
@@ -81,7 +87,9 @@ def _log(masses: Tensor) -> Tensor:
 
 def _sparse_product(matrix: Tensor, dense: Tensor) -> Tensor:
     """[a, b] sparse CSR fp32 @ [b, c] -> [a, c]."""
-    return torch.sparse.mm(matrix if dense.dtype == matrix.dtype else matrix.to(dense.dtype), dense.contiguous())
+    return torch.sparse.mm(
+        matrix if dense.dtype == matrix.dtype else matrix.to(dense.dtype), dense.contiguous()
+    )
 
 
 def _on_classes(means: Tensor, classes: ClassMap | None, call: LossCall) -> tuple[Tensor, Tensor]:

@@ -24,17 +24,27 @@ def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMa
     """
     indices, likelihoods = _read(path)
     if indices.shape != likelihoods.shape or indices.ndim != 2:
-        raise _refused(path, f"indices {indices.shape} and likelihoods {likelihoods.shape} are not of one shape [rows, k]")
+        raise _refused(
+            path,
+            f"indices {indices.shape} and likelihoods {likelihoods.shape} are not of one shape [rows, k]",
+        )
     if len(indices) < student_size:
-        raise _refused(path, f"it has {len(indices)} rows, and the student's tokenizer has {student_size} ids")
+        raise _refused(
+            path, f"it has {len(indices)} rows, and the student's tokenizer has {student_size} ids"
+        )
     indices, likelihoods = indices[:student_size], likelihoods[:student_size]
     if not np.isfinite(likelihoods).all() or (likelihoods < 0).any():
         raise _refused(path, "its likelihoods are not all finite and positive")
     used = (likelihoods > 0) & (indices >= 0)
     if used.any() and indices[used].max() >= teacher_size:
-        raise _refused(path, f"it names teacher id {indices[used].max()}, and the teacher's tokenizer has {teacher_size} ids")
+        raise _refused(
+            path,
+            f"it names teacher id {indices[used].max()}, and the teacher's tokenizer has {teacher_size} ids",
+        )
     rows = np.nonzero(used)[0]
-    return SparseMatrix.from_entries(rows, indices[used], likelihoods[used], (student_size, teacher_size)).normalised()
+    return SparseMatrix.from_entries(
+        rows, indices[used], likelihoods[used], (student_size, teacher_size)
+    ).normalised()
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:

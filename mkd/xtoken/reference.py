@@ -18,7 +18,9 @@ class DenseRelation:
     common: list[tuple[int, int]]  # (student id, teacher id)
     paired: list[tuple[int, int]]  # of the hybrid losses: `common`, for h_kl with relaxed pairs
     projection: Tensor | None  # [v_s, v_t]
-    beginnings: tuple[Tensor, Tensor] | None = None  # [v_s], [v_t]: what each begins with, see VocabularyRelation
+    beginnings: tuple[Tensor, Tensor] | None = (
+        None  # [v_s], [v_t]: what each begins with, see VocabularyRelation
+    )
 
 
 def dense_chunk_kd(
@@ -29,17 +31,35 @@ def dense_chunk_kd(
     settings: ChunkLossSettings,
 ) -> dict[str, Tensor]:
     """The fields of `ChunkOutput`, differentiable by the student's logits."""
-    names = ("kd", "teacher_ce", "teacher_entropy", "top1_agreement", "num_chunks", "num_one_to_one", "num_teacher_tokens")
+    names = (
+        "kd",
+        "teacher_ce",
+        "teacher_entropy",
+        "top1_agreement",
+        "num_chunks",
+        "num_one_to_one",
+        "num_teacher_tokens",
+    )
     sums = dict.fromkeys(names, torch.zeros((), dtype=student_logits.dtype))
     for i in range(len(chunks.kinds)):
-        of_student, of_teacher = (slice(*side.host_offsets[i : i + 2]) for side in (chunks.student, chunks.teacher))
-        s_labels, t_labels = chunks.student.labels[of_student].tolist(), chunks.teacher.labels[of_teacher].tolist()
+        of_student, of_teacher = (
+            slice(*side.host_offsets[i : i + 2]) for side in (chunks.student, chunks.teacher)
+        )
+        s_labels, t_labels = (
+            chunks.student.labels[of_student].tolist(),
+            chunks.teacher.labels[of_teacher].tolist(),
+        )
         is_pair = (s_labels[0], t_labels[0]) in relation.common and len(s_labels) == len(t_labels) == 1
         if chunks.weights[i] == 0 or (settings.exact_token_match_only and not is_pair):
             continue
-        z, y = student_logits[chunks.student.rows[of_student]], teacher_logits[chunks.teacher.rows[of_teacher]]
+        z, y = (
+            student_logits[chunks.student.rows[of_student]],
+            teacher_logits[chunks.teacher.rows[of_teacher]],
+        )
         own = slice(*chunks.support_offsets[i : i + 2])
-        pairs = list(zip(chunks.support_student[own].tolist(), chunks.support_teacher[own].tolist(), strict=True))
+        pairs = list(
+            zip(chunks.support_student[own].tolist(), chunks.support_teacher[own].tolist(), strict=True)
+        )
         s, t = (torch.softmax(logits / settings.temperature, dim=1) for logits in (z, y))
         value = _value(_Chunk(s, t, s_labels, t_labels, pairs), relation, settings)
         plain = torch.log_softmax(y, dim=1)
@@ -96,10 +116,14 @@ def _partition(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettin
     return _with_rest(s, t, pairs, chunk, settings)
 
 
-def _with_rest(s: Tensor, t: Tensor, pairs: list[tuple[int, int]], chunk: _Chunk, settings: ChunkLossSettings) -> Tensor:
+def _with_rest(
+    s: Tensor, t: Tensor, pairs: list[tuple[int, int]], chunk: _Chunk, settings: ChunkLossSettings
+) -> Tensor:
     """Divergence over {pairs, rest}; conditioned on the pairs where a side's tokens are all in pairs."""
     s_ids, t_ids = (list(ids) for ids in zip(*pairs, strict=True))
-    has_rest = (len(pairs) < s.shape[0] or len(chunk.s_labels) > 1) and (len(pairs) < t.shape[0] or len(chunk.t_labels) > 1)
+    has_rest = (len(pairs) < s.shape[0] or len(chunk.s_labels) > 1) and (
+        len(pairs) < t.shape[0] or len(chunk.t_labels) > 1
+    )
     s_classes, t_classes = s[s_ids], t[t_ids]
     if has_rest:
         s_classes = torch.cat([s_classes, 1 - s_classes.sum(dim=0, keepdim=True)])
@@ -119,7 +143,12 @@ def divergence(s: Tensor, t: Tensor, settings: ChunkLossSettings) -> Tensor:
         beta = settings.jsd_beta
         q = beta * t + (1 - beta) * s
         return beta * kl(t, q) + (1 - beta) * kl(s, q)
-    forward = {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed_kl": settings.mixed_kl_weight, "jsd": 1 - settings.jsd_beta}
+    forward = {
+        "forward_kl": 1.0,
+        "reverse_kl": 0.0,
+        "mixed_kl": settings.mixed_kl_weight,
+        "jsd": 1 - settings.jsd_beta,
+    }
     weight = forward[settings.divergence]
     return weight * kl(t, s) + (1 - weight) * kl(s, t)
 
@@ -160,7 +189,9 @@ def _chunk_distribution(p: Tensor, labels: list[int], base: str) -> Tensor:
     return result
 
 
-def _hybrid(chunk: _Chunk, s: Tensor, t: Tensor, relation: DenseRelation, settings: ChunkLossSettings) -> Tensor:
+def _hybrid(
+    chunk: _Chunk, s: Tensor, t: Tensor, relation: DenseRelation, settings: ChunkLossSettings
+) -> Tensor:
     weights = settings.hybrid_weights(len(relation.common) / t.shape[0])
     s_rest = [i for i in range(s.shape[0]) if i not in {pair[0] for pair in relation.paired}]
     t_rest = [i for i in range(t.shape[0]) if i not in {pair[1] for pair in relation.paired}]

@@ -33,7 +33,9 @@ class ProjectionSettings:
                 f"use for example --stages {','.join(STAGES)}",
             )
         if self.top_k < 1:
-            raise UsageError(f"--top-k {self.top_k} leaves no entry in a row", do="use 1 or more; the published runs use 4")
+            raise UsageError(
+                f"--top-k {self.top_k} leaves no entry in a row", do="use 1 or more; the published runs use 4"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,17 @@ class VocabularyRelation:
     teacher_size: int
     common_student: np.ndarray  # [k] int64, ascending
     common_teacher: np.ndarray  # [k] int64, distinct
-    relaxed_student: np.ndarray  # [l] int64, ascending: further pairs, of tokens without a common twin, that differ ...
+    relaxed_student: (
+        np.ndarray
+    )  # [l] int64, ascending: further pairs, of tokens without a common twin, that differ ...
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
-    projection: SparseMatrix  # [student_size, teacher_size]; the rows without support are `projection.empty_rows`
+    projection: (
+        SparseMatrix  # [student_size, teacher_size]; the rows without support are `projection.empty_rows`
+    )
     spellings: Spellings
-    student_beginnings: np.ndarray  # [student_size] int64: the common token, as a student id, that each id begins with, or -1
+    student_beginnings: (
+        np.ndarray
+    )  # [student_size] int64: the common token, as a student id, that each id begins with, or -1
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +84,9 @@ class VocabularyRelation:
         return replace(self, projection=projection)
 
 
-def relate(student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings | None = None) -> VocabularyRelation:
+def relate(
+    student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings | None = None
+) -> VocabularyRelation:
     """Build the relation; a matter of seconds for vocabularies of 150,000 tokens.
 
     Raises UsageError when the vocabularies share no token, and for a tokenizer whose tokens have no known bytes.
@@ -84,7 +94,9 @@ def relate(student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings 
     settings = settings or ProjectionSettings()
     by_teacher, by_student = spell_all(teacher, student.token_bytes), spell_all(student, teacher.token_bytes)
     spellings = Spellings.build(student, teacher, by_teacher, by_student)
-    if student.vocabulary_difference(teacher) is None:  # then an id means itself, whatever its bytes and roles
+    if (
+        student.vocabulary_difference(teacher) is None
+    ):  # then an id means itself, whatever its bytes and roles
         common = {i: i for i in set(student.vocabulary.values()) & set(teacher.vocabulary.values())}
         projection = _matrix_of(common, student, teacher)
     else:
@@ -113,7 +125,11 @@ def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
 
 
 def _projection(
-    settings: ProjectionSettings, student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces
+    settings: ProjectionSettings,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    by_teacher: Pieces,
+    by_student: Pieces,
 ) -> SparseMatrix:
     """The chosen stages; the exact map and the special tokens come last, so that nothing is mixed into their rows."""
     projection = _matrix_of({}, student, teacher)

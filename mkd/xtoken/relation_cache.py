@@ -38,7 +38,11 @@ def build_projection(
     form (see load_published). Several processes may call this at once; they write the same file. Raises UsageError for
     tokenizers that share nothing or lose bytes, and for a file that is damaged or of other tokenizers.
     """
-    student, teacher, settings = open_tokenizer(student), open_tokenizer(teacher), settings or ProjectionSettings()
+    student, teacher, settings = (
+        open_tokenizer(student),
+        open_tokenizer(teacher),
+        settings or ProjectionSettings(),
+    )
     if projection is not None:
         return _from_file(student, teacher, Path(projection), cache_dir, settings)
     if cache_dir is None:
@@ -50,7 +54,11 @@ def build_projection(
 
 
 def save_relation(
-    path: Path, relation: VocabularyRelation, student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings
+    path: Path,
+    relation: VocabularyRelation,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    settings: ProjectionSettings,
 ) -> None:
     """Write the relation, whole or not at all."""
     meta = {**_identity(student, teacher), "stages": settings.stages, "top_k": settings.top_k}
@@ -75,12 +83,17 @@ def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> Vocabul
     """Read a relation of exactly these tokenizers. Raises UsageError for a damaged file and for one of other tokenizers."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            meta, arrays = json.loads(str(file[META])), {name: file[name] for name in file.files if name != META}
+            meta, arrays = (
+                json.loads(str(file[META])),
+                {name: file[name] for name in file.files if name != META},
+            )
     except Exception as error:  # numpy and zipfile raise a dozen different ones for a damaged file
         raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
     for name, expected in _identity(student, teacher).items():
         if meta.get(name) != expected:
-            raise _refused(path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and that of this run {expected}")
+            raise _refused(
+                path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and that of this run {expected}"
+            )
     try:
         relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
     except KeyError as error:
@@ -92,11 +105,16 @@ def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> Vocabul
 
 
 def _from_file(
-    student: Tokenizer, teacher: Tokenizer, path: Path, cache_dir: str | Path | None, settings: ProjectionSettings
+    student: Tokenizer,
+    teacher: Tokenizer,
+    path: Path,
+    cache_dir: str | Path | None,
+    settings: ProjectionSettings,
 ) -> VocabularyRelation:
     if not path.is_file():
         raise UsageError(
-            f"projection {path} is not a file", do="give the path of a projection matrix, or leave it out: it is then built"
+            f"projection {path} is not a file",
+            do="give the path of a projection matrix, or leave it out: it is then built",
         )
     if _is_ours(path):
         return load_relation(path, student, teacher)
@@ -153,7 +171,11 @@ def _problem(relation: VocabularyRelation) -> str | None:
     starts = relation.student_beginnings, relation.teacher_beginnings
     if tuple(map(len, starts)) != sizes:
         return f"it names the beginnings of {len(starts[0])} and {len(starts[1])} tokens"
-    ids = [(relation.common_student, sizes[0]), (relation.common_teacher, sizes[1]), (matrix.columns, sizes[1])]
+    ids = [
+        (relation.common_student, sizes[0]),
+        (relation.common_teacher, sizes[1]),
+        (matrix.columns, sizes[1]),
+    ]
     ids += [(array[array >= 0], sizes[0]) for array in starts]
     if any(len(array) and not 0 <= array.min() <= array.max() < size for array, size in ids):
         return f"it names ids beyond the {sizes[0]} of the student's and the {sizes[1]} of the teacher's tokenizer"

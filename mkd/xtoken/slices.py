@@ -52,7 +52,9 @@ class SideRows:
     def at_starts(self) -> SideRows:
         """The first token of each chunk alone."""
         index, none = torch.arange(len(self.starts), device=self.starts.device), self.others[:0]
-        return SideRows(self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none)
+        return SideRows(
+            self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class ChunkSlice:
 
     def at_starts(self) -> ChunkSlice:
         """The first tokens of each chunk alone."""
-        return replace(self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts())
+        return replace(
+            self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts()
+        )
 
     @classmethod
     def of(cls, batch: ChunkBatch, chunks: range, base: str, vocabulary: ChunkVocabulary) -> ChunkSlice:

@@ -20,7 +20,9 @@ class TeacherSlots:
     compared with elementwise work and scalar reductions: no vocabulary moves.
     """
 
-    teacher_ids: np.ndarray  # [tp, w_t] int64, the teacher's row in each column, EMPTY (-1) where there is none; w_t >= w_s
+    teacher_ids: (
+        np.ndarray
+    )  # [tp, w_t] int64, the teacher's row in each column, EMPTY (-1) where there is none; w_t >= w_s
     columns: np.ndarray  # [teacher_rows] int64, rank * w_t + column of each row of the teacher
     common: np.ndarray  # [tp, w_s] bool, column j holds a common pair
 
@@ -49,7 +51,9 @@ class TeacherSlots:
         teacher_ids[students // student_width, students % student_width] = teachers
         common = teacher_ids[:, :student_width] != EMPTY
         others = np.setdiff1d(np.arange(teacher_rows), teachers)
-        columns, ranks = np.nonzero(teacher_ids.T == EMPTY)  # column after column, so that all ranks get their share
+        columns, ranks = np.nonzero(
+            teacher_ids.T == EMPTY
+        )  # column after column, so that all ranks get their share
         teacher_ids[ranks[: len(others)], columns[: len(others)]] = others
 
         places = np.full(teacher_rows, EMPTY, np.int64)

@@ -57,7 +57,9 @@ class SparseMatrix:
     def plus(self, other: SparseMatrix) -> SparseMatrix:
         """The sum of two matrices of one shape."""
         assert self.shape == other.shape
-        rows, columns, values = (np.concatenate(parts) for parts in zip(self._entries(), other._entries(), strict=True))
+        rows, columns, values = (
+            np.concatenate(parts) for parts in zip(self._entries(), other._entries(), strict=True)
+        )
         return SparseMatrix.from_entries(rows, columns, values, self.shape)
 
     def with_rows_of(self, other: SparseMatrix) -> SparseMatrix:

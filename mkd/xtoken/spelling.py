@@ -109,7 +109,9 @@ class Spellings:
 
         Of ids with the same bytes only one is a candidate: no token then comes twice among the candidates of a chunk.
         """
-        students, teachers = (np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher))
+        students, teachers = (
+            np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher)
+        )
         return Spellings(Continuations.of(by_teacher, students), Continuations.of(by_student, teachers))
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

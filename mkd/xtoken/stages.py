@@ -46,7 +46,9 @@ def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
     return forward.plus(SparseMatrix.from_entries(pieces, teachers, weights, shape))
 
 
-def special_map(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]) -> SparseMatrix:
+def special_map(
+    student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]
+) -> SparseMatrix:
     """From each student token with a role to the teacher's token of that role, weight 1: by role, never by text.
 
     A token that ends documents and turns goes to both of the teacher's, with equal weights.
@@ -57,7 +59,9 @@ def special_map(student_roles: Mapping[str, int], teacher_roles: Mapping[str, in
             teachers = pairs.setdefault(student_roles[role], [])
             if not teachers or (role in ENDS and teacher_roles[role] not in teachers):
                 teachers.append(teacher_roles[role])
-    entries = [(student, teacher, 1 / len(teachers)) for student, teachers in pairs.items() for teacher in teachers]
+    entries = [
+        (student, teacher, 1 / len(teachers)) for student, teachers in pairs.items() for teacher in teachers
+    ]
     rows, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
     return SparseMatrix.from_entries(rows, columns, np.array(weights), shape)
 

@@ -11,7 +11,9 @@ from mkd.xtoken.passes import passes_for
 from mkd.xtoken.slices import ChunkSlice
 
 
-def slice_metrics(student: Tensor, teacher: Tensor, counts: Tensor, piece: ChunkSlice, call: LossCall) -> dict[str, Tensor]:
+def slice_metrics(
+    student: Tensor, teacher: Tensor, counts: Tensor, piece: ChunkSlice, call: LossCall
+) -> dict[str, Tensor]:
     """Sums over the chunks with `counts` [c] bool, named as in `ChunkOutput`, from the logits [n, w_s], [m, w_t].
 
     Tensor-parallel group: one all-gather of [<= 6, m].

@@ -23,7 +23,9 @@ def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: 
         wide = torch.nn.functional.pad(support, (0, teacher.shape[1] - support.shape[-1]))
         masks = (support, (call.student_codes != 0) & ~support), (wide, (call.teacher_codes != 0) & ~wide)
         values = call.heated(student[rows]), call.heated(teacher[rows])
-        parts.append(torch.stack([log_sum_exp(v, m) for v, both in zip(values, masks, strict=True) for m in both]))
+        parts.append(
+            torch.stack([log_sum_exp(v, m) for v, both in zip(values, masks, strict=True) for m in both])
+        )
     return torch.cat(parts, dim=1)
 
 
@@ -64,7 +66,9 @@ def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
         values = logits[rows].to(compute_dtype(logits)).masked_fill(codes == 0, LOWEST)
         logs, top = torch.log_softmax(values, dim=1), values.max(dim=1)
         entropy = -(logs.exp() * logs).sum(dim=1)
-        parts.append(torch.stack([values.logsumexp(dim=1), entropy, top.values, top.indices.to(values.dtype)]))
+        parts.append(
+            torch.stack([values.logsumexp(dim=1), entropy, top.values, top.indices.to(values.dtype)])
+        )
     return torch.cat(parts, dim=1)
 
 
@@ -86,7 +90,9 @@ def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
         logits.index_put_(places, summand.masked_fill(foreign, 0.0), accumulate=True)
 
 
-def write_softmax_gradient(logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall) -> None:
+def write_softmax_gradient(
+    logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall
+) -> None:
     """logits = p * factor, with `totals` and `factor` [n]."""
     for rows in row_chunks(logits):
         p = call.heated(logits[rows]).sub(totals[rows, None]).exp_().masked_fill_(codes == 0, 0.0)

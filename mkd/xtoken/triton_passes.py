@@ -30,10 +30,21 @@ def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: 
     n, result = len(student), student.new_empty(4, len(student), dtype=torch.float32)
     if n:
         support_sums_kernel[(n,)](
-            student, teacher, call.student_codes, call.teacher_codes, *_numbers(lowest), result,
-            student.stride(0), teacher.stride(0), n, student.shape[1], teacher.shape[1], 1.0 / call.settings.temperature,
-            TOP_K=lowest is not None, **TILE,
-        )  # fmt: skip
+            student,
+            teacher,
+            call.student_codes,
+            call.teacher_codes,
+            *_numbers(lowest),
+            result,
+            student.stride(0),
+            teacher.stride(0),
+            n,
+            student.shape[1],
+            teacher.shape[1],
+            1.0 / call.settings.temperature,
+            TOP_K=lowest is not None,
+            **TILE,
+        )
     return result
 
 
@@ -45,11 +56,24 @@ def support_parts(
     result = student.new_empty(count, n, dtype=torch.float32)
     if n:
         support_parts_kernel[(n,)](
-            student, teacher, call.student_codes, *_numbers(lowest, *totals), result,
-            student.stride(0), teacher.stride(0), n, student.shape[1], teacher.shape[1], 1.0 / call.settings.temperature,
-            beta or 0.0, TOP_K=lowest is not None, FORWARD=bool(forward), REVERSE=bool(reverse),
-            JENSEN_SHANNON=beta is not None, **TILE,
-        )  # fmt: skip
+            student,
+            teacher,
+            call.student_codes,
+            *_numbers(lowest, *totals),
+            result,
+            student.stride(0),
+            teacher.stride(0),
+            n,
+            student.shape[1],
+            teacher.shape[1],
+            1.0 / call.settings.temperature,
+            beta or 0.0,
+            TOP_K=lowest is not None,
+            FORWARD=bool(forward),
+            REVERSE=bool(reverse),
+            JENSEN_SHANNON=beta is not None,
+            **TILE,
+        )
     return result
 
 
@@ -65,16 +89,30 @@ def write_support_gradient(
     (n, width), (forward, reverse, beta) = student.shape, _weights(call)
     if n:
         support_gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
-            student, teacher, call.student_codes, *_numbers(lowest, *totals, scale, *factors),
-            student.stride(0), teacher.stride(0), width, teacher.shape[1], 1.0 / call.settings.temperature,
-            forward, reverse, beta or 0.0, TOP_K=lowest is not None, JENSEN_SHANNON=beta is not None, **BLOCK,
-        )  # fmt: skip
+            student,
+            teacher,
+            call.student_codes,
+            *_numbers(lowest, *totals, scale, *factors),
+            student.stride(0),
+            teacher.stride(0),
+            width,
+            teacher.shape[1],
+            1.0 / call.settings.temperature,
+            forward,
+            reverse,
+            beta or 0.0,
+            TOP_K=lowest is not None,
+            JENSEN_SHANNON=beta is not None,
+            **BLOCK,
+        )
 
 
 def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
     n, result = len(logits), logits.new_empty(4, len(logits), dtype=torch.float32)
     if n:
-        token_statistics_kernel[(n,)](logits, codes, result, logits.stride(0), n, logits.shape[1], 1.0, **TILE)
+        token_statistics_kernel[(n,)](
+            logits, codes, result, logits.stride(0), n, logits.shape[1], 1.0, **TILE
+        )
     return result
 
 
@@ -86,7 +124,14 @@ def log_sums(logits: Tensor, codes: Tensor, call: LossCall) -> Tensor:
     n, result = len(logits), logits.new_empty(4, len(logits), dtype=torch.float32)
     if n:
         token_statistics_kernel[(n,)](
-            logits, codes, result, logits.stride(0), n, logits.shape[1], 1.0 / call.settings.temperature, **TILE
+            logits,
+            codes,
+            result,
+            logits.stride(0),
+            n,
+            logits.shape[1],
+            1.0 / call.settings.temperature,
+            **TILE,
         )
     return result[0]
 
@@ -100,11 +145,19 @@ def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
         )
 
 
-def write_softmax_gradient(logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall) -> None:
+def write_softmax_gradient(
+    logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall
+) -> None:
     n, width = logits.shape
     if n:
         softmax_gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
-            logits, codes, *_numbers(totals, factor), logits.stride(0), width, 1.0 / call.settings.temperature, **BLOCK
+            logits,
+            codes,
+            *_numbers(totals, factor),
+            logits.stride(0),
+            width,
+            1.0 / call.settings.temperature,
+            **BLOCK,
         )
 
 

@@ -65,10 +65,22 @@ def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
         (("head", "--shape", "24,16,24,400", "--chunk-rows", "8"), {"R7"}),
         (("step", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R10"}),
         (("pipeline", "--pipeline-parallel", "2", "--seq-length", "64", "--microbatches", "3"), {"R11"}),
-        (("pipeline", "--pipeline-parallel", "2", "--virtual-stages", "2", "--seq-length", "64",
-          "--student-shape", "tiny-teacher"), {"R11"}),
+        (
+            (
+                "pipeline",
+                "--pipeline-parallel",
+                "2",
+                "--virtual-stages",
+                "2",
+                "--seq-length",
+                "64",
+                "--student-shape",
+                "tiny-teacher",
+            ),
+            {"R11"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_benchmarks_of_two_ranks(ranks, arguments, ids):
     (code, lines), other = ranks.run(run_main, 2, arguments)
     check_output(code, lines, ids)
@@ -77,7 +89,9 @@ def test_benchmarks_of_two_ranks(ranks, arguments, ids):
 
 def test_the_tool_runs_and_strict_reports_misses():
     command = [sys.executable, str(TOOL), "logits", "--shape", "2,8", "--rounds", "1", "--strict"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     missed = any(" FAIL " in line for line in result.stdout.splitlines())
     assert result.returncode == int(missed), result.stdout + result.stderr
     assert result.stderr == ""

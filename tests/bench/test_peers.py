@@ -6,7 +6,7 @@ import pytest
 
 from mkd.bench.peers import PeerMissing, find, installed_file, load_source
 
-SOURCE = '''
+SOURCE = """
 from __future__ import annotations
 from .heavy import never_there
 FACTOR = 2
@@ -16,13 +16,15 @@ class Trainer(never_there):
     @staticmethod
     def loss(x):
         return scale(x) + 1
-'''
+"""
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     (tmp_path / "peerpackage").mkdir()
-    (tmp_path / "peerpackage" / "__init__.py").write_text("raise ImportError('the package around it is not wanted')")
+    (tmp_path / "peerpackage" / "__init__.py").write_text(
+        "raise ImportError('the package around it is not wanted')"
+    )
     (tmp_path / "peerpackage" / "loss.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     return "peerpackage"

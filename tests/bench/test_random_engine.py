@@ -37,7 +37,11 @@ def test_random_weights_repeat_and_slices_differ():
 
 
 def test_settings_become_flags_of_the_training_command():
-    settings = PairSettings("a", "b", 128, num_microbatches=3, tensor_parallel=2, flags=("--clip-grad", "0.5"))
+    settings = PairSettings(
+        "a", "b", 128, num_microbatches=3, tensor_parallel=2, flags=("--clip-grad", "0.5")
+    )
     config = load_config(settings.argv(torch.bfloat16, data_parallel=2)).config
-    assert config.training.bf16 and config.training.global_batch_size == 6 and config.parallel.sequence_parallel
+    assert (
+        config.training.bf16 and config.training.global_batch_size == 6 and config.parallel.sequence_parallel
+    )
     assert config.optimizer.lr == 0 and config.optimizer.clip_grad == 0.5

@@ -35,7 +35,11 @@ def documents():
 
 def test_all_batchings_have_the_same_loss_tokens(documents):
     wanted = sorted((a, b) for d in documents for a, b in zip(d[:-1].tolist(), d[1:].tolist(), strict=True))
-    for batches in (packed_batches(documents, 256), padded_batches(documents, 1), padded_batches(documents, 8)):
+    for batches in (
+        packed_batches(documents, 256),
+        padded_batches(documents, 1),
+        padded_batches(documents, 8),
+    ):
         assert pairs(batches) == wanted
         assert sorted(n for n in document_lengths(batches) if n) == sorted(map(len, documents))
 

@@ -99,7 +99,10 @@ def seconds_by_arm(ranks: int, folder: Path, megabytes: int, turns: int = TURNS)
 
 def share_of_proof(seconds: dict[str, list[float]]) -> float:
     """Hashing and fsync, as a share of the time of a save: the median over turns. `seconds` as of `seconds_by_arm`."""
-    return median(1 - bare / proven for proven, bare in zip(seconds["proven"], seconds["without hashing too"], strict=True))
+    return median(
+        1 - bare / proven
+        for proven, bare in zip(seconds["proven"], seconds["without hashing too"], strict=True)
+    )
 
 
 def line(ranks: int, megabytes: int, seconds: dict[str, list[float]]) -> str:
@@ -112,9 +115,15 @@ def line(ranks: int, megabytes: int, seconds: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=256, help="of tensors, a rank (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where to save: on the disk that is meant (default: that of TMPDIR)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=256, help="of tensors, a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to save: on the disk that is meant (default: that of TMPDIR)"
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help="saves of each kind (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -10,4 +10,8 @@ from safetensors.torch import load_file
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a saved model, by name."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

@@ -18,14 +18,16 @@ def directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "step", "found"), [(".", None, 2), (".", 1, 1), ("iter_0000001", None, 1), ("iter_0000001", 1, 1)]
+    ("path", "step", "found"),
+    [(".", None, 2), (".", 1, 1), ("iter_0000001", None, 1), ("iter_0000001", 1, 1)],
 )
 def test_what_is_found(path, step, found, directory):
     assert find_checkpoint((directory / path).resolve(), step) == directory / f"iter_000000{found}"
 
 
 @pytest.mark.parametrize(
-    ("path", "step", "text"), [(".", 3, "there is no .*iter_0000003"), ("iter_0000001", 2, "asks for iteration 2")]
+    ("path", "step", "text"),
+    [(".", 3, "there is no .*iter_0000003"), ("iter_0000001", 2, "asks for iteration 2")],
 )
 def test_what_is_not_there(path, step, text, directory):
     with pytest.raises(CheckpointError, match=text):

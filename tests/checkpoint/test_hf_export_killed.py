@@ -42,7 +42,9 @@ def export_and_die(context, source, out, shard_bytes, changes):
     (chunk,) = build_chunks(shape, layout, ModelOptions(), context, shape.padded_vocab_size(1))
     load_hf_weights(chunk, shape, HFCheckpoint(source), first_layer=0, tp_rank=0, tp_size=1)
     sys.addaudithook(count)
-    export_hf([(chunk, 0)], shape, out, context=context, assets=HFAssets.of(source), max_shard_bytes=shard_bytes)
+    export_hf(
+        [(chunk, 0)], shape, out, context=context, assets=HFAssets.of(source), max_shard_bytes=shard_bytes
+    )
 
 
 def equal(found, expected):

@@ -62,12 +62,17 @@ def test_qkv_is_interleaved_by_group_and_padded(tiny, tp_size):
     shape, tensors = tiny
     padded = shape.padded_query_groups(tp_size)
     for kind in ["weight", "bias"] if shape.qkv_bias else ["weight"]:
-        parts = [part.reshape(shape.num_query_groups, -1, *part.shape[1:]) for part in split_qkv(shape, tensors, kind)]
+        parts = [
+            part.reshape(shape.num_query_groups, -1, *part.shape[1:])
+            for part in split_qkv(shape, tensors, kind)
+        ]
         groups = torch.cat(parts, dim=1)
         expected = pad(groups, padded).flatten(0, 1).chunk(tp_size)
         for rank in range(tp_size):
             name = f"decoder.layers.1.self_attention.linear_qkv.{kind}"
-            assert torch.equal(shard_of(shape, tensors, name, len(expected[0]), rank, tp_size), expected[rank])
+            assert torch.equal(
+                shard_of(shape, tensors, name, len(expected[0]), rank, tp_size), expected[rank]
+            )
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mkd.checkpoint.hf_reader import INDEX_FILE, HFCheckpoint, check_hf_checkpoint, load_hf_weights, resolve_hf
+from mkd.checkpoint.hf_reader import (
+    INDEX_FILE,
+    HFCheckpoint,
+    check_hf_checkpoint,
+    load_hf_weights,
+    resolve_hf,
+)
 from mkd.errors import CheckpointError, ErrorList, MkdError
 from mkd.models.builder import build_chunks
 from mkd.models.transformer_config import ModelOptions
@@ -215,7 +221,10 @@ def test_every_mismatch_is_reported_before_anything_is_read(folder):
     wrong_shape = [p.what for p in problems if "has shape" in p.what]
     unexpected = [p.what for p in problems if "is not expected" in p.what]
     assert len(wrong_shape) == 9 and len(unexpected) == 9 == len(problems) - 9
-    assert f"{folder}: tensor model.layers.0.mlp.up_proj.weight has shape [96, 48], expected [112, 48]" in wrong_shape
+    assert (
+        f"{folder}: tensor model.layers.0.mlp.up_proj.weight has shape [96, 48], expected [112, 48]"
+        in wrong_shape
+    )
     assert all(p.why and p.do for p in problems)
 
 
@@ -275,7 +284,9 @@ def load(folder, tp, dtype=torch.float32, change=None):
     if change == "no norm":
         chunk.decoder.layers[1].input_layernorm = torch.nn.Identity()
     try:
-        load_hf_weights(chunk, shape, checkpoint, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
+        load_hf_weights(
+            chunk, shape, checkpoint, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size
+        )
     except MkdError as error:
         return checkpoint.bytes_read, str(error)
     return checkpoint.bytes_read, {name: parameter.detach() for name, parameter in chunk.named_parameters()}
@@ -334,4 +345,7 @@ def test_stored_head_of_a_tied_model_must_equal_the_embedding(ranks, tmp_path, e
     if equal:
         assert torch.equal(result["embedding.word_embeddings.weight"][:307], tensors["lm_head.weight"])
     else:
-        assert "lm_head.weight differs from model.embed_tokens.weight" in result and "tie_word_embeddings" in result
+        assert (
+            "lm_head.weight differs from model.embed_tokens.weight" in result
+            and "tie_word_embeddings" in result
+        )

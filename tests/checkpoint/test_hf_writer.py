@@ -44,13 +44,23 @@ MORE_LAYOUTS = {
 
 
 def import_export(
-    source, out, layout, dtype=None, max_shard_bytes=60_000, more_vocabulary=0, file_limit=None, drop="", assets=None
+    source,
+    out,
+    layout,
+    dtype=None,
+    max_shard_bytes=60_000,
+    more_vocabulary=0,
+    file_limit=None,
+    drop="",
+    assets=None,
 ):
     """Load `source`, export it to `out` with `assets` (default: its own); the text of the error, or None."""
     assets = assets or HFAssets.of(source)
     tp, stages, virtual = layout
     pp = len(stages) // virtual
-    context = ParallelContext.create(detect(), tensor_parallel=tp, pipeline_parallel=pp, virtual_stages=virtual)
+    context = ParallelContext.create(
+        detect(), tensor_parallel=tp, pipeline_parallel=pp, virtual_stages=virtual
+    )
     shape = ModelShape.from_hf_dir(source)
     vocabulary = shape.padded_vocab_size(tp) + more_vocabulary
     chunks = build_chunks(shape, PipelineLayout(stages, pp, virtual), ModelOptions(), context, vocabulary)
@@ -194,14 +204,19 @@ def test_an_older_export_is_replaced_without_leftovers(ranks, originals, tmp_pat
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-TOOLS = "additional_chat_templates/tool_use.jinja"  # where transformers writes the second template of a tokenizer
+TOOLS = (
+    "additional_chat_templates/tool_use.jinja"  # where transformers writes the second template of a tokenizer
+)
 
 
 def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path):
     """Its files may come from another folder than the configuration, from a SentencePiece file, or not at all."""
     source, out, other = originals("llama"), tmp_path / "out", tmp_path / "other"
     old = "additional_chat_templates/old.jinja"
-    for folder, names in ((out, ("vocab.json", "chat_template.jinja", old)), (other, ("tokenizer.json", "config.json", TOOLS))):
+    for folder, names in (
+        (out, ("vocab.json", "chat_template.jinja", old)),
+        (other, ("tokenizer.json", "config.json", TOOLS)),
+    ):
         (folder / TOOLS).parent.mkdir(parents=True)
         for name in names:
             (folder / name).write_text(f'"{name} of {folder.name}"')
@@ -241,7 +256,9 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_older_export(ranks
     before = digest(tmp_path)
     results = ranks.run(import_export, 4, source, tmp_path, (2, (2, 2), 1), None, 60_000, 0, 50_000)
     for message in results:
-        assert message.startswith(f"CheckpointError 66: the Hugging Face export to {tmp_path} failed: [Errno 27]")
+        assert message.startswith(
+            f"CheckpointError 66: the Hugging Face export to {tmp_path} failed: [Errno 27]"
+        )
         assert "GiB" in message and "make room" in message
     assert digest(tmp_path) == before
 
@@ -273,7 +290,9 @@ def export_with_other_reference(source, reference, out):
 
 
 def test_a_problem_of_one_stage_is_raised_on_all(ranks, originals, tmp_path):
-    results = ranks.run(import_export, 2, originals("llama"), tmp_path, (1, (2, 2), 1), None, 60_000, 0, None, "extra")
+    results = ranks.run(
+        import_export, 2, originals("llama"), tmp_path, (1, (2, 2), 1), None, 60_000, 0, None, "extra"
+    )
     assert all("parameter extra [2] has no source" in message for message in results)
 
 
@@ -288,7 +307,9 @@ def test_plan_counts_shards_from_shapes_alone(originals):
             assert [shard.file for shard in plan.shards] == [
                 f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
             ]
-        sizes = [sum(2 * torch.Size(full).numel() for full in shard.tensors.values()) for shard in plan.shards]
+        sizes = [
+            sum(2 * torch.Size(full).numel() for full in shard.tensors.values()) for shard in plan.shards
+        ]
         for shard, size in zip(plan.shards, sizes, strict=True):
             assert size <= limit or len(shard.tensors) == 1
         assert json.loads(plan.index())["metadata"]["total_size"] == 2 * total

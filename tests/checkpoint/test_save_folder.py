@@ -34,7 +34,10 @@ def test_second_writer_is_refused(tmp_path):
     first = WriterLock.take(tmp_path)
     outcomes = run_forked(2, lock, tmp_path)
     for _, (text, seconds) in outcomes:
-        assert f"{tmp_path} is the save folder of another run: process {os.getpid()} on {socket.gethostname()}" in text
+        assert (
+            f"{tmp_path} is the save folder of another run: process {os.getpid()} on {socket.gethostname()}"
+            in text
+        )
         assert seconds < 10
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     first.release()

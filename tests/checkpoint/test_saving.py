@@ -14,9 +14,26 @@ import torch
 
 from mkd.checkpoint import hashed_file
 from mkd.checkpoint.folders import POINTER, Retention, saved_iterations
-from tests.checkpoint.tiny_saves import choose, copy, new_save, run_forked, save, sharded, small_disk, value_in
+from tests.checkpoint.tiny_saves import (
+    choose,
+    copy,
+    new_save,
+    run_forked,
+    save,
+    sharded,
+    small_disk,
+    value_in,
+)
 
-POINTS = ("before_shard", "mid_shard", "after_shards", "before_manifest", "before_pointer", "mid_pointer", "after_pointer")
+POINTS = (
+    "before_shard",
+    "mid_shard",
+    "after_shards",
+    "before_manifest",
+    "before_pointer",
+    "mid_pointer",
+    "after_pointer",
+)
 
 
 def test_layout_of_a_save(tmp_path):
@@ -58,7 +75,9 @@ def choose_save_choose(context, directory, iteration):
     return found, choose(context, directory)
 
 
-@pytest.mark.parametrize("rank, point", [*((0, point) for point in POINTS), *((1, point) for point in POINTS[:3])])
+@pytest.mark.parametrize(
+    "rank, point", [*((0, point) for point in POINTS), *((1, point) for point in POINTS[:3])]
+)
 @pytest.mark.fault(3)
 def test_killed_at_any_point(rank, point, first, tmp_path):
     """Row 3. A kill leaves the old or the new checkpoint, and the next run saves over what is left."""
@@ -82,9 +101,14 @@ def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, point, rank",
-    [("eio", "mid_shard", 1), ("enospc", "mid_shard", 1), ("error", "after_shards", 0), ("enospc", "before_manifest", 0),
-     ("eio", "mid_pointer", 0)],
-)  # fmt: skip
+    [
+        ("eio", "mid_shard", 1),
+        ("enospc", "mid_shard", 1),
+        ("error", "after_shards", 0),
+        ("enospc", "before_manifest", 0),
+        ("eio", "mid_pointer", 0),
+    ],
+)
 @pytest.mark.fault(9)
 def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_path):
     """Row 9."""
@@ -94,7 +118,9 @@ def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_pat
     assert len(texts) == 1 and all(seconds < 10 for _, (_, seconds) in outcomes)
     text = texts.pop()
     assert f"iteration 2 could not be saved in {tmp_path}" in text and "as they were" in text
-    assert ("the disk is full" in text) == (kind == "enospc") and (kind == "enospc" or f"(rank {rank})" in text)
+    assert ("the disk is full" in text) == (kind == "enospc") and (
+        kind == "enospc" or f"(rank {rank})" in text
+    )
     assert (tmp_path / POINTER).read_text() == "1\n" and not list(tmp_path.glob("*.partial"))
     assert value_in(tmp_path / "iter_0000001") == 1
 
@@ -117,7 +143,10 @@ def save_on_a_broken_disk(context, directory, *iterations):
     def broken(descriptor, block, place):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    os.pwrite, hashed_file.BUFFER_BYTES = broken, hashed_file.ALIGNMENT  # of this process, which ends with the save
+    os.pwrite, hashed_file.BUFFER_BYTES = (
+        broken,
+        hashed_file.ALIGNMENT,
+    )  # of this process, which ends with the save
     return save(context, directory, *iterations)
 
 
@@ -141,7 +170,9 @@ def test_file_limit(tmp_path):
     """Row 8, by the limit of a process on its files: permitted everywhere. Nobody is sent to make room."""
     run_forked(1, save, tmp_path, 1)
     ((_, (text, _)),) = run_forked(1, save_with_file_limit, tmp_path, 2)
-    assert "a file would be larger than this process or its file system allows" in text and "ulimit -f" in text
+    assert (
+        "a file would be larger than this process or its file system allows" in text and "ulimit -f" in text
+    )
     assert "disk is full" not in text and (tmp_path / POINTER).read_text() == "1\n"
     assert [path.name for path in saved_iterations(tmp_path)] == ["iter_0000001"]
 
@@ -172,7 +203,10 @@ def test_background_writer_that_dies(fault, code, first, tmp_path):
     """Row 11. The thread lives in the training process: it fails alone, or is killed with it."""
     folder = copy(first, tmp_path / "save")
     assert run_forked(1, save_in_background, folder, fault=fault)[0][0] == code
-    assert (folder / POINTER).read_text() == "1\n" and run_forked(1, choose, folder)[0][1][:2] == ("iter_0000001", 1)
+    assert (folder / POINTER).read_text() == "1\n" and run_forked(1, choose, folder)[0][1][:2] == (
+        "iter_0000001",
+        1,
+    )
     assert run_forked(1, save_in_background, folder)[0][1][0] == 7
 
 
@@ -182,11 +216,19 @@ def save_with_retention(context, directory, newest, interval, *iterations):
 
 @pytest.mark.parametrize(
     "newest, interval, kept",
-    [(None, None, [6, 5, 4, 3, 2, 1]), (2, None, [6, 5]), (None, 3, [6, 3]), (2, 3, [6, 5, 3]), (1, 1, [6, 5, 4, 3, 2, 1])],
+    [
+        (None, None, [6, 5, 4, 3, 2, 1]),
+        (2, None, [6, 5]),
+        (None, 3, [6, 3]),
+        (2, 3, [6, 5, 3]),
+        (1, 1, [6, 5, 4, 3, 2, 1]),
+    ],
 )
 def test_retention(newest, interval, kept, tmp_path):
     run_forked(1, save_with_retention, tmp_path, newest, interval, *range(1, 7))
-    assert [path.name for path in saved_iterations(tmp_path)] == [f"iter_{iteration:07d}" for iteration in kept]
+    assert [path.name for path in saved_iterations(tmp_path)] == [
+        f"iter_{iteration:07d}" for iteration in kept
+    ]
 
 
 @pytest.mark.fault(12)

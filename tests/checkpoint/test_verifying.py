@@ -39,7 +39,9 @@ def chosen(folder, step=None, world_size=1):
     return [answer for _, answer in outcomes]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"2", b"1x\n", b"-1\n", b"\xff\xfe\x00", b"\xd9\xa2\n", b"9\n", None])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"2", b"1x\n", b"-1\n", b"\xff\xfe\x00", b"\xd9\xa2\n", b"9\n", None]
+)
 @pytest.mark.fault(4)
 def test_pointer_that_leads_nowhere(content, folder):
     """Row 4. What the pointer of iteration 2 can become. `2` without its line break is still the pointer."""
@@ -116,7 +118,9 @@ def files_of(folder):
 def test_any_flipped_bit_is_seen(folder):
     """Row 5. 200 random bits: ten or more in every file, the manifest included."""
     generator, files = random.Random(0), files_of(folder)
-    names = [*(name for name in files for _ in range(10)), *generator.choices(list(files), k=NUM_FLIPS)][:NUM_FLIPS]
+    names = [*(name for name in files for _ in range(10)), *generator.choices(list(files), k=NUM_FLIPS)][
+        :NUM_FLIPS
+    ]
     flips = [(name, "flip", generator.randrange(8 * files[name])) for name in names]
     ((_, found),) = run_forked(1, damage_and_choose, folder, flips)
     assert len(found) == NUM_FLIPS
@@ -166,7 +170,9 @@ def test_without_a_manifest(folder):
     state = (folder / NEWEST / STATE_FILE).read_text().replace(',\n "manifest": "manifest.json"', "")
     (folder / NEWEST / STATE_FILE).write_text(state)
     ((name, _, said),) = chosen(folder)
-    assert name == NEWEST and said == [f"{folder / NEWEST} has no manifest.json: its contents cannot be verified"]
+    assert name == NEWEST and said == [
+        f"{folder / NEWEST} has no manifest.json: its contents cannot be verified"
+    ]
     (folder / NEWEST / STATE_FILE).unlink()
     assert chosen(folder)[0][0] == NEWEST
     (folder / POINTER).write_text("")

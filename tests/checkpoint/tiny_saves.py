@@ -31,8 +31,12 @@ ROWS = 512  # of 64 fp32 values, a rank
 
 def run_forked(world_size, function, *args, fault=None, timeout_s=60):
     """(exit code, answer) by rank of `function(context, *args)`; the answer of an MkdError is the error, and its seconds."""
-    fork = multiprocessing.get_context("forkserver")  # a fork of this process has its locks, but not the threads that hold them
-    fork.set_forkserver_preload([__name__])  # without effect, and ranks start slowly, if something else has started the server
+    fork = multiprocessing.get_context(
+        "forkserver"
+    )  # a fork of this process has its locks, but not the threads that hold them
+    fork.set_forkserver_preload(
+        [__name__]
+    )  # without effect, and ranks start slowly, if something else has started the server
     with tempfile.TemporaryDirectory() as store:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
@@ -62,9 +66,13 @@ def _rank(rank, world_size, store, pipe, fault, function, args):
         os.environ[VARIABLE] = fault
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(store) / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+    )
     cpu.install()
-    context = ParallelContext.create(Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False))
+    context = ParallelContext.create(
+        Platform(torch.device("cpu"), "gloo", transformer_engine=False, apex=False)
+    )
     start = time.monotonic()
     try:
         pipe.send(function(context, *args))
@@ -90,13 +98,20 @@ def sharded(context, value):
 
 
 def new_save(context, directory, iteration, retention=None):
-    return Save(Path(directory), Contents(TrainingPosition(iteration), {}, None), context, retention or Retention())
+    return Save(
+        Path(directory), Contents(TrainingPosition(iteration), {}, None), context, retention or Retention()
+    )
 
 
 def save(context, directory, *iterations, retention=None):
     """Save the iterations one after the other; the tensor's value is the iteration's number. Returns the last folder."""
     for iteration in iterations:
-        folder = new_save(context, directory, iteration, retention).start(sharded(context, iteration), False).write().finish()
+        folder = (
+            new_save(context, directory, iteration, retention)
+            .start(sharded(context, iteration), False)
+            .write()
+            .finish()
+        )
     return folder
 
 
@@ -125,7 +140,9 @@ def copy(source, folder):
 def small_disk(folder, size):
     """A file system of `size` (as in `mount -o size=`) at `folder`; None where mounting is not allowed."""
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+    )
     try:
         yield folder if mounted.returncode == 0 else None
     finally:

@@ -38,7 +38,17 @@ def test_the_public_contract_is_known():
 
 
 def test_values_have_their_types_and_origins():
-    argv = ["--lr", "1e-5", "--seq-length=64", "--bf16", "--no-append-eod", "--teacher-hf", "T", "--exit-interval", "3"]
+    argv = [
+        "--lr",
+        "1e-5",
+        "--seq-length=64",
+        "--bf16",
+        "--no-append-eod",
+        "--teacher-hf",
+        "T",
+        "--exit-interval",
+        "3",
+    ]
     result = parse_command_line(argv)
     assert result.values == {
         "optimizer.lr": (1e-5, "--lr"),
@@ -51,7 +61,12 @@ def test_values_have_their_types_and_origins():
 
 
 def test_lists_stop_at_the_next_flag():
-    assert values("--data-path", "0.3", "a", "0.7", "b", "--seed", "1")["data.data_path"] == ("0.3", "a", "0.7", "b")
+    assert values("--data-path", "0.3", "a", "0.7", "b", "--seed", "1")["data.data_path"] == (
+        "0.3",
+        "a",
+        "0.7",
+        "b",
+    )
     assert values("--data-path", "a.jsonl")["data.data_path"] == ("a.jsonl",)
 
 
@@ -72,7 +87,9 @@ def test_no_abbreviations():
 
 
 def test_a_misspelt_flag_with_values_does_not_hide_the_others():
-    result = parse_command_line(["--data-paths", "a", "b", "--lr", "3e-4", "--num-layers", "12", "--seq-length", "x"])
+    result = parse_command_line(
+        ["--data-paths", "a", "b", "--lr", "3e-4", "--num-layers", "12", "--seq-length", "x"]
+    )
     assert result.values == {"optimizer.lr": (3e-4, "--lr")}
     assert [error.what.split(":")[0] for error in result.errors] == [
         "--data-paths is not a flag of mkd",
@@ -112,6 +129,17 @@ def test_help_is_grouped_and_ends_with_0(capsys):
         parse_command_line(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for title in ("student", "teacher", "xtoken", "parallel", "kd", "training", "data", "optimizer", "checkpoint", "log"):
+    for title in (
+        "student",
+        "teacher",
+        "xtoken",
+        "parallel",
+        "kd",
+        "training",
+        "data",
+        "optimizer",
+        "checkpoint",
+        "log",
+    ):
         assert f"\n{title}:\n" in text
     assert "(default: 2048)" in text and "%" not in text.replace("%%", "")

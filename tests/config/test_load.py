@@ -42,7 +42,12 @@ def test_nothing_given_is_the_defaults():
 
 
 def test_teacher_flags_make_the_first_teacher():
-    assert load_config(["--teacher-hf", "t", "--teacher-pipeline-layout", "3,5"]).config.teachers[0].pipeline_layout == "3,5"
+    assert (
+        load_config(["--teacher-hf", "t", "--teacher-pipeline-layout", "3,5"])
+        .config.teachers[0]
+        .pipeline_layout
+        == "3,5"
+    )
 
 
 def test_any_flag_of_it_turns_the_first_teacher_s_cross_tokenizer_settings_on():
@@ -60,7 +65,12 @@ def test_settings_of_teachers_have_origins(tmp_path):
     loaded = load_config(["--config", str(path), "--xtoken-loss", "uld"])
     losses = [teacher.xtoken.loss for teacher in loaded.config.teachers]
     assert losses == ["uld", "gold", "partition_kl"]
-    paths = ("teachers[0].xtoken.loss", "teachers[1].xtoken.loss", "teachers[2].xtoken.loss", "teachers[1].weight")
+    paths = (
+        "teachers[0].xtoken.loss",
+        "teachers[1].xtoken.loss",
+        "teachers[2].xtoken.loss",
+        "teachers[1].weight",
+    )
     assert [loaded.origins[name] for name in paths] == ["--xtoken-loss", f"{path}:6", "default", f"{path}:4"]
     assert "teachers[1].xtoken.loss" in format_config(loaded)
 
@@ -71,12 +81,28 @@ def test_problems_of_file_and_command_line_come_together(yaml_file):
         load_config(["--config", yaml_file, "--fp16", "--sed", "3"])
     assert len(caught.value.errors) == 4 and caught.value.exit_code == 64
     text = str(caught.value)
-    for part in ("4 problems:", "did you mean lr?", "run.yaml:2: seq_length", "--fp16: known", "did you mean --seed?"):
+    for part in (
+        "4 problems:",
+        "did you mean lr?",
+        "run.yaml:2: seq_length",
+        "--fp16: known",
+        "did you mean --seed?",
+    ):
         assert part in text
 
 
 def test_saved_config_loads_back(yaml_file, tmp_path):
-    argv = ["--config", yaml_file, "--dry-run", "--seed", "7", "--split", "98,1,1", "--name", "a b 'x' \"y\" #z"]
+    argv = [
+        "--config",
+        yaml_file,
+        "--dry-run",
+        "--seed",
+        "7",
+        "--split",
+        "98,1,1",
+        "--name",
+        "a b 'x' \"y\" #z",
+    ]
     loaded = load_config(argv)
     saved = tmp_path / "saved.yaml"
     save_config(loaded, saved)
@@ -88,7 +114,8 @@ def test_saved_config_loads_back(yaml_file, tmp_path):
     assert "  seed: 7  # --seed" in text and "  clip_grad: 1.0  # default" in text
 
 
-@pytest.mark.parametrize("teachers", 
+@pytest.mark.parametrize(
+    "teachers",
     [
         "[]",
         "[{hf: a}, {load: b, weight: 0.5}]",

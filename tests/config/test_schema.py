@@ -14,7 +14,9 @@ def test_importing_the_config_is_light():
     modules = "mkd.config, mkd.config.load, mkd.config.validate"
     heavy = ("torch", "numpy", "transformers", "megatron")
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 

@@ -7,18 +7,33 @@ from mkd.config.validate import layouts_of, validate, virtual_stages
 from mkd.errors import ErrorList
 from mkd.plan.model_shape import ModelShape
 
-BASE = ["--student-hf", "s", "--teacher-hf", "t", "--data-path", "d.jsonl", "--train-iters", "10", "--seq-length", "64"]
+BASE = [
+    "--student-hf",
+    "s",
+    "--teacher-hf",
+    "t",
+    "--data-path",
+    "d.jsonl",
+    "--train-iters",
+    "10",
+    "--seq-length",
+    "64",
+]
 PP2, PP4 = (["--pipeline-model-parallel-size", n] for n in "24")
 TP2 = ["--tensor-model-parallel-size", "2"]
 BY_STAGES, BY_LAYERS = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 
 
 def shape(num_layers: int = 8, **sizes) -> ModelShape:
-    config = dict(model_type="llama", hidden_size=48, intermediate_size=96, num_attention_heads=3, vocab_size=307)
+    config = dict(
+        model_type="llama", hidden_size=48, intermediate_size=96, num_attention_heads=3, vocab_size=307
+    )
     return ModelShape.from_hf_config({**config, "num_hidden_layers": num_layers, **sizes})
 
 
-def problems(*argv: str, world_size: int = 1, student: ModelShape | None = None, teacher: ModelShape | None = None):
+def problems(
+    *argv: str, world_size: int = 1, student: ModelShape | None = None, teacher: ModelShape | None = None
+):
     return validate(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
 
 
@@ -147,7 +162,9 @@ def test_layers_that_do_not_divide():
     assert problems(*PP4, *both, world_size=4, student=shape(30), teacher=shape(32)) == []
     error = problem(*PP4, "--student-pipeline-layout", "8,8,8,8", world_size=4, student=shape(30))
     assert "has 32 layers, the model has 30" in error.what
-    both = problems(*PP4, BY_STAGES, "2", "--global-batch-size", "4", world_size=4, student=shape(4), teacher=shape(4))
+    both = problems(
+        *PP4, BY_STAGES, "2", "--global-batch-size", "4", world_size=4, student=shape(4), teacher=shape(4)
+    )
     text = "4 layers do not divide over 4 pipeline stages x 2 virtual stages = 8"
     assert [error.what for error in both] == [f"student: {text}", f"teacher: {text}"]
 
@@ -166,7 +183,9 @@ def test_auto_layout_splits_what_does_not_divide():
 
 def three_models(tmp_path, second: str = "", *argv: str):
     path = tmp_path / "run.yaml"
-    path.write_text(f"teachers: [{{hf: a/big, pipeline_layout: '3,5'}}, {{hf: b{second}}}]\n", encoding="utf-8")
+    path.write_text(
+        f"teachers: [{{hf: a/big, pipeline_layout: '3,5'}}, {{hf: b{second}}}]\n", encoding="utf-8"
+    )
     words = [word for word in BASE if word not in ("--teacher-hf", "t")]
     return load_config([*words, *PP2, "--config", str(path), *argv]).config
 
@@ -180,7 +199,9 @@ def test_every_teacher_has_its_own_layout(tmp_path):
     assert error.do == "use teachers[1].pipeline_layout 2,1 or --pipeline-layout auto"
     (error,) = validate(three_models(tmp_path), 2, shape(4), [None, shape(3)])
     assert error.do.startswith("use teachers[1]"), "a shape that could not be read keeps its place"
-    (error,) = validate(three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)])
+    (error,) = validate(
+        three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)]
+    )
     both = "--teacher-pipeline-layout and teachers[1].pipeline_layout"
     assert error.what == f"--pipeline-layout auto and {both} exclude each other"
 
@@ -193,13 +214,17 @@ def test_auto_layout_balances_all_teachers(tmp_path):
     assert validate(config, 4, shape(30), [shape(35), shape(9)]) == []
     student, teachers = layouts_of(config, shape(30), [shape(35), shape(9)], 1)
     assert [sum(layout.layers) for layout in (student, *teachers)] == [30, 35, 9]
-    assert validate(config, 4, shape(30), [None, shape(9)]) == [], "whoever could not read the shape has reported it"
+    assert validate(config, 4, shape(30), [None, shape(9)]) == [], (
+        "whoever could not read the shape has reported it"
+    )
     (error,) = validate(config, 4, shape(30), [shape(35), shape(1)])
     assert "models of 30 (student) and 35 and 1 (teacher) layers do not fill 4 pipeline stages" in error.what
 
 
 def test_problems_of_a_shape_name_the_teacher(tmp_path):
-    config = three_models(tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4")
+    config = three_models(
+        tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4"
+    )
     errors = validate(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
     assert [error.what for error in errors] == [
         "the teacher small's ffn_hidden_size 102 is not divisible by tensor-model-parallel-size 4"
@@ -207,9 +232,13 @@ def test_problems_of_a_shape_name_the_teacher(tmp_path):
 
 
 def test_auto_layout_excludes_explicit_ones():
-    by_layers = problem(*PP2, *AUTO, BY_LAYERS, "2", "--global-batch-size", "2", world_size=2, student=shape(8))
+    by_layers = problem(
+        *PP2, *AUTO, BY_LAYERS, "2", "--global-batch-size", "2", world_size=2, student=shape(8)
+    )
     assert by_layers.what == f"--pipeline-layout auto and {BY_LAYERS} exclude each other"
-    error = problem(*PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16))
+    error = problem(
+        *PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16)
+    )
     assert error.what == "--pipeline-layout auto and --student-pipeline-layout exclude each other"
     assert error.why and error.do == "remove --student-pipeline-layout, or --pipeline-layout auto"
     both = ["--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "8,8"]
@@ -229,7 +258,9 @@ def test_layers_per_virtual_stage_is_the_student_s():
     assert validate(config, 2, shape(8), [shape(16)]) == []
     assert virtual_stages(config, shape(8)) == 2
     assert layouts_of(config, shape(8), [shape(16)], 2)[1][0].layers == (4, 4, 4, 4)
-    error = problem(*PP2, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8), teacher=shape(16))
+    error = problem(
+        *PP2, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8), teacher=shape(16)
+    )
     assert "3 does not divide the student's 8 layers / 2 pipeline stages" in error.what
 
 
@@ -239,7 +270,9 @@ def test_mlp_width_and_sequence_shards():
     error = problem(*tp4, world_size=4, student=shape(), teacher=narrow)
     assert error.what == "the teacher's ffn_hidden_size 102 is not divisible by tensor-model-parallel-size 4"
     assert error.do == "use --tensor-model-parallel-size 2"  # 3 does not divide the processes
-    error = problem(*tp4, "--sequence-parallel", "--seq-length", "63", "--micro-batch-size", "2", world_size=4)
+    error = problem(
+        *tp4, "--sequence-parallel", "--seq-length", "63", "--micro-batch-size", "2", world_size=4
+    )
     assert error.what == (
         "seq-length 63 x micro-batch-size 2 = 126 tokens are not divisible by tensor-model-parallel-size 4"
     )
@@ -270,27 +303,39 @@ def test_packs_of_a_teacher_divide_too(tmp_path):
     assert error.what == "xtoken-seq-length 90 is not divisible by 2 x context-parallel-size 2 = 4"
     assert error.do == "use --xtoken-seq-length 92"
     error = problem(*TP2, "--sequence-parallel", own, "91", world_size=2)
-    assert error.what.startswith("xtoken-seq-length 91 x micro-batch-size 1 = 91 tokens are not divisible by tensor")
+    assert error.what.startswith(
+        "xtoken-seq-length 91 x micro-batch-size 1 = 91 tokens are not divisible by tensor"
+    )
     path = tmp_path / "run.yaml"
     path.write_text("teachers: [{}, {hf: b, xtoken: {seq_length: 90}}]\n", encoding="utf-8")
     error = problem(*cp2, "--config", str(path), world_size=2)
-    assert error.what.startswith("teachers[1].xtoken.seq_length 90 is") and error.do == "use teachers[1].xtoken.seq_length 92"
+    assert (
+        error.what.startswith("teachers[1].xtoken.seq_length 90 is")
+        and error.do == "use teachers[1].xtoken.seq_length 92"
+    )
 
 
 def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
     window = shape(num_attention_heads=6, num_key_value_heads=3, model_type="mistral", sliding_window=16)
     error = problem("--context-parallel-size", "2", world_size=2, student=window, teacher=shape())
-    assert error.what == "the student's 3 key/value heads of a process are not divisible by context-parallel-size 2"
+    assert (
+        error.what
+        == "the student's 3 key/value heads of a process are not divisible by context-parallel-size 2"
+    )
     assert "16 tokens" in error.why
     assert problems("--context-parallel-size", "3", "--seq-length", "60", world_size=3, student=window) == []
-    assert problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []  # 3 heads padded to 4
+    assert (
+        problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []
+    )  # 3 heads padded to 4
 
 
 def test_context_parallel_processes_are_not_data_parallel():
     cp2 = ["--context-parallel-size", "2", "--global-batch-size", "3"]
     assert problem(*cp2, world_size=4).what.endswith("micro-batch-size 1 x data-parallel 2 = 2")
     assert problems(*cp2, world_size=2) == []
-    assert problem("--context-parallel-size", "2", world_size=3).what.startswith("3 processes do not divide into replicas of 2")
+    assert problem("--context-parallel-size", "2", world_size=3).what.startswith(
+        "3 processes do not divide into replicas of 2"
+    )
 
 
 def test_learning_rate_schedule():

@@ -18,7 +18,10 @@ def problems(*argv: str) -> list[str]:
         ("--profile-ranks 0 1", "profile-ranks would have no effect"),
         ("--profile-step-end 20", "profile-step-end would have no effect"),
         ("--profile --profile-step-start 12", "profile-step-end 12 is not above profile-step-start 12"),
-        ("--profile --profile-step-start 100 --profile-step-end 101", "profile-step-start 100 would have no effect"),
+        (
+            "--profile --profile-step-start 100 --profile-step-end 101",
+            "profile-step-start 100 would have no effect",
+        ),
         ("--profile --profile-ranks 0 all", "profile-ranks all are not ranks"),
     ],
 )
@@ -28,8 +31,12 @@ def test_what_contradicts_itself_is_named(argv, what):
 
 @pytest.mark.parametrize(
     "argv",
-    ["", "--wandb-project x --wandb-entity me", "--profile --use-pytorch-profiler --profile-ranks 0 3",
-     "--record-memory-history --profile-step-start 0 --profile-step-end 1"],
-)  # fmt: skip
+    [
+        "",
+        "--wandb-project x --wandb-entity me",
+        "--profile --use-pytorch-profiler --profile-ranks 0 3",
+        "--record-memory-history --profile-step-start 0 --profile-step-end 1",
+    ],
+)
 def test_what_makes_sense_is_accepted(argv):
     assert problems(*argv.split()) == []

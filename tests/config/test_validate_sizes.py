@@ -33,7 +33,11 @@ def test_layout_conflicts_are_seen_beside_a_size_out_of_range(flag, hidden):
     argv = [word for pair in sizes.items() for word in pair]
     found = [error.what for error in problems(*argv, world_size=4, student=shape(intermediate_size=64))]
     assert f"{flag[2:]} 0 must be 1 or more" in found
-    for name, text in (("processes", "4 processes do not"), ("layers", "student: 8 layers"), ("ffn", "hidden_size 64 is")):
+    for name, text in (
+        ("processes", "4 processes do not"),
+        ("layers", "student: 8 layers"),
+        ("ffn", "hidden_size 64 is"),
+    ):
         assert any(text in what for what in found) == (name not in hidden), (name, found)
 
 
@@ -62,5 +66,9 @@ def test_accepted_changes_need_a_run_to_go_on_from():
 
 def test_the_tensor_parallel_size_that_is_named_fits_all_models_and_processes():
     models = dict(student=shape(intermediate_size=90), teacher=shape(intermediate_size=66))
-    student, teacher = (error.do for error in problems("--tensor-model-parallel-size", "4", world_size=4, **models))
-    assert student == teacher == "use --tensor-model-parallel-size 2"  # 3 divides both widths, but not 4 processes
+    student, teacher = (
+        error.do for error in problems("--tensor-model-parallel-size", "4", world_size=4, **models)
+    )
+    assert (
+        student == teacher == "use --tensor-model-parallel-size 2"
+    )  # 3 divides both widths, but not 4 processes

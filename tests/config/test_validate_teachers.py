@@ -31,11 +31,22 @@ def problem(problems):
 
 
 def test_sound_teachers(problems):
-    assert problems("[{hf: a}]") == problems(TWO) == problems("[{hf: x/a, xtoken: {}}, {load: y/a}, {hf: z}]") == []
-    assert problems("[{hf: a, weight: 3}, {hf: b, weight: 0.5, xtoken: {loss: gold, relaxed_map: true}}]") == []
+    assert (
+        problems("[{hf: a}]")
+        == problems(TWO)
+        == problems("[{hf: x/a, xtoken: {}}, {load: y/a}, {hf: z}]")
+        == []
+    )
+    assert (
+        problems("[{hf: a, weight: 3}, {hf: b, weight: 0.5, xtoken: {loss: gold, relaxed_map: true}}]") == []
+    )
     assert problems("[{hf: a, divergence: jsd, jsd_beta: 0.1, temperature: 2}, {hf: b}]") == []
     assert problems(TWO, "--teacher-weighting", "ce", "--teacher-weighting-temperature", "0.5") == []
-    assert problems(TWO, "--teacher-combination", "average") == problems(TWO, "--teacher-combination", "select") == []
+    assert (
+        problems(TWO, "--teacher-combination", "average")
+        == problems(TWO, "--teacher-combination", "select")
+        == []
+    )
     assert problems("[{hf: a, weight: 2}, {hf: b}]", "--teacher-combination", "average") == []
 
 
@@ -72,7 +83,9 @@ def test_weights_that_nobody_reads(problem, problems):
 def test_names(problem, problems):
     assert problem("[{hf: a, name: x}, {hf: b, name: x}]").what == "2 teachers have the name x"
     assert problem("[{hf: a, name: x y}]").what == "teacher name 'x y' is not a plain word"
-    assert problems("[{hf: 'run 1/model'}, {hf: 'run 2/model'}]") == [], "names that mkd makes are plain and unique"
+    assert problems("[{hf: 'run 1/model'}, {hf: 'run 2/model'}]") == [], (
+        "names that mkd makes are plain and unique"
+    )
 
 
 def test_stored_probabilities(problem, problems):
@@ -84,12 +97,19 @@ def test_stored_probabilities(problem, problems):
         "kd-divergence jsd cannot be computed from --teacher-topk and teachers[1].topk",
         "teacher-residency host would have no effect",
     ]
-    assert problem("[{topk: a, xtoken: {}}]").what == "--teacher-topk is given for a teacher with xtoken settings"
+    assert (
+        problem("[{topk: a, xtoken: {}}]").what
+        == "--teacher-topk is given for a teacher with xtoken settings"
+    )
     assert problem("[{topk: a, residency: host}]").what == "teacher-residency host would have no effect"
     error = problem("[{topk: a}]", "--kd-divergence", "jsd")
     assert error.what == "kd-divergence jsd cannot be computed from --teacher-topk"
-    assert problem("[{topk: a, divergence: reverse_kl}]").what.startswith("kd-divergence reverse_kl cannot be computed")
-    assert problems("[{topk: a}]") == problems("[{topk: a}]", "--kd-ratio", "0", "--kd-divergence", "jsd") == []
+    assert problem("[{topk: a, divergence: reverse_kl}]").what.startswith(
+        "kd-divergence reverse_kl cannot be computed"
+    )
+    assert (
+        problems("[{topk: a}]") == problems("[{topk: a}]", "--kd-ratio", "0", "--kd-divergence", "jsd") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,8 +119,16 @@ def test_stored_probabilities(problem, problems):
         ("[{hf: a}]", ("--teacher-weighting", "ce"), "teacher-weighting ce"),
         (TWO, ("--teacher-weighting", "ce", "--teacher-combination", "average"), "teacher-weighting ce"),
         (TWO, ("--teacher-weighting-temperature", "2"), "teacher-weighting-temperature 2.0"),
-        ("[{hf: a}, {hf: b, temperature: 2}]", ("--teacher-combination", "average"), "teachers[1].temperature 2.0"),
-        ("[{hf: a, divergence: jsd}, {hf: b}]", ("--teacher-combination", "average"), "teachers[0].divergence jsd"),
+        (
+            "[{hf: a}, {hf: b, temperature: 2}]",
+            ("--teacher-combination", "average"),
+            "teachers[1].temperature 2.0",
+        ),
+        (
+            "[{hf: a, divergence: jsd}, {hf: b}]",
+            ("--teacher-combination", "average"),
+            "teachers[0].divergence jsd",
+        ),
     ],
 )
 def test_settings_of_several_teachers_that_do_nothing(problem, teachers, flags, what):
@@ -177,5 +205,11 @@ def test_ranges_of_every_teacher(problem, teacher, what):
 
 
 def test_temperature_of_the_first_teacher_is_yaml_only_too(problem):
-    assert problem("[{hf: t, temperature: 101}]").what == "teachers[0].temperature 101.0 must be from 0.01 to 100"
-    assert problem("[{hf: t}]", "--kd-temperature", "1e-30").what == "kd-temperature 1e-30 must be from 0.01 to 100"
+    assert (
+        problem("[{hf: t, temperature: 101}]").what
+        == "teachers[0].temperature 101.0 must be from 0.01 to 100"
+    )
+    assert (
+        problem("[{hf: t}]", "--kd-temperature", "1e-30").what
+        == "kd-temperature 1e-30 must be from 0.01 to 100"
+    )

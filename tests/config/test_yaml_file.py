@@ -47,7 +47,10 @@ def test_every_flag_name_is_accepted_at_the_top_level_and_in_any_section(read):
 
 
 def test_a_section_s_own_settings_come_first(read):
-    assert values(read("student: {load: a}\ncheckpoint: {load: b}\n")) == {"student.load": "a", "checkpoint.load": "b"}
+    assert values(read("student: {load: a}\ncheckpoint: {load: b}\n")) == {
+        "student.load": "a",
+        "checkpoint.load": "b",
+    }
 
 
 def test_teachers(read):
@@ -63,7 +66,9 @@ def test_teachers(read):
 
 
 def test_cross_tokenizer_settings_are_a_section_of_a_teacher(read):
-    file = read("teachers:\n- hf: t\n  xtoken:\n    loss: gold\n    top_k: ~\n- {hf: u, xtoken: {}}\n- {hf: v}\n")
+    file = read(
+        "teachers:\n- hf: t\n  xtoken:\n    loss: gold\n    top_k: ~\n- {hf: u, xtoken: {}}\n- {hf: v}\n"
+    )
     assert values(file) == {
         "teachers[0].hf": "t",
         "teachers[0].xtoken": {},
@@ -77,7 +82,9 @@ def test_cross_tokenizer_settings_are_a_section_of_a_teacher(read):
 
 
 def test_text_is_read_as_the_schema_says(read):
-    file = read("lr: 1e-5\nname: 2026-01-01\nstudent_pipeline_layout: 8,8,7,7\nsave: ~\nbf16: yes\npack: none\nmin_lr: 0\n")
+    file = read(
+        "lr: 1e-5\nname: 2026-01-01\nstudent_pipeline_layout: 8,8,7,7\nsave: ~\nbf16: yes\npack: none\nmin_lr: 0\n"
+    )
     assert values(file) == {
         "optimizer.lr": 1e-5,
         "log.name": "2026-01-01",
@@ -121,22 +128,57 @@ def test_empty_files_and_sections(read, text):
         ("data_path: [a, [b]]", 1, "data_path is not a plain value", "name: value"),
         ("lr:", 1, "lr has no value", "remove the line"),
         ("pack: ffd", 1, "pack: 'ffd' is not a known value", "use bfd or none"),
-        ("kd: {divergence: tvd}", 1, "divergence: 'tvd' is not a known value", "use forward_kl or reverse_kl or"),
+        (
+            "kd: {divergence: tvd}",
+            1,
+            "divergence: 'tvd' is not a known value",
+            "use forward_kl or reverse_kl or",
+        ),
         ("fp16: true", 1, "fp16: known, not supported: use --bf16", ""),
         ("use_mcore_models: true", 1, "use_mcore_models: known, not supported: safe to drop", "remove"),
-        ("parallel: {use_torch_fsdp2: true}", 1, "use_torch_fsdp2: not supported yet", "--use-distributed-optimizer"),
-        ("teachers:\n- hf: t\n  xtoken: {los: uld}", 3, "unknown key los in teachers[0].xtoken", "did you mean loss?"),
-        ("teachers:\n- hf: t\n- xtokens: {}", 3, "unknown key xtokens in teachers[1]", "did you mean xtoken?"),
+        (
+            "parallel: {use_torch_fsdp2: true}",
+            1,
+            "use_torch_fsdp2: not supported yet",
+            "--use-distributed-optimizer",
+        ),
+        (
+            "teachers:\n- hf: t\n  xtoken: {los: uld}",
+            3,
+            "unknown key los in teachers[0].xtoken",
+            "did you mean loss?",
+        ),
+        (
+            "teachers:\n- hf: t\n- xtokens: {}",
+            3,
+            "unknown key xtokens in teachers[1]",
+            "did you mean xtoken?",
+        ),
         ("teachers:\n- hf: t\n  xtoken:\n", 3, "teachers[0].xtoken has no value", "`xtoken: {}`"),
         ("teachers:\n- hf: t\n  xtoken: uld", 3, "teachers[0].xtoken is not a mapping", "indent"),
-        ("teachers: [{xtoken: {loss: kl}}]", 1, "loss: 'kl' is not a known value", "use partition_kl or prefix_kl or"),
-        ("teachers: [{xtoken: {seq_length: x}}]", 1, "seq_length: 'x' is not a whole number", "give a whole number"),
+        (
+            "teachers: [{xtoken: {loss: kl}}]",
+            1,
+            "loss: 'kl' is not a known value",
+            "use partition_kl or prefix_kl or",
+        ),
+        (
+            "teachers: [{xtoken: {seq_length: x}}]",
+            1,
+            "seq_length: 'x' is not a whole number",
+            "give a whole number",
+        ),
         ("xtoken: {}", 1, "unknown key xtoken", ""),
         ("teachers: {hf: t}", 1, "teachers is not a list", "[{hf: DIR}]"),
         ("teachers: [t]", 1, "teachers[0] is not a mapping", ""),
         ("kd: 3", 1, "kd is not a mapping", ""),
         ("- a", 1, "the file is not a mapping", ""),
-        ("lr: !!python/object/apply:os.system [ls]", 1, "lr has the tag !!python/object/apply:os.system", "remove the tag"),
+        (
+            "lr: !!python/object/apply:os.system [ls]",
+            1,
+            "lr has the tag !!python/object/apply:os.system",
+            "remove the tag",
+        ),
         ("lr: !mine 3", 1, "lr has the tag !mine", "remove the tag"),
         ("data_path: [!!python/name:os.system x]", 1, "data_path is not a plain value", ""),
         ("a: [1\nb: 2", 2, "not valid YAML", "syntax"),

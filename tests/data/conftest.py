@@ -36,7 +36,9 @@ def make_store(tmp_path):
             builder.add_document(np.asarray(ids, dtype=np.int32), [len(ids)])
         builder.finalize(prefix + ".idx")
         if masks is not None:
-            np.concatenate([np.asarray(mask, dtype=np.uint8) for mask in masks]).tofile(prefix + ".loss_mask.bin")
+            np.concatenate([np.asarray(mask, dtype=np.uint8) for mask in masks]).tofile(
+                prefix + ".loss_mask.bin"
+            )
         return TokenStore.open(prefix)
 
     return make

@@ -29,7 +29,10 @@ def pair_of(student=STUDENT, teacher=TEACHER, append_eod=True):
 def pieces(pair, aligned):
     """[(bytes of the student's tokens, of the teacher's)] of the chunks; None for tokens that are no text."""
     sides = []
-    for ids, tokenizer, first in ((aligned.student_ids, pair.student, 0), (aligned.teacher_ids, pair.teacher, 2)):
+    for ids, tokenizer, first in (
+        (aligned.student_ids, pair.student, 0),
+        (aligned.teacher_ids, pair.teacher, 2),
+    ):
         chunks = [ids[start:end].tolist() for start, end in aligned.chunks[:, first : first + 2]]
         sides.append([_joined([tokenizer.token_bytes[i] for i in chunk]) for chunk in chunks])
     return list(zip(*sides, strict=True))
@@ -66,7 +69,12 @@ def test_both_sides_have_the_ids_of_their_tokenizer(record, tokenizers, append_e
         texts_ = b"".join(ours for ours, _ in found if ours)
         assert texts_ == b"A lazy dog.Reasons have questions."
     elif append_eod:
-        ends = [len(aligned.student_ids) - 1, len(aligned.student_ids), len(aligned.teacher_ids) - 1, len(aligned.teacher_ids)]
+        ends = [
+            len(aligned.student_ids) - 1,
+            len(aligned.student_ids),
+            len(aligned.teacher_ids) - 1,
+            len(aligned.teacher_ids),
+        ]
         assert aligned.chunks[-1].tolist() == ends
 
 
@@ -105,7 +113,10 @@ def test_tokens_of_half_a_character_are_left_out():
     half = [STUDENT.spell(bytes([byte]))[0] for byte in JAPANESE.encode()[:2]]
     before, after = STUDENT.encode("The parser"), STUDENT.encode(JAPANESE + " help")
     aligned = align_ids(np.array([*before, *half, *after, half[0]]), pair)
-    assert aligned.teacher_ids.tolist() == [*TEACHER.encode("The parser"), *TEACHER.encode(JAPANESE + " help")]
+    assert aligned.teacher_ids.tolist() == [
+        *TEACHER.encode("The parser"),
+        *TEACHER.encode(JAPANESE + " help"),
+    ]
     covered = np.concatenate([np.arange(a, b) for a, b in aligned.chunks[:, :2]]).tolist()
     assert covered == [*range(len(before)), *range(len(before) + 2, len(before) + 2 + len(after))]
     assert all(ours == theirs for ours, theirs in pieces(pair, aligned))
@@ -116,16 +127,24 @@ def test_tokens_of_half_a_character_are_left_out():
 def test_the_teachers_side_of_a_row_that_it_refuses_is_empty():
     rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, {"text": "dog"})]
     chunk = RowAligner(pair_of(CHAT[0], TEACHER))(("a.jsonl", rows))
-    assert len(chunk.student_lengths) == 3 and chunk.student_lengths.sum() == len(chunk.student_ids) == len(chunk.student_marks)
+    assert len(chunk.student_lengths) == 3 and chunk.student_lengths.sum() == len(chunk.student_ids) == len(
+        chunk.student_marks
+    )
     assert chunk.teacher_lengths.sum() == len(chunk.teacher_ids) == len(chunk.teacher_marks)
     assert chunk.refused.tolist() == [1] and chunk.teacher_lengths[1] == 0 < chunk.student_lengths[1]
-    assert [str(error).splitlines()[0] for error in chunk.errors] == ["a.jsonl:4: the tokenizer has no chat template"]
+    assert [str(error).splitlines()[0] for error in chunk.errors] == [
+        "a.jsonl:4: the tokenizer has no chat template"
+    ]
 
 
 def test_rows_that_the_student_refuses_are_in_neither_corpus():
     rows = [(3, {"text": "fox"}), (4, {"messages": MESSAGES}), (5, b"{")]
     chunk = RowAligner(pair_of(TEACHER, CHAT[0]))(("a.jsonl", rows))
-    assert len(chunk.student_lengths) == len(chunk.teacher_lengths) == 1 and not chunk.refused.size and not chunk.errors
+    assert (
+        len(chunk.student_lengths) == len(chunk.teacher_lengths) == 1
+        and not chunk.refused.size
+        and not chunk.errors
+    )
 
 
 def test_documents_of_a_corpus(make_store):
@@ -135,4 +154,6 @@ def test_documents_of_a_corpus(make_store):
     assert [i for part in ranges for i in part] == list(range(70)) and len(ranges) > 1
     chunks = [StoreAligner(store, pair_of())(part) for part in ranges]
     assert np.concatenate([chunk.student_ids for chunk in chunks]).tolist() == sum(documents, [])
-    assert np.concatenate([chunk.teacher_ids for chunk in chunks]).tolist() == sum(map(TEACHER.encode, texts(70)), [])
+    assert np.concatenate([chunk.teacher_ids for chunk in chunks]).tolist() == sum(
+        map(TEACHER.encode, texts(70)), []
+    )

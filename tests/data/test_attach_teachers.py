@@ -30,16 +30,24 @@ def test_packs_are_as_long_as_the_longest_of_all_data_sets(path, tmp_path, write
 
 
 def test_every_teacher_has_its_own(path, tmp_path):
-    train, _ = open_pair(path, tmp_path, teacher_text(TEACHER), None, teacher_text(COARSE, seq_length=192), document_multiple=4)
+    train, _ = open_pair(
+        path, tmp_path, teacher_text(TEACHER), None, teacher_text(COARSE, seq_length=192), document_multiple=4
+    )
     assert train.teacher_seq_lengths[1:] == (None, 192) and train.teacher_seq_lengths[0] % 256 == 0
     batch = collate([train[0], train[1]])
-    assert [part and part.tokens.shape[1] for part in batch.teachers] == [2 * train.teacher_seq_lengths[0], None, 384]
+    assert [part and part.tokens.shape[1] for part in batch.teachers] == [
+        2 * train.teacher_seq_lengths[0],
+        None,
+        384,
+    ]
     assert open_pair(path, tmp_path, None)[0].teacher_seq_lengths == (None,)
     assert open_pair(path, tmp_path)[0].teacher_seq_lengths == ()
 
 
 def test_a_length_that_documents_cannot_be_padded_to(path, tmp_path):
-    with pytest.raises(UsageError, match="(?s)xtoken.seq_length 100 of qwen is not a multiple of 8.*why: .*do:  use 104"):
+    with pytest.raises(
+        UsageError, match="(?s)xtoken.seq_length 100 of qwen is not a multiple of 8.*why: .*do:  use 104"
+    ):
         open_pair(path, tmp_path, teacher_text(seq_length=100, name="qwen"), document_multiple=8)
 
 
@@ -47,9 +55,13 @@ def test_blends_of_files_and_corpora(path, tmp_path, write_jsonl, make_store):
     """Members keep the teacher's corpora apart, with the same text in the tokens of both."""
     store = make_store([STUDENT.encode(text) for text in texts(5)], name="tokens")
     train, _ = open_datasets(
-        data_path=["1", path, "2", store.prefix], tokenizer=STUDENT, seq_length=64, vocab_size=STUDENT.vocab_size,
-        cache_dir=str(tmp_path / "cache"), teachers=[teacher_text()],
-    )  # fmt: skip
+        data_path=["1", path, "2", store.prefix],
+        tokenizer=STUDENT,
+        seq_length=64,
+        vocab_size=STUDENT.vocab_size,
+        cache_dir=str(tmp_path / "cache"),
+        teachers=[teacher_text()],
+    )
     assert len(train.members) == 2 and len(train.describe()) == 4
     last = train[len(train) - 1].teachers[0]
     assert len(last.chunks) and last.spans.sum() == train.teacher_seq_lengths[0]

@@ -58,7 +58,9 @@ def test_a_change_that_keeps_size_and_time_of_a_file_is_seen(open_data, texts, t
     os.utime(texts, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert (os.stat(texts).st_size, os.stat(texts).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     changed, _ = open_data(texts)
-    assert len(cached(tmp_path)) == 6 and changed.members[0].store.document(7)[0].tolist() != ids_of(open_data, texts, content)
+    assert len(cached(tmp_path)) == 6 and changed.members[0].store.document(7)[0].tolist() != ids_of(
+        open_data, texts, content
+    )
 
 
 def ids_of(open_data, path, content):
@@ -68,7 +70,9 @@ def ids_of(open_data, path, content):
 
 
 @pytest.mark.parametrize("end", ["bin", "idx", "loss_mask.bin"])
-def test_a_flipped_bit_of_a_cache_is_mended_and_one_of_a_corpus_refused(open_data, write_jsonl, tmp_path, tokenizer, end):
+def test_a_flipped_bit_of_a_cache_is_mended_and_one_of_a_corpus_refused(
+    open_data, write_jsonl, tmp_path, tokenizer, end
+):
     path = write_jsonl("a.jsonl", *[{"prompt": "The fox", "completion": f"{i}"} for i in range(9)])
     open_data(path)
     build_store([path], str(tmp_path / "tokens"), tokenizer, True)
@@ -78,7 +82,9 @@ def test_a_flipped_bit_of_a_cache_is_mended_and_one_of_a_corpus_refused(open_dat
     open_data(path)
     assert file.read_bytes() == content
     (tmp_path / f"tokens.{end}").write_bytes(flipped(content))
-    with pytest.raises(DataError, match=f"(?s)tokens.{end} is damaged or incomplete.*do:  tokenise the corpus again"):
+    with pytest.raises(
+        DataError, match=f"(?s)tokens.{end} is damaged or incomplete.*do:  tokenise the corpus again"
+    ):
         open_data(str(tmp_path / "tokens"))
 
 
@@ -143,7 +149,9 @@ def test_blend_of_raw_and_tokenised(open_data, texts, write_jsonl, tokenizer, tm
 def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
     prefix = str(tmp_path / "tokens")
     build_store([texts], prefix, HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)), True)
-    with pytest.raises(DataError, match="(?s)was tokenised with another tokenizer.*why: .*do: .*preprocess_data.py"):
+    with pytest.raises(
+        DataError, match="(?s)was tokenised with another tokenizer.*why: .*do: .*preprocess_data.py"
+    ):
         open_data(prefix)
 
 
@@ -174,7 +182,10 @@ def test_token_ids_beyond_the_model_are_refused_at_once(open_data, make_store, t
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("missing.jsonl", "missing.jsonl: nothing found"), ("missing", "looked for missing.bin with missing.idx")],
+    [
+        ("missing.jsonl", "missing.jsonl: nothing found"),
+        ("missing", "looked for missing.bin with missing.idx"),
+    ],
 )
 def test_missing_paths(open_data, texts, path, message):
     with pytest.raises(DataError, match=message):
@@ -238,7 +249,9 @@ def test_other_processes_open_what_the_builder_made(open_data, texts):
 
 def test_an_error_of_the_builder_is_raised_by_all(open_data, write_jsonl):
     outcomes = run_two_ranks(open_data, write_jsonl("a.jsonl", b"{"))
-    assert all(isinstance(error, DataError) and "a.jsonl:1: not valid JSON" in error.what for error in outcomes)
+    assert all(
+        isinstance(error, DataError) and "a.jsonl:1: not valid JSON" in error.what for error in outcomes
+    )
 
 
 def test_even_an_unexpected_error_of_the_builder_reaches_all(open_data, texts):

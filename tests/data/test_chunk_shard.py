@@ -36,7 +36,9 @@ def listed(chunks, student_rows, teacher_rows):
 def exchanged(sides, held):
     """What every rank receives when each sends its rows, which are `held` (numbers in the whole row) by it, to the others."""
     plans = [side.exchange for side in sides]
-    sent = [torch.split(rows[plan.send_rows], plan.send_counts) for plan, rows in zip(plans, held, strict=True)]
+    sent = [
+        torch.split(rows[plan.send_rows], plan.send_counts) for plan, rows in zip(plans, held, strict=True)
+    ]
     received = [torch.cat([sent[source][rank] for source in range(len(sides))]) for rank in range(len(sides))]
     for rank, side in enumerate(sides):
         assert side.exchange.receive_counts == tuple(len(sent[source][rank]) for source in range(len(sides)))
@@ -57,11 +59,16 @@ def test_ranks_share_the_chunks(batch, size):
         received = exchanged(sides, held)
         rows[name] = [received[rank][side.rows] for rank, side in enumerate(sides)]
     together = [
-        listed(part, student, teacher) for part, student, teacher in zip(parts, rows["student"], rows["teacher"], strict=True)
+        listed(part, student, teacher)
+        for part, student, teacher in zip(parts, rows["student"], rows["teacher"], strict=True)
     ]
     assert sorted(sum(together, [])) == listed(whole, whole.student.rows, whole.teacher.rows)
-    assert all(len(own) > 10 for own in together) and {part.num_chunks for part in parts} == {whole.num_chunks}
-    assert any(part.teacher.exchange.receive_counts[1 - rank] for rank, part in enumerate(parts[:2])), "something travels"
+    assert all(len(own) > 10 for own in together) and {part.num_chunks for part in parts} == {
+        whole.num_chunks
+    }
+    assert any(part.teacher.exchange.receive_counts[1 - rank] for rank, part in enumerate(parts[:2])), (
+        "something travels"
+    )
     for rank, (part, shard) in enumerate(zip(parts, shards, strict=True)):
         last = rows["student"][rank][part.student.offsets[1:] - 1]
         assert np.isin(last, context_parallel_rows(batch.cu_seqlens_padded, rank, size)).all(), "of the owner"
@@ -69,14 +76,20 @@ def test_ranks_share_the_chunks(batch, size):
         own = context_parallel_rows(borders["teacher"], rank, size)
         for name in ("tokens", "position_ids"):
             assert torch.equal(getattr(shard.teachers[1], name), getattr(batch.teachers[1], name)[:, own])
-        assert shard.teachers[1].cu_seqlens_padded is batch.teachers[1].cu_seqlens_padded and shard.teachers[0] is None
+        assert (
+            shard.teachers[1].cu_seqlens_padded is batch.teachers[1].cu_seqlens_padded
+            and shard.teachers[0] is None
+        )
 
 
 def test_a_rank_without_chunks_takes_part(write_jsonl, tmp_path):
     path = write_jsonl("texts.jsonl", {"text": "ab"})
     dataset, _ = open_pair(path, tmp_path, teacher_text(), document_multiple=4)
     parts = [collate([dataset[0]]).context_parallel_shard(rank, 2).teachers[0].chunks for rank in range(2)]
-    assert sorted(len(part.kinds) for part in parts) == [0, parts[0].num_chunks] and parts[0].num_chunks == parts[1].num_chunks
+    assert (
+        sorted(len(part.kinds) for part in parts) == [0, parts[0].num_chunks]
+        and parts[0].num_chunks == parts[1].num_chunks
+    )
     assert all(len(part.teacher.exchange.send_counts) == 2 for part in parts)
 
 

@@ -44,7 +44,10 @@ def test_documents_of_a_pack_end_without_label(make_store):
 
 def test_a_split_document_keeps_its_labels_across_the_cut(make_store):
     dataset = PackedDataset(make_store([list(range(1, 13))]), **OPTIONS)
-    assert [dataset[i].labels.tolist() for i in range(2)] == [[2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 0, 0, 0, 0, 0]]
+    assert [dataset[i].labels.tolist() for i in range(2)] == [
+        [2, 3, 4, 5, 6, 7, 8, 9],
+        [10, 11, 12, 0, 0, 0, 0, 0],
+    ]
     assert dataset.num_loss_tokens == 11
 
 
@@ -67,7 +70,9 @@ def test_all_loss_tokens_once_for_any_documents_and_masks(make_store, seed, pack
     random = np.random.default_rng(seed)
     documents = unique_documents(random.integers(0, 30, 60))
     masks = [random.integers(0, 2, len(ids)).tolist() for ids in documents]
-    dataset = PackedDataset(make_store(documents, masks), seq_length=8, vocab_size=2000, pad_id=1999, pack=pack)
+    dataset = PackedDataset(
+        make_store(documents, masks), seq_length=8, vocab_size=2000, pad_id=1999, pack=pack
+    )
     assert labelled(dataset) == pairs_of(documents, masks)
     assert dataset.num_loss_tokens == len(labelled(dataset))
     for index in range(len(dataset)):
@@ -101,7 +106,11 @@ def test_a_token_that_the_model_does_not_know(make_store):
 def test_no_loss_tokens(make_store, documents, masks):
     with pytest.raises(DataError) as caught:
         PackedDataset(make_store(documents, masks), **OPTIONS)
-    assert "corpus: no loss tokens" in str(caught.value) and "masked" in caught.value.why and "assistant" in caught.value.do
+    assert (
+        "corpus: no loss tokens" in str(caught.value)
+        and "masked" in caught.value.why
+        and "assistant" in caught.value.do
+    )
 
 
 def test_all_documents_dropped(make_store):
@@ -129,11 +138,16 @@ def test_blended_packs_are_numbered_through(make_store):
 
 def test_the_documents_of_a_pack_have_their_number_in_their_corpus(make_store):
     """The second member leaves its first two documents to others; a document that was cut is in several packs."""
-    stores = [make_store([[1, 2, 3], [4, 5], [6] * 12], name="m0"), make_store([[1, 2]] * 2 + [[3, 4]], name="m1")]
+    stores = [
+        make_store([[1, 2, 3], [4, 5], [6] * 12], name="m0"),
+        make_store([[1, 2]] * 2 + [[3, 4]], name="m1"),
+    ]
     blend = BlendedDataset(
         [PackedDataset(stores[0], **OPTIONS), PackedDataset(stores[1], documents=(2, 3), **OPTIONS)], [1, 1]
     )
     found = [blend.documents_of(i) for i in range(len(blend))]
-    assert [set(of_pack) for of_pack in found] == [{str(stores[0].prefix)}] * (len(found) - 1) + [{str(stores[1].prefix)}]
+    assert [set(of_pack) for of_pack in found] == [{str(stores[0].prefix)}] * (len(found) - 1) + [
+        {str(stores[1].prefix)}
+    ]
     numbers = [documents for of_pack in found for documents in of_pack.values()]
     assert sorted(sum(numbers[:-1], [])) == [0, 1, 2, 2] and numbers[-1] == [2]

@@ -42,7 +42,9 @@ def test_tables_have_the_same_records(tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    columns = {key: [record.get(key) for record in RECORDS] for key in ("text", "messages", "prompt", "completion")}
+    columns = {
+        key: [record.get(key) for record in RECORDS] for key in ("text", "messages", "prompt", "completion")
+    }
     table = pa.table({**columns, "id": range(3)})
     path = str(tmp_path / f"t.{suffix}")
     if suffix == "parquet":
@@ -53,7 +55,9 @@ def test_tables_have_the_same_records(tmp_path, suffix):
             writer.write_table(table)
     rows = list(read_rows(path))
     assert [number for number, _ in rows] == [1, 2, 3]
-    assert [parse_row(row) for _, row in rows] == [parse_row(json.dumps(record).encode()) for record in RECORDS]
+    assert [parse_row(row) for _, row in rows] == [
+        parse_row(json.dumps(record).encode()) for record in RECORDS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,10 +96,16 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         (b'{"messages": []}', "messages is an empty list"),
         (b'{"messages": "hi"}', "messages is a string"),
         (b'{"messages": ["hi"]}', "message 1 is a string"),
-        (b'{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', "message 2: content is missing or null"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}',
+            "message 2: content is missing or null",
+        ),
         (b'{"messages": [{"content": "a"}]}', "message 1: role is missing or null"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message 1: content is a list"),
-        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}', "message 1 has tool_calls"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}',
+            "message 1 has tool_calls",
+        ),
         (rb'{"text": "a\ud800b"}', "text has half of a surrogate pair at character 2"),
     ],
 )
@@ -116,7 +126,9 @@ def test_text_is_its_ids_and_eos_with_loss_everywhere(tokenizer):
     assert result.ids.tolist() == [*tokenizer.encode("The fox"), tokenizer.eos_id]
     assert result.loss.tolist() == [1] * len(result.ids)
     assert (result.ids.dtype, result.loss.dtype) == (np.int32, np.uint8)
-    assert document({"text": "The fox"}, tokenizer, append_eod=False).ids.tolist() == tokenizer.encode("The fox")
+    assert document({"text": "The fox"}, tokenizer, append_eod=False).ids.tolist() == tokenizer.encode(
+        "The fox"
+    )
     assert document({"text": ""}, tokenizer).ids.tolist() == [tokenizer.eos_id]
 
 
@@ -129,7 +141,10 @@ def test_prompt_and_completion_have_one_bos_one_eos_and_loss_on_the_completion()
         single="<s> $A <|endoftext|>", special_tokens=[("<s>", bos), ("<|endoftext|>", eos)]
     )
     tokenizer = HuggingFaceTokenizer(hf)
-    prompt, completion = tokenizer.encode_continuation("Which fox?"), tokenizer.encode_continuation(" The quick")
+    prompt, completion = (
+        tokenizer.encode_continuation("Which fox?"),
+        tokenizer.encode_continuation(" The quick"),
+    )
     result = document({"prompt": "Which fox?", "completion": " The quick"}, tokenizer)
     assert result.ids.tolist() == [bos, *prompt, *completion, eos]
     assert result.loss.tolist() == [0] * (1 + len(prompt)) + [1] * (len(completion) + 1)

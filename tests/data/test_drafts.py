@@ -35,7 +35,11 @@ def writer(tmp_path):
 
 def test_what_a_killed_writer_leaves_goes(writer, tmp_path):
     target = tmp_path / "c [1]"
-    others = [tmp_path / "c [1].bin", tmp_path / "c [1]2.partial-host-0-1.bin", tmp_path / "c 1.partial-host-0-1.bin"]
+    others = [
+        tmp_path / "c [1].bin",
+        tmp_path / "c [1]2.partial-host-0-1.bin",
+        tmp_path / "c 1.partial-host-0-1.bin",
+    ]
     for path in others:
         path.write_text("x")
         os.utime(path, (0, 0))

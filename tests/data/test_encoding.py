@@ -15,7 +15,9 @@ from mkd.data.encoding import ROWS_PER_CHUNK, WORKER_BYTES, encode_files, useful
 
 def joined(chunks):
     chunks = list(chunks)
-    arrays = [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "loss", "lengths")]
+    arrays = [
+        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "loss", "lengths")
+    ]
     return arrays, [str(error) for chunk in chunks for error in chunk.errors]
 
 
@@ -72,7 +74,11 @@ def test_a_document_is_where_its_line_is(tokenizer, write_jsonl):
     path = write_jsonl("a.jsonl", {"text": "one"}, {"text": ""}, {"text": "three"})
     (chunk,) = encode_files([path], tokenizer, True)
     parts = np.split(chunk.ids, np.cumsum(chunk.lengths)[:-1])
-    assert [tokenizer.decode(part) for part in parts] == ["one<|endoftext|>", "<|endoftext|>", "three<|endoftext|>"]
+    assert [tokenizer.decode(part) for part in parts] == [
+        "one<|endoftext|>",
+        "<|endoftext|>",
+        "three<|endoftext|>",
+    ]
 
 
 def test_an_unreadable_file_is_an_error_of_its_own(tokenizer, write_jsonl, tmp_path):

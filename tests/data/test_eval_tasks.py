@@ -19,13 +19,21 @@ QUESTION = {"question": "Which?", "choices": ["this", "that"], "answer": 1}
 
 
 def question(text, answer=0, subject=None, choices=("yes", "no")):
-    return {"question": text, "choices": list(choices), "answer": answer} | ({"subject": subject} if subject else {})
+    return {"question": text, "choices": list(choices), "answer": answer} | (
+        {"subject": subject} if subject else {}
+    )
 
 
 def test_answers_are_indices_or_letters(write_jsonl):
     path = write_jsonl("q.jsonl", QUESTION, b"", QUESTION | {"answer": "A", "subject": "x", "id": 3})
     first, second = read_questions(path)
-    assert (first.question, first.choices, first.answer, first.subject, first.line) == ("Which?", ("this", "that"), 1, None, 1)
+    assert (first.question, first.choices, first.answer, first.subject, first.line) == (
+        "Which?",
+        ("this", "that"),
+        1,
+        None,
+        1,
+    )
     assert (second.answer, second.subject, second.line) == (0, "x", 3)
 
 
@@ -51,7 +59,10 @@ def test_completions_of_three_forms_and_gzip(tmp_path):
         (QUESTION | {"question": " "}, "line 2: question is missing"),
         (QUESTION | {"choices": ["one"]}, "line 2: choices is not a list of 2 to 26 texts"),
         (QUESTION | {"choices": ["one", 2]}, "line 2: choices is not a list"),
-        (QUESTION | {"answer": 2}, "line 2: answer is 2\n  why: of 2 choices it is an index from 0 to 1 or a letter from"),
+        (
+            QUESTION | {"answer": 2},
+            "line 2: answer is 2\n  why: of 2 choices it is an index from 0 to 1 or a letter from",
+        ),
         (QUESTION | {"answer": "C"}, 'line 2: answer is "C"'),
         (QUESTION | {"answer": True}, "line 2: answer is true"),
         (QUESTION | {"answer": ""}, 'line 2: answer is ""'),
@@ -84,12 +95,22 @@ def test_a_bad_completion_is_named_with_its_line(record, said, write_jsonl):
 
 
 def test_every_bad_file_is_named_at_once(write_jsonl, tmp_path):
-    good, empty, broken = write_jsonl("q.jsonl", QUESTION), write_jsonl("empty.jsonl", b""), tmp_path / "broken.jsonl.gz"
+    good, empty, broken = (
+        write_jsonl("q.jsonl", QUESTION),
+        write_jsonl("empty.jsonl", b""),
+        tmp_path / "broken.jsonl.gz",
+    )
     broken.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n' * 50)[:-20])
     with pytest.raises(ErrorList) as caught:
         read_tasks([good, empty, str(tmp_path / "none.jsonl"), str(tmp_path / "q.csv")], [good, broken])
     whats = [error.what for error in caught.value.errors]
-    ends = ("has no records", "cannot be read", "is not a known kind of file", "tasks are named q", "cannot be read")
+    ends = (
+        "has no records",
+        "cannot be read",
+        "is not a known kind of file",
+        "tasks are named q",
+        "cannot be read",
+    )
     assert len(whats) == len(ends) and all(what.endswith(end) for what, end in zip(whats, ends, strict=True))
     assert caught.value.on_all_ranks
 
@@ -123,7 +144,12 @@ def test_examples_are_of_the_subject_and_not_asked(write_jsonl):
 
 def test_examples_of_a_dev_file(write_jsonl):
     path = write_jsonl("q.jsonl", question("asked", subject="x"))
-    write_jsonl("q_dev.jsonl", question("other", subject="y"), question("first", subject="x"), question("second", subject="x"))
+    write_jsonl(
+        "q_dev.jsonl",
+        question("other", subject="y"),
+        question("first", subject="x"),
+        question("second", subject="x"),
+    )
     task = read_multiple_choice(path, num_fewshot=1)
     assert [[example.question for example in examples] for examples in task.examples] == [["first"]]
     with pytest.raises(DataError, match=r"q.jsonl, line 1: .*q_dev.jsonl has 2 examples of subject x"):
@@ -137,7 +163,9 @@ def test_a_file_of_examples_alone_is_refused(write_jsonl):
 
 def test_accuracy_and_its_normalised_form(write_jsonl):
     """By hand: one letter of two is right; by bytes "ab" (-4/2) beats "c" (-3/1), and "\u00e9" has two: -4/2 beats -3/1."""
-    path = write_jsonl("q.jsonl", question("1", 0, choices=("ab", "c")), question("2", 1, choices=("c", "\u00e9", "d")))
+    path = write_jsonl(
+        "q.jsonl", question("1", 0, choices=("ab", "c")), question("2", 1, choices=("c", "\u00e9", "d"))
+    )
     scores = np.array([-1.0, -2.0, -1.0, -2.0, -3.0, -4.0, -3.0, -3.0, -4.0, -3.5])
     metrics = read_multiple_choice(path).metrics(scores, np.ones(10))
     assert metrics == {"accuracy": 0.5, "accuracy_norm": 1.0, "num_questions": 2}
@@ -146,12 +174,20 @@ def test_accuracy_and_its_normalised_form(write_jsonl):
 
 
 def test_completion_metrics_are_ratios_of_sums(write_jsonl):
-    path = write_jsonl("c.jsonl", {"prompt": "a", "completion": "bcd"}, {"prompt": "", "completion": "\u00e9"})
-    metrics = Completions("c", path, tuple(read_completions(path))).metrics(np.array([-2.0, -1.0]), np.array([2, 4]))
+    path = write_jsonl(
+        "c.jsonl", {"prompt": "a", "completion": "bcd"}, {"prompt": "", "completion": "\u00e9"}
+    )
+    metrics = Completions("c", path, tuple(read_completions(path))).metrics(
+        np.array([-2.0, -1.0]), np.array([2, 4])
+    )
     assert metrics == {
-        "ce": 0.5, "perplexity": math.exp(0.5), "bits_per_byte": pytest.approx(3 / math.log(2) / 5),
-        "num_completions": 2, "num_tokens": 6, "num_bytes": 5,
-    }  # fmt: skip
+        "ce": 0.5,
+        "perplexity": math.exp(0.5),
+        "bits_per_byte": pytest.approx(3 / math.log(2) / 5),
+        "num_completions": 2,
+        "num_tokens": 6,
+        "num_bytes": 5,
+    }
 
 
 class Letters:
@@ -172,7 +208,9 @@ def ids(request):
 
 
 def encode(prompt, continuation, tokenizer=None, seq_length=8, vocab_size=100):
-    (request,) = encode_pairs([Pair(prompt, continuation, "f.jsonl, line 7")], tokenizer or Letters(), seq_length, vocab_size)
+    (request,) = encode_pairs(
+        [Pair(prompt, continuation, "f.jsonl, line 7")], tokenizer or Letters(), seq_length, vocab_size
+    )
     return request
 
 
@@ -193,7 +231,10 @@ def test_long_prompts_lose_their_beginning():
     exact = encode("abc", "ij", seq_length=4)
     assert (ids(exact), exact.is_truncated) == (([1, 2, 3, 9], [9, 10]), False)
     assert ids(encode("abcdefgh", "ij", Letters(before=[50]), seq_length=4)) == ([50, 7, 8, 9], [9, 10])
-    assert ids(encode("abcdefgh", "ijkl", Letters(before=[50]), seq_length=4)) == ([50, 9, 10, 11], [9, 10, 11, 12])
+    assert ids(encode("abcdefgh", "ijkl", Letters(before=[50]), seq_length=4)) == (
+        [50, 9, 10, 11],
+        [9, 10, 11, 12],
+    )
 
 
 def test_what_cannot_be_scored_is_named():
@@ -238,7 +279,10 @@ def test_every_label_of_every_request_is_in_one_pack(multiple):
             document = np.searchsorted(starts, row, side="right") - 1
             place = row - starts[document]
             request = requests[number]
-            assert scored.pack.tokens[starts[document] : row + 1].tolist() == request.inputs[: place + 1].tolist()
+            assert (
+                scored.pack.tokens[starts[document] : row + 1].tolist()
+                == request.inputs[: place + 1].tolist()
+            )
             seen[number].append((len(request.inputs) - 1 - place, label))
     for number, request in enumerate(requests):
         assert [label for _, label in sorted(seen[number], reverse=True)] == request.labels.tolist()
@@ -252,7 +296,11 @@ def test_context_parallel_shards_share_the_rows_out():
     assert batch.tokens.shape == (1, 96) and batch.num_loss_tokens == 0
     whole = {(int(batch.tokens[0, row]), int(label), int(number)) for row, label, number in scored(batch)}
     parts = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
-    found = [(int(part.tokens[0, row]), int(label), int(number)) for part in parts for row, label, number in scored(part)]
+    found = [
+        (int(part.tokens[0, row]), int(label), int(number))
+        for part in parts
+        for row, label, number in scored(part)
+    ]
     assert len(found) == len(batch.score_rows) and set(found) == whole
     assert all(part.to("cpu").score_rows.dtype == torch.int64 for part in parts)
 

@@ -24,7 +24,9 @@ def members(make_store):
     return [PackedDataset(store, **options) for store in stores]
 
 
-def take_steps(dataset, first_step: int, count: int, data_parallel: int, micro_batch: int, workers: int = 0, **options):
+def take_steps(
+    dataset, first_step: int, count: int, data_parallel: int, micro_batch: int, workers: int = 0, **options
+):
     """The samples of steps [first_step, first_step + count) in the order of their positions, read by all ranks."""
     streams = [
         TrainStream(
@@ -56,7 +58,9 @@ def crash_loop(dataset, num_steps: int, layouts, **options) -> list[int]:
         steps = take_steps(dataset, saved, count, *layout, **options)
         again = steps.keys() & done.keys()
         assert not crashes or len(again) == CRASH_EVERY % SAVE_EVERY, "what was lost is done again"
-        assert all(Counter(steps[step]) == Counter(done[step]) for step in again), "with the very same samples"
+        assert all(Counter(steps[step]) == Counter(done[step]) for step in again), (
+            "with the very same samples"
+        )
         done |= steps
         if max(done) + 1 == num_steps:
             return [i for step in range(num_steps) for i in done[step]]
@@ -64,7 +68,9 @@ def crash_loop(dataset, num_steps: int, layouts, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[:3], LAYOUTS], ids=["one layout", "DP 2, 4, 1", "five layouts"])
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[:1], LAYOUTS[:3], LAYOUTS], ids=["one layout", "DP 2, 4, 1", "five layouts"]
+)
 @pytest.mark.fault(22)
 def test_a_crash_loop_sees_each_sample_once_per_epoch(members, layouts, shuffle):
     """An epoch of 33 packs ends inside a step, so eight epochs are counted, which end with one."""
@@ -73,7 +79,9 @@ def test_a_crash_loop_sees_each_sample_once_per_epoch(members, layouts, shuffle)
     seen = crash_loop(dataset, size, layouts, seed=3, shuffle=shuffle)
     epochs = np.array(seen).reshape(GLOBAL_BATCH, size)
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs.tolist())
-    assert (len({tuple(epoch) for epoch in epochs.tolist()}) == GLOBAL_BATCH) == shuffle, "each in an order of its own"
+    assert (len({tuple(epoch) for epoch in epochs.tolist()}) == GLOBAL_BATCH) == shuffle, (
+        "each in an order of its own"
+    )
 
 
 @pytest.mark.fault(22)
@@ -114,7 +122,9 @@ def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count
 def test_an_epoch_whose_tensor_and_pipeline_layout_changes(members, ranks):
     """Every rank of a real process group; those of one data-parallel rank must read the same."""
     prefix, seen = members[0].store.prefix, []
-    for part, (world, tensor, pipeline) in enumerate([(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)]):
+    for part, (world, tensor, pipeline) in enumerate(
+        [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)]
+    ):
         replicas = {}
         for dp_rank, steps in ranks.run(read_on_rank, world, prefix, tensor, pipeline, 4 * part, 4):
             assert replicas.setdefault(dp_rank, steps) == steps
@@ -123,4 +133,6 @@ def test_an_epoch_whose_tensor_and_pipeline_layout_changes(members, ranks):
             of_ranks = [replicas[rank][step] for rank in sorted(replicas)]
             seen += [i for micro in zip(*of_ranks, strict=True) for samples in micro for i in samples]
     assert len(seen) == 24 * GLOBAL_BATCH
-    assert all(sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23)) for epoch in range(GLOBAL_BATCH))
+    assert all(
+        sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23)) for epoch in range(GLOBAL_BATCH)
+    )

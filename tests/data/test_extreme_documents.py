@@ -55,7 +55,11 @@ def test_overlong_documents(make_store, overlong, pieces, loss_tokens):
     """25 tokens have 24 labels; the last piece of one token has none and is left out."""
     dataset = open_packs(make_store([range(1, 26), [1, 2]]), overlong=overlong)
     assert sorted(dataset.pieces.length.tolist()) == sorted(n for n in pieces if n > 1)
-    assert dataset.num_loss_tokens == loss_tokens == sum(int(dataset[i].loss_mask.sum()) for i in range(len(dataset)))
+    assert (
+        dataset.num_loss_tokens
+        == loss_tokens
+        == sum(int(dataset[i].loss_mask.sum()) for i in range(len(dataset)))
+    )
 
 
 @pytest.fixture
@@ -77,7 +81,9 @@ def test_20_mb_of_one_letter_take_seconds_and_little_memory(huge, hf_dir, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer"])
-def test_a_huge_text_becomes_documents_that_join_to_it(kind, write_jsonl, hf_dir, spm_file, tmp_path, monkeypatch):
+def test_a_huge_text_becomes_documents_that_join_to_it(
+    kind, write_jsonl, hf_dir, spm_file, tmp_path, monkeypatch
+):
     monkeypatch.setattr(joining, "MAX_CHARACTERS", 1000)
     models = {"HuggingFaceTokenizer": hf_dir, "SentencePieceTokenizer": spm_file}
     tokenizer = load_tokenizer(kind, models.get(kind) or str(write_ranks(tmp_path)))
@@ -113,5 +119,7 @@ def test_huge_conversations_and_completions_are_bad_records(write_jsonl, tmp_pat
         (1, "a conversation of 1001 characters, more than 1000"),
         (2, "a prompt and completion of 1001 characters, more than 1000"),
     ]
-    with pytest.raises(ErrorList, match="(?s)long.jsonl:1: a conversation of 1001 .*more than --max-bad-records 1"):
+    with pytest.raises(
+        ErrorList, match="(?s)long.jsonl:1: a conversation of 1001 .*more than --max-bad-records 1"
+    ):
         build_store([path], prefix, tokenizer, True, max_bad_records=1)

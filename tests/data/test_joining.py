@@ -13,7 +13,10 @@ def rows_of(*texts):
 
 
 def joined(rows, characters):
-    return [(number, row["text"] if isinstance(row, dict) else row) for number, row in join_texts(rows, characters)]
+    return [
+        (number, row["text"] if isinstance(row, dict) else row)
+        for number, row in join_texts(rows, characters)
+    ]
 
 
 def test_texts_are_joined_until_they_are_long_enough():
@@ -38,19 +41,32 @@ def test_other_records_pass_and_end_a_sample():
 def test_huge_texts_are_cut_where_it_hurts_least(monkeypatch):
     monkeypatch.setattr(joining, "MAX_CHARACTERS", 10)
     rows = rows_of("0123456789", "one\ntwo four six", "one two four six", "x" * 25, "\u4f60" * 12)
-    cut = [(number, row["text"] if isinstance(row, dict) else json.loads(row)["text"]) for number, row in cut_texts(rows)]
+    cut = [
+        (number, row["text"] if isinstance(row, dict) else json.loads(row)["text"])
+        for number, row in cut_texts(rows)
+    ]
     assert cut == [
         (1, "0123456789"),
-        *[(2, "one\ntwo"), (2, " four six")],  # the line end is in the first half: the last blank before ten characters
+        *[
+            (2, "one\ntwo"),
+            (2, " four six"),
+        ],  # the line end is in the first half: the last blank before ten characters
         *[(3, "one two"), (3, " four six")],
         *[(4, "x" * 10), (4, "x" * 10), (4, "x" * 5)],
         *[(5, "\u4f60" * 10), (5, "\u4f60" * 2)],
     ]
-    assert list(cut_texts([(1, {"text": b"a b\nc d e f g h"})])) == [(1, {"text": "a b\nc d e"}), (1, {"text": " f g h"})]
+    assert list(cut_texts([(1, {"text": b"a b\nc d e f g h"})])) == [
+        (1, {"text": "a b\nc d e"}),
+        (1, {"text": " f g h"}),
+    ]
 
 
 def test_other_huge_records_pass(monkeypatch):
     monkeypatch.setattr(joining, "MAX_CHARACTERS", 10)
-    others = [b'{"prompt": "p", "completion": "c"}', b'{"text": "not closed', {"prompt": "x" * 99, "completion": "y"}]
+    others = [
+        b'{"prompt": "p", "completion": "c"}',
+        b'{"text": "not closed',
+        {"prompt": "x" * 99, "completion": "y"},
+    ]
     rows = list(enumerate(others, 1))
     assert list(cut_texts(rows)) == rows

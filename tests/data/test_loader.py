@@ -46,7 +46,10 @@ def test_microbatches_are_the_sample_order_in_turn(dataset):
 
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
 def test_every_layout_has_the_same_samples_in_every_step(dataset, micro, dp):
-    ranks = [steps(dataset, 6, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=dp) for rank in range(dp)]
+    ranks = [
+        steps(dataset, 6, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=dp)
+        for rank in range(dp)
+    ]
     for step, expected in enumerate(steps(dataset, 6)):
         samples = Counter(i for rank in ranks for batch in rank[step] for i in batch)
         assert samples == Counter(i for batch in expected for i in batch)
@@ -61,8 +64,12 @@ def test_samples_are_dealt_out_as_megatron_does(dataset):
 @pytest.mark.parametrize("consumed", [0, 16])
 def test_the_last_samples_are_those_of_all_ranks(dataset, consumed):
     """Also where workers have read ahead, and in the next epoch."""
-    options = dict(micro_batch_size=2, global_batch_size=8, seed=5, data_parallel_size=2, consumed_samples=consumed)
-    streams = [TrainStream(dataset, data_parallel_rank=rank, num_workers=rank, **options) for rank in range(2)]
+    options = dict(
+        micro_batch_size=2, global_batch_size=8, seed=5, data_parallel_size=2, consumed_samples=consumed
+    )
+    streams = [
+        TrainStream(dataset, data_parallel_rank=rank, num_workers=rank, **options) for rank in range(2)
+    ]
     for _ in range(5):
         had = [i for stream in streams for batch in stream.next_step() for i in batch.sample_ids]
         assert sorted(streams[0].last_samples()) == sorted(streams[1].last_samples()) == sorted(had)
@@ -77,10 +84,13 @@ def test_resuming_anywhere_goes_on_with_the_same_samples(dataset, consumed):
 def test_resuming_with_another_layout_goes_on_with_the_same_samples(dataset):
     one = steps(dataset, 2, consumed_samples=16)
     ranks = [
-        steps(dataset, 2, consumed_samples=16, micro_batch_size=1, data_parallel_rank=r, data_parallel_size=4) for r in range(4)
+        steps(dataset, 2, consumed_samples=16, micro_batch_size=1, data_parallel_rank=r, data_parallel_size=4)
+        for r in range(4)
     ]
     for step in range(2):
-        assert Counter(sum(one[step], ())) == Counter(i for rank in ranks for batch in rank[step] for i in batch)
+        assert Counter(sum(one[step], ())) == Counter(
+            i for rank in ranks for batch in rank[step] for i in batch
+        )
 
 
 def test_consumed_samples_counts_steps_taken_not_read_ahead(dataset):
@@ -113,7 +123,9 @@ def test_errors_of_reading_arrive_as_they_are(make_store, workers):
     stream = TrainStream(dataset, micro_batch_size=1, global_batch_size=1, num_workers=workers)
     with pytest.raises(DataError) as caught:
         stream.next_step()
-    assert caught.value.what.endswith("document 1 has token id 4000, the model knows 0 to 9") and caught.value.do
+    assert (
+        caught.value.what.endswith("document 1 has token id 4000, the model knows 0 to 9") and caught.value.do
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
@@ -131,7 +143,9 @@ def test_evaluation_takes_every_pack_once_and_fills_up_with_empty_ones(dataset, 
     ]
     samples = Counter(i for stream in streams for step in stream for batch in step for i in batch.sample_ids)
     assert samples == Counter({**dict.fromkeys(range(23), 1), -1: 1})
-    assert {len(step) for stream in streams for step in stream} == {4 // dp} and {len(s) for s in streams} == {3}
+    assert {len(step) for stream in streams for step in stream} == {4 // dp} and {
+        len(s) for s in streams
+    } == {3}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -142,7 +156,9 @@ def test_context_parallel_ranks_hold_parts_of_the_same_micro_batches(make_store,
 
     def batches(**options):
         options = dict(micro_batch_size=1, global_batch_size=4, **options)
-        return TrainStream(dataset, **options).next_step() + next(iter(EvalStream(dataset, eval_iters=1, **options)))
+        return TrainStream(dataset, **options).next_step() + next(
+            iter(EvalStream(dataset, eval_iters=1, **options))
+        )
 
     whole = batches()
     for rank in range(2):
@@ -162,12 +178,21 @@ def test_evaluation_restarts_and_is_limited(dataset):
 
 def test_a_held_out_blend_has_its_weights(dataset):
     """Megatron's rule: in the proportion of the weights, where need be some packs more than once."""
-    stream = EvalStream(BlendedDataset(dataset.members, [1, 3]), micro_batch_size=1, global_batch_size=4, eval_iters=100)
+    stream = EvalStream(
+        BlendedDataset(dataset.members, [1, 3]), micro_batch_size=1, global_batch_size=4, eval_iters=100
+    )
     samples = [i for step in stream for batch in step for i in batch.sample_ids if i >= 0]
-    assert len(samples) == 23 and len([i for i in samples if i < 17]) == len({i for i in samples if i < 17}) == 6
+    assert (
+        len(samples) == 23 and len([i for i in samples if i < 17]) == len({i for i in samples if i < 17}) == 6
+    )
     assert set(Counter(i for i in samples if i >= 17).values()) == {2, 3}
-    layout = dict(micro_batch_size=2, global_batch_size=4, eval_iters=100, data_parallel_size=2, num_workers=1)
-    ranks = [EvalStream(BlendedDataset(dataset.members, [1, 3]), data_parallel_rank=rank, **layout) for rank in range(2)]
+    layout = dict(
+        micro_batch_size=2, global_batch_size=4, eval_iters=100, data_parallel_size=2, num_workers=1
+    )
+    ranks = [
+        EvalStream(BlendedDataset(dataset.members, [1, 3]), data_parallel_rank=rank, **layout)
+        for rank in range(2)
+    ]
     dealt = [i for rank in ranks for step in rank for batch in step for i in batch.sample_ids if i >= 0]
     assert sorted(dealt) == samples
     plain = EvalStream(BlendedDataset(dataset.members), micro_batch_size=1, global_batch_size=4, eval_iters=2)
@@ -196,13 +221,17 @@ def test_streams_carry_the_teachers(taught, context_parallel_rank):
     layout = dict(micro_batch_size=4, context_parallel_rank=context_parallel_rank, context_parallel_size=2)
     for open_stream in (
         lambda workers: TrainStream(taught, global_batch_size=8, num_workers=workers, **layout).next_step(),
-        lambda workers: next(iter(EvalStream(taught, global_batch_size=size, eval_iters=1, num_workers=workers, **layout))),
+        lambda workers: next(
+            iter(EvalStream(taught, global_batch_size=size, eval_iters=1, num_workers=workers, **layout))
+        ),
     ):
         for own, other in zip(open_stream(0), open_stream(2), strict=True):
             assert own.teachers[0] is other.teachers[0] is None
             own, other = own.teachers[1], other.teachers[1]
             assert own.tokens.shape == (1, 4 * taught.teacher_seq_lengths[1] // 2)
-            assert torch.equal(own.tokens, other.tokens) and own.chunks.num_chunks == other.chunks.num_chunks > 0
+            assert (
+                torch.equal(own.tokens, other.tokens) and own.chunks.num_chunks == other.chunks.num_chunks > 0
+            )
             for side in ("student", "teacher"):
                 pair = [getattr(part.chunks, side) for part in (own, other)]
                 assert torch.equal(pair[0].rows, pair[1].rows) and torch.equal(pair[0].labels, pair[1].labels)

@@ -12,14 +12,18 @@ def test_every_epoch_is_another_permutation():
     order = EpochOrder(50, seed=3, shuffle=True)
     epochs = order(0, 150).reshape(3, 50)
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(epochs[0], EpochOrder(50, 4, True)(0, 50))
+    assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(
+        epochs[0], EpochOrder(50, 4, True)(0, 50)
+    )
 
 
 def test_without_shuffling_packs_come_in_turn():
     assert EpochOrder(3, seed=0, shuffle=False)(2, 5).tolist() == [2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("make", [lambda: EpochOrder(7, 1, True), lambda: BlendOrder([5, 3, 11], [0.5, 0.2, 0.3], 1, True)])
+@pytest.mark.parametrize(
+    "make", [lambda: EpochOrder(7, 1, True), lambda: BlendOrder([5, 3, 11], [0.5, 0.2, 0.3], 1, True)]
+)
 def test_any_range_is_a_cut_of_the_whole(make):
     whole = make()(0, 200)
     order = make()
@@ -27,7 +31,9 @@ def test_any_range_is_a_cut_of_the_whole(make):
         assert np.array_equal(order(first, count), whole[first : first + count])
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [0.999, 0.001], list(np.full(30, 1 / 30))])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [0.999, 0.001], list(np.full(30, 1 / 30))]
+)
 def test_interleave_is_one_greedy_sequence(weights):
     """Random access equals the greedy rule: next comes the member whose sample is due first."""
     weights = np.asarray(weights)

@@ -16,7 +16,9 @@ def pack_of(lengths, spans, sample_id=0):
     size = sum(spans)
     mask = np.zeros(size, dtype=np.float32)
     mask[:2] = 1
-    return Pack(np.arange(size) + 10, np.arange(size) + 11, mask, np.array(lengths), np.array(spans), sample_id)
+    return Pack(
+        np.arange(size) + 10, np.arange(size) + 11, mask, np.array(lengths), np.array(spans), sample_id
+    )
 
 
 def test_two_packs_are_one_row():
@@ -55,7 +57,12 @@ def test_context_parallel_ranks_share_the_rows():
     assert (first.loss_rows.tolist(), second.loss_rows.tolist()) == ([0, 6, 7], [0])
     for shard in (first, second):
         assert torch.equal(shard.loss_mask[0].nonzero().flatten(), shard.loss_rows)
-        assert shard.cu_seqlens.tolist() == [0, 3, 9, 21] and shard.cu_seqlens_padded.tolist() == [0, 4, 12, 24]
+        assert shard.cu_seqlens.tolist() == [0, 3, 9, 21] and shard.cu_seqlens_padded.tolist() == [
+            0,
+            4,
+            12,
+            24,
+        ]
         assert (shard.max_seqlen, shard.num_loss_tokens, shard.sample_ids) == (12, 4, (4, 9))
 
 
@@ -65,13 +72,18 @@ def test_a_single_context_parallel_rank_holds_the_batch():
 
 
 def test_teachers_move_with_the_batch():
-    chunks = PackChunks(*np.array([[1], [1], [0], [1]]), np.array([0], dtype=np.int8), *[np.zeros(0, dtype=np.int64)] * 3)
+    chunks = PackChunks(
+        *np.array([[1], [1], [0], [1]]), np.array([0], dtype=np.int8), *[np.zeros(0, dtype=np.int64)] * 3
+    )
     chunks = replace(chunks, support_counts=np.array([0]))
     part = TeacherPack(np.arange(4), np.arange(4), np.array([3]), np.array([4]), chunks)
     batch = collate([replace(pack_of([3, 2], [3, 5]), teachers=(None, part))] * 2)
     assert batch.teachers[0] is None and batch.teachers[1].chunks.student.rows.tolist() == [1, 9]
     moved = batch.to("meta").teachers
-    assert moved[0] is None and moved[1].tokens.device.type == moved[1].chunks.teacher.labels.device.type == "meta"
+    assert (
+        moved[0] is None
+        and moved[1].tokens.device.type == moved[1].chunks.teacher.labels.device.type == "meta"
+    )
 
 
 def test_to_moves_all_tensors_and_nothing_else():

@@ -16,7 +16,14 @@ def rows(pieces):
 
 def test_split_keeps_the_label_of_the_next_piece():
     pieces = cut_documents(np.array([3, 10, 8]), 5, 4, "split")
-    assert rows(pieces) == [(5, 0, 3, 2), (6, 0, 4, 4), (6, 4, 4, 4), (6, 8, 2, 1), (7, 0, 4, 4), (7, 4, 4, 3)]
+    assert rows(pieces) == [
+        (5, 0, 3, 2),
+        (6, 0, 4, 4),
+        (6, 4, 4, 4),
+        (6, 8, 2, 1),
+        (7, 0, 4, 4),
+        (7, 4, 4, 3),
+    ]
 
 
 def test_a_single_token_at_the_end_has_no_label_and_is_left_out():
@@ -24,7 +31,11 @@ def test_a_single_token_at_the_end_has_no_label_and_is_left_out():
 
 
 def test_truncate_and_drop():
-    assert rows(cut_documents(np.array([3, 10, 4]), 0, 4, "truncate")) == [(0, 0, 3, 2), (1, 0, 4, 3), (2, 0, 4, 3)]
+    assert rows(cut_documents(np.array([3, 10, 4]), 0, 4, "truncate")) == [
+        (0, 0, 3, 2),
+        (1, 0, 4, 3),
+        (2, 0, 4, 3),
+    ]
     assert rows(cut_documents(np.array([3, 10, 4]), 0, 4, "drop")) == [(0, 0, 3, 2), (2, 0, 4, 3)]
 
 
@@ -59,7 +70,9 @@ def test_every_piece_is_in_one_pack_and_fits(seed, pack):
 
 def test_best_fit_decreasing_by_hand():
     packs = pack_pieces(np.array([2, 7, 3, 5, 8, 1]), 10, "bfd")
-    contents = [packs.piece_ids[a:b].tolist() for a, b in zip(packs.offsets[:-1], packs.offsets[1:], strict=True)]
+    contents = [
+        packs.piece_ids[a:b].tolist() for a, b in zip(packs.offsets[:-1], packs.offsets[1:], strict=True)
+    ]
     assert contents == [[0, 4], [1, 2], [3, 5]]  # 8+2, 7+3, 5+1: ordered by first piece
 
 

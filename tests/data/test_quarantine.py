@@ -14,7 +14,12 @@ from mkd.data.store_builder import build_store
 from mkd.errors import EXIT_DATA, DataError, ErrorList
 from tests.data.pairs import chat_tokenizer, open_pair, teacher_text
 
-GOOD = {1: "with a byte order mark", 3: "ends like a line of Windows", 12: "the same text", 25: "the last one"}
+GOOD = {
+    1: "with a byte order mark",
+    3: "ends like a line of Windows",
+    12: "the same text",
+    25: "the last one",
+}
 LINES = [  # (line, the start of the reason; None: it is a good one; "": it is blank)
     (b'\xef\xbb\xbf{"text": "with a byte order mark"}', None),
     (b"", ""),
@@ -39,7 +44,10 @@ LINES = [  # (line, the start of the reason; None: it is a good one; "": it is b
     (b"\0" * 40, "not valid JSON: Expecting value"),
     (b'{"text": "a"} {"text": "b"}', "not valid JSON: Extra data"),
     (b'{"text": ' + b"[" * 100_000, "not valid JSON: maximum recursion depth"),
-    (b'{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}', "not valid JSON: the key 'role'"),
+    (
+        b'{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}',
+        "not valid JSON: the key 'role'",
+    ),
     (b'{"text": "the last one"}', None),
     (b'{"text": "no line end', "not valid JSON: Unterminated string"),
 ]
@@ -59,7 +67,10 @@ def entries(path) -> list[dict]:
 
 def texts_of(prefix, tokenizer) -> list[str]:
     store = TokenStore.open(prefix)
-    return [tokenizer.decode(store.document(i)[0].tolist()).removesuffix("<|endoftext|>") for i in range(len(store))]
+    return [
+        tokenizer.decode(store.document(i)[0].tolist()).removesuffix("<|endoftext|>")
+        for i in range(len(store))
+    ]
 
 
 @pytest.mark.fault(24)
@@ -79,8 +90,17 @@ def test_every_bad_line_is_listed_and_the_others_are_intact(damaged, tokenizer, 
 def test_the_same_records_whatever_the_number_of_workers(damaged, tokenizer, write_jsonl, tmp_path):
     other = write_jsonl("b.jsonl", *[{"text": "fox"}, b"{", {"text": "dog"}] * 60)
     for workers in (0, 2):
-        build_store([damaged, other], str(tmp_path / f"{workers}" / "c"), tokenizer, True, workers, max_bad_records=1000)
-    contents = [{file.name: file.read_bytes() for file in (tmp_path / f"{workers}").iterdir()} for workers in (0, 2)]
+        build_store(
+            [damaged, other],
+            str(tmp_path / f"{workers}" / "c"),
+            tokenizer,
+            True,
+            workers,
+            max_bad_records=1000,
+        )
+    contents = [
+        {file.name: file.read_bytes() for file in (tmp_path / f"{workers}").iterdir()} for workers in (0, 2)
+    ]
     assert contents[0] == contents[1] and "c.quarantine.jsonl" in contents[0]
     assert contents[0]["c.quarantine.jsonl"].count(b"\n") == len(BAD) + 60
 
@@ -102,19 +122,27 @@ def test_nothing_is_left_where_all_are_bad(tokenizer, write_jsonl, tmp_path):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=20)
     *first, empty = caught.value.errors
     assert [str(error).partition(": ")[0] for error in first] == [f"{path}:{line}" for line in range(1, 11)]
-    assert empty.what == f"no tokens in {path}" and "12 bad records" in empty.why and caught.value.exit_code == EXIT_DATA
+    assert (
+        empty.what == f"no tokens in {path}"
+        and "12 bad records" in empty.why
+        and caught.value.exit_code == EXIT_DATA
+    )
 
 
 def test_a_single_bad_record_says_how_to_leave_it_out(tokenizer, write_jsonl, tmp_path):
     path = write_jsonl("a.jsonl", {"text": "fox"}, b"{")
-    with pytest.raises(DataError, match="(?s)a.jsonl:2: not valid JSON.*or leave it out: --max-bad-records 1"):
+    with pytest.raises(
+        DataError, match="(?s)a.jsonl:2: not valid JSON.*or leave it out: --max-bad-records 1"
+    ):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True)
 
 
 def test_an_unreadable_file_is_no_bad_record(tokenizer, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="a.parquet is not a valid parquet file"):
-        build_store([str(tmp_path / "a.parquet")], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=1000)
+        build_store(
+            [str(tmp_path / "a.parquet")], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=1000
+        )
 
 
 def test_a_text_file(tokenizer, tmp_path):
@@ -124,8 +152,10 @@ def test_a_text_file(tokenizer, tmp_path):
     assert texts_of(str(tmp_path / "corpus"), tokenizer) == ["one", "{not JSON}"]
     listed = entries(tmp_path / "corpus.quarantine.jsonl")
     assert [(entry["line"], entry["reason"].split(":")[0]) for entry in listed] == [
-        (4, "not UTF-8"), (5, "text has a NUL at character 4"), (7, "text has a NUL at character 1"),
-    ]  # fmt: skip
+        (4, "not UTF-8"),
+        (5, "text has a NUL at character 4"),
+        (7, "text has a NUL at character 1"),
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "file.arrow"])
@@ -133,15 +163,20 @@ def test_tables(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     values = [b"one", None, b"caf\xe9", b"a\0b", b"", b"two", b"\xed\xa0\x80"]
     as_bytes = pa.array(values, pa.binary())
-    as_text = pa.Array.from_buffers(pa.string(), len(values), as_bytes.buffers())  # a writer that does not check
+    as_text = pa.Array.from_buffers(
+        pa.string(), len(values), as_bytes.buffers()
+    )  # a writer that does not check
     for column in (as_text, as_bytes):
         path = write_table(pa, tmp_path / f"t.{suffix}", pa.table({"text": column, "id": range(len(values))}))
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=4)
         assert texts_of(str(tmp_path / "corpus"), tokenizer) == ["one", "", "two"]
         listed = entries(tmp_path / "corpus.quarantine.jsonl")
         assert [(entry["line"], entry["reason"].split(":")[0]) for entry in listed] == [
-            (2, "text is null"), (3, "not UTF-8"), (4, "text has a NUL at character 2"), (7, "not UTF-8"),
-        ]  # fmt: skip
+            (2, "text is null"),
+            (3, "not UTF-8"),
+            (4, "text has a NUL at character 2"),
+            (7, "not UTF-8"),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +200,9 @@ def test_tables_whose_columns_are_none_of_ours(tokenizer, tmp_path, columns, rea
 def test_a_table_without_a_column_of_ours(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     path = write_table(pa, tmp_path / f"t.{suffix}", pa.table({"prompt": ["a"], "answer": ["b"]}))
-    with pytest.raises(DataError, match="(?s)has no known columns .found: 'prompt', 'answer'.*why: .*do:  rename the columns"):
+    with pytest.raises(
+        DataError, match="(?s)has no known columns .found: 'prompt', 'answer'.*why: .*do:  rename the columns"
+    ):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=9)
 
 
@@ -235,4 +272,7 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
 def test_bad_records_come_back_from_workers_as_they_are():
     error = BadRecord.at("a.jsonl", 3, b"{", DataError("what", "why", "do"))
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.entry) == (str(error), {"file": "a.jsonl", "line": 3, "reason": "what", "start": "{"})
+    assert (str(copy), copy.entry) == (
+        str(error),
+        {"file": "a.jsonl", "line": 3, "reason": "what", "start": "{"},
+    )

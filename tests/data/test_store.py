@@ -26,7 +26,10 @@ def test_documents_and_masks(make_store):
         ids, loss = store.document(index)
         assert (ids.tolist(), loss.tolist()) == (DOCUMENTS[index], MASKS[index])
     ids, loss = store.read(3, 1, 2)
-    assert (ids.tolist(), loss.tolist()) == ([6, 7], [0, 1]) and (ids.dtype, loss.dtype) == (np.int64, np.uint8)
+    assert (ids.tolist(), loss.tolist()) == ([6, 7], [0, 1]) and (ids.dtype, loss.dtype) == (
+        np.int64,
+        np.uint8,
+    )
     assert make_store(DOCUMENTS, name="plain").document(0)[1].tolist() == [1, 1, 1]
 
 
@@ -69,7 +72,9 @@ def test_token_ids_out_of_range_name_the_document(make_store, monkeypatch, scan,
     store = make_store([[0, 1], [], [2], [3, token, 4]])
     with pytest.raises(DataError) as caught:
         store.check_token_range(vocab_size)
-    assert caught.value.what.endswith(f"corpus.bin: document 3 has token id {token}, the model knows 0 to {vocab_size - 1}")
+    assert caught.value.what.endswith(
+        f"corpus.bin: document 3 has token id {token}, the model knows 0 to {vocab_size - 1}"
+    )
     assert "another tokenizer" in caught.value.why and "preprocess_data.py" in caught.value.do
 
 
@@ -89,11 +94,17 @@ def test_description_saves_the_scan(make_store):
     ("damage", "message"),
     [
         (lambda p: os.remove(p + ".idx"), "corpus.idx not found"),
-        (lambda p: os.truncate(p + ".bin", 8), "corpus.bin is damaged or incomplete\n  why: it has 8 bytes where"),
+        (
+            lambda p: os.truncate(p + ".bin", 8),
+            "corpus.bin is damaged or incomplete\n  why: it has 8 bytes where",
+        ),
         (lambda p: os.truncate(p + ".bin", 0), "corpus.bin is empty"),
         (lambda p: os.truncate(p + ".idx", 20), "corpus.idx is damaged or incomplete"),
         (lambda p: os.truncate(p + ".idx", 60), "corpus.idx is damaged or incomplete"),
-        (lambda p: Path(p + ".idx").write_bytes(b"x" * 99), "corpus.idx is damaged or incomplete\n  why: it does not start"),
+        (
+            lambda p: Path(p + ".idx").write_bytes(b"x" * 99),
+            "corpus.idx is damaged or incomplete\n  why: it does not start",
+        ),
         (lambda p: os.truncate(p + ".loss_mask.bin", 7), "corpus.loss_mask.bin is damaged or incomplete"),
         (lambda p: Path(p + ".meta.json").write_text("{"), "corpus.meta.json is damaged or incomplete"),
         (lambda p: Path(p + ".meta.json").write_text("{}"), "this program reads format version 1"),
@@ -151,7 +162,9 @@ def test_an_index_that_is_wrong(make_store, place, value, why):
 def test_a_bin_file_of_another_size(make_store, change):
     prefix = make_store(DOCUMENTS).prefix
     os.truncate(prefix + ".bin", 32 + change)
-    with pytest.raises(DataError, match=f"(?s)corpus.bin is damaged.*it has {32 + change} bytes where the index says 32"):
+    with pytest.raises(
+        DataError, match=f"(?s)corpus.bin is damaged.*it has {32 + change} bytes where the index says 32"
+    ):
         TokenStore.open(prefix)
 
 

@@ -25,18 +25,27 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
-    path = write_jsonl("a.jsonl", {"text": "The fox"}, {"text": ""}, MESSAGES, {"prompt": "p", "completion": "c"})
+    path = write_jsonl(
+        "a.jsonl", {"text": "The fox"}, {"text": ""}, MESSAGES, {"prompt": "p", "completion": "c"}
+    )
     prefix = str(tmp_path / "new" / "corpus")
     summary = build_store([path], prefix, tokenizer, True)
     store = TokenStore.open(prefix)
     ids, loss = store.document(2)
-    assert (ids.tolist(), loss.tolist()) == tuple(map(list, tokenizer.apply_chat_template(MESSAGES["messages"])))
+    assert (ids.tolist(), loss.tolist()) == tuple(
+        map(list, tokenizer.apply_chat_template(MESSAGES["messages"]))
+    )
     targets = sum(int(store.document(i)[1][1:].sum()) for i in range(4))
     highest = max(int(store.document(i)[0].max()) for i in range(4))
-    assert summary == StoreSummary(4, store.num_tokens, targets, highest, kinds=("messages", "prompt-completion", "text"))
+    assert summary == StoreSummary(
+        4, store.num_tokens, targets, highest, kinds=("messages", "prompt-completion", "text")
+    )
     meta = json.loads(Path(prefix + ".meta.json").read_text())
     assert meta["tokenizer_fingerprint"] == tokenizer.fingerprint and meta["append_eod"] is True
-    assert meta["sources"] == [{"path": path, "bytes": Path(path).stat().st_size}] and meta["tokens"] == summary.tokens
+    assert (
+        meta["sources"] == [{"path": path, "bytes": Path(path).stat().st_size}]
+        and meta["tokens"] == summary.tokens
+    )
 
 
 def test_text_alone_has_no_mask_file(tokenizer, write_jsonl, tmp_path):
@@ -48,7 +57,9 @@ def test_text_alone_has_no_mask_file(tokenizer, write_jsonl, tmp_path):
 def test_bytes_do_not_depend_on_workers(tokenizer, write_jsonl, tmp_path):
     records = [({"text": f"fox {i} " * (i % 9)}, MESSAGES)[i % 2] for i in range(1200)]
     inputs = [write_jsonl("a.jsonl", *records), write_jsonl("b.jsonl", *records[:5])]
-    summaries = [build_store(inputs, str(tmp_path / f"{n}" / "c"), tokenizer, True, workers=n) for n in (0, 2)]
+    summaries = [
+        build_store(inputs, str(tmp_path / f"{n}" / "c"), tokenizer, True, workers=n) for n in (0, 2)
+    ]
     assert summaries[0] == summaries[1] and summaries[0].documents == 1205
     assert files_of(tmp_path / "0") == files_of(tmp_path / "2")
 
@@ -74,7 +85,9 @@ def test_what_a_killed_build_has_left_goes(tokenizer, write_jsonl, tmp_path):
     """
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
-    assert len(files_of(tmp_path / "c")) >= 2 and all(".partial-" in name for name in files_of(tmp_path / "c"))
+    assert len(files_of(tmp_path / "c")) >= 2 and all(
+        ".partial-" in name for name in files_of(tmp_path / "c")
+    )
     build_store([write_jsonl("b.jsonl", {"text": "fox"})], prefix, tokenizer, True)
     assert set(files_of(tmp_path / "c")) == {"c.bin", "c.idx", "c.meta.json"}
 
@@ -84,7 +97,13 @@ def test_what_progress_raises_ends_the_build(tokenizer, write_jsonl, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_store([write_jsonl("a.jsonl", {"text": "fox"})], str(tmp_path / "c" / "c"), tokenizer, True, progress=stop)
+        build_store(
+            [write_jsonl("a.jsonl", {"text": "fox"})],
+            str(tmp_path / "c" / "c"),
+            tokenizer,
+            True,
+            progress=stop,
+        )
     assert not files_of(tmp_path / "c")
 
 
@@ -101,7 +120,9 @@ def test_several_malformed_records_are_reported_at_once(tokenizer, write_jsonl, 
         build_store([path], str(tmp_path / "c"), tokenizer, True)
     text = str(caught.value)
     assert text.startswith("4 problems:") and caught.value.exit_code == EXIT_DATA
-    assert all(f"{path}:{line}: " in text for line in (1, 3, 4)) and text.count("why:") == text.count("do:") == 4
+    assert (
+        all(f"{path}:{line}: " in text for line in (1, 3, 4)) and text.count("why:") == text.count("do:") == 4
+    )
     assert "3 bad records: more than --max-bad-records 0" in text
 
 

@@ -51,7 +51,9 @@ def test_kinds_without_further_pairs():
 
 def test_pickled_supports_give_the_same():
     table = pickle.loads(pickle.dumps(Supports(Table([(10, 20)]))))
-    sizes, *_ = table.of(np.array([ONE_TO_MANY]), np.array([[0, 0]]), np.array([[1, 2]]), (np.array([1]), np.array([7, 2])))
+    sizes, *_ = table.of(
+        np.array([ONE_TO_MANY]), np.array([[0, 0]]), np.array([[1, 2]]), (np.array([1]), np.array([7, 2]))
+    )
     assert sizes.tolist() == [2]
 
 
@@ -65,15 +67,24 @@ def test_supports_of_real_vocabularies_spell_the_same_bytes(write_jsonl, tmp_pat
         pairs = slice(*chunks.support_offsets[i : i + 2])
         assert set(chunks.support_chunks[pairs].tolist()) == {i}
         ids = [own[pairs].tolist() for own in (chunks.support_student, chunks.support_teacher)]
-        tokens = [side.labels[slice(*side.host_offsets[i : i + 2])].tolist() for side in (chunks.student, chunks.teacher)]
+        tokens = [
+            side.labels[slice(*side.host_offsets[i : i + 2])].tolist()
+            for side in (chunks.student, chunks.teacher)
+        ]
         assert [own[0] for own in ids] == [own[-1] for own in tokens], "the realised pair is the first one"
         assert all(len(set(own)) == len(own) for own in ids)
-        before = [_spelled(tokenizer, own[:-1]) for tokenizer, own in zip((STUDENT, teacher), tokens, strict=True)]
+        before = [
+            _spelled(tokenizer, own[:-1]) for tokenizer, own in zip((STUDENT, teacher), tokens, strict=True)
+        ]
         for pair in zip(*ids, strict=True):
-            spelled = [b + _spelled(t, [last]) for b, t, last in zip(before, (STUDENT, teacher), pair, strict=True)]
+            spelled = [
+                b + _spelled(t, [last]) for b, t, last in zip(before, (STUDENT, teacher), pair, strict=True)
+            ]
             assert spelled[0] == spelled[1]
         seen.add((int(chunks.kinds[i]), len(ids[0]) > 1))
-    assert {(ONE_TO_MANY, True), (MANY_TO_MANY, False)} <= seen and (teacher is TEACHER or (MANY_TO_ONE, True) in seen)
+    assert {(ONE_TO_MANY, True), (MANY_TO_MANY, False)} <= seen and (
+        teacher is TEACHER or (MANY_TO_ONE, True) in seen
+    )
 
 
 def _spelled(tokenizer, ids):

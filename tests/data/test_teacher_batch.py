@@ -35,16 +35,29 @@ def test_packs_become_one_row_and_one_list_of_chunks():
     batch = collate_teacher(packs(), STUDENT_LABELS)
     assert batch.tokens.tolist() == [[*range(10, 18), *range(20, 28), *[0] * 8]]
     assert batch.position_ids.tolist() == [[*range(4), *range(4), *range(8), *range(8)]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4, 9, 9] and batch.cu_seqlens_padded.tolist() == [0, 4, 8, 16, 24]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 9, 9] and batch.cu_seqlens_padded.tolist() == [
+        0,
+        4,
+        8,
+        16,
+        24,
+    ]
     assert batch.max_seqlen == 8 and batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == torch.int32
     chunks = batch.chunks
-    assert chunks.kinds.tolist() == [ONE_TO_ONE, ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE] and chunks.kinds.dtype == np.int8
+    assert (
+        chunks.kinds.tolist() == [ONE_TO_ONE, ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE]
+        and chunks.kinds.dtype == np.int8
+    )
     assert chunks.student.rows.tolist() == [1, 6, 0, 4, 5] and chunks.teacher.rows.tolist() == [2, 9, 0, 1, 8]
     assert chunks.student.labels.tolist() == [101, 106, 100, 104, 105]
     assert chunks.teacher.labels.tolist() == [13, 22, 11, 12, 21]
     assert chunks.student.offsets.tolist() == chunks.student.host_offsets.tolist() == [0, 1, 2, 3, 5]
     assert chunks.teacher.offsets.tolist() == chunks.teacher.host_offsets.tolist() == [0, 1, 2, 4, 5]
-    assert chunks.packs.tolist() == [0, 1, 0, 1] and chunks.weights.tolist() == [1.0] * 4 and chunks.num_chunks == 4
+    assert (
+        chunks.packs.tolist() == [0, 1, 0, 1]
+        and chunks.weights.tolist() == [1.0] * 4
+        and chunks.num_chunks == 4
+    )
     assert chunks.support_offsets.tolist() == [0, 0, 0, 2, 3] and chunks.support_chunks.tolist() == [2, 2, 3]
     assert chunks.support_student.tolist() == [7, 9, 5] and chunks.support_teacher.tolist() == [8, 10, 6]
     assert chunks.student.exchange is None and chunks.weights.dtype == torch.float32
@@ -54,19 +67,29 @@ def test_packs_without_chunks():
     chunks = collate_teacher([packs()[2]] * 2, STUDENT_LABELS).chunks
     assert chunks.num_chunks == len(chunks.kinds) == 0 and chunks.kinds.dtype == np.int8
     assert chunks.student.offsets.tolist() == [0] and chunks.support_offsets.tolist() == [0]
-    assert chunks.student.rows.dtype == chunks.teacher.labels.dtype == chunks.support_student.dtype == torch.int64
+    assert (
+        chunks.student.rows.dtype
+        == chunks.teacher.labels.dtype
+        == chunks.support_student.dtype
+        == torch.int64
+    )
 
 
 def tensors_of(value):
     """All tensors in a batch, those of its parts included."""
     parts = [getattr(value, field.name) for field in fields(value)]
     own = [part for part in parts if isinstance(part, torch.Tensor)]
-    return own + [tensor for part in parts if hasattr(part, "__dataclass_fields__") for tensor in tensors_of(part)]
+    return own + [
+        tensor for part in parts if hasattr(part, "__dataclass_fields__") for tensor in tensors_of(part)
+    ]
 
 
 def test_all_tensors_move_and_nothing_else_changes():
     batch = collate_teacher(packs(), STUDENT_LABELS)
-    batch = replace(batch, chunks=batch.context_parallel_shard(0, 2, torch.tensor([0, 4, 8, 12], dtype=torch.int32)).chunks)
+    batch = replace(
+        batch,
+        chunks=batch.context_parallel_shard(0, 2, torch.tensor([0, 4, 8, 12], dtype=torch.int32)).chunks,
+    )
     moved = batch.map(lambda tensor: tensor.to("meta"))
     assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert len(tensors_of(moved)) == len(tensors_of(batch)) == 17

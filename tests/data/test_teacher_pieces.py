@@ -14,7 +14,9 @@ class Store:
 
     def __init__(self, *documents):
         self._chunks = [np.array(chunks, dtype=np.int64).reshape(-1, 4) for _, _, chunks in documents]
-        self.student, self.tokens = (type("Side", (), {"lengths": np.array([d[side] for d in documents])}) for side in (0, 1))
+        self.student, self.tokens = (
+            type("Side", (), {"lengths": np.array([d[side] for d in documents])}) for side in (0, 1)
+        )
 
     def chunks(self, document):
         return self._chunks[document]
@@ -39,7 +41,9 @@ def test_a_cut_inside_a_chunk_leaves_it_out():
     """Student tokens 3 to 5 are one chunk: pieces of 4 cut it."""
     chunks = [[0, 1, 0, 2], [1, 2, 2, 3], [2, 3, 3, 4], [3, 6, 4, 9], [6, 7, 9, 10], [7, 8, 10, 12]]
     assert borders(Store((8, 12, chunks)), 4) == [(0, 4), (9, 12)]
-    assert borders(Store((8, 12, chunks)), 5) == [(0, 9 - 1), (9, 12)], "the label of the last token ends the chunk"
+    assert borders(Store((8, 12, chunks)), 5) == [(0, 9 - 1), (9, 12)], (
+        "the label of the last token ends the chunk"
+    )
     assert borders(Store((8, 12, chunks)), 5, "truncate") == [(0, 4)]
 
 

@@ -35,10 +35,16 @@ def found_chunks(dataset, number=0):
             borders = np.cumsum(own.spans)
             document = np.searchsorted(borders, rows, side="right")
             last_rows = rows + counts - 1
-            assert (last_rows < (borders - own.spans + own.lengths)[document]).all(), "predictors are tokens of one document"
-            sides.append([own.labels[row : row + count].tolist() for row, count in zip(rows, counts, strict=True)])
+            assert (last_rows < (borders - own.spans + own.lengths)[document]).all(), (
+                "predictors are tokens of one document"
+            )
+            sides.append(
+                [own.labels[row : row + count].tolist() for row, count in zip(rows, counts, strict=True)]
+            )
             for row, count in zip(rows, counts, strict=True):
-                assert own.tokens[row + 1 : row + count].tolist() == own.labels[row : row + count - 1].tolist()
+                assert (
+                    own.tokens[row + 1 : row + count].tolist() == own.labels[row : row + count - 1].tolist()
+                )
         found += zip(map(tuple, sides[0]), map(tuple, sides[1]), strict=True)
     return sorted(found)
 
@@ -47,33 +53,49 @@ def pieces_of(n, seq_length, overlong):
     """(offset, end of the tokens that are predicted) of a document of n tokens."""
     if overlong == "truncate" or n <= seq_length:
         return [(0, min(n, seq_length))]
-    return [] if overlong == "drop" else [(first, min(first + seq_length + 1, n)) for first in range(0, n, seq_length)]
+    return (
+        []
+        if overlong == "drop"
+        else [(first, min(first + seq_length + 1, n)) for first in range(0, n, seq_length)]
+    )
 
 
 def expected_chunks(teacher, documents, seq_length=64, overlong="split"):
     expected = []
     for text in documents:
         aligned = align(STUDENT, teacher, text)
-        student, own = ([*ids, tokenizer.eos_id] for ids, tokenizer in
-                        ((aligned.student_ids.tolist(), STUDENT), (aligned.teacher_ids.tolist(), teacher)))  # fmt: skip
+        student, own = (
+            [*ids, tokenizer.eos_id]
+            for ids, tokenizer in (
+                (aligned.student_ids.tolist(), STUDENT),
+                (aligned.teacher_ids.tolist(), teacher),
+            )
+        )
         chunks = [*aligned.chunks.tolist(), [len(student) - 1, len(student), len(own) - 1, len(own)]]
         for offset, end in pieces_of(len(student), seq_length, overlong):
             inside = [c for c in chunks if c[0] >= offset and c[1] <= end]
             first = max((c[3] for c in chunks if c[0] < offset), default=0)
-            expected += [(tuple(student[a:b]), tuple(own[c:d])) for a, b, c, d in inside if a > offset and c > first]
+            expected += [
+                (tuple(student[a:b]), tuple(own[c:d])) for a, b, c, d in inside if a > offset and c > first
+            ]
     return sorted(expected)
 
 
 @pytest.mark.parametrize(
     ("teacher", "pack", "overlong"),
-    [*product(["fine"], ["bfd", "none"], ["split", "truncate", "drop"]), *product(["coarse", "pieces"], ["bfd"], ["split"])],
+    [
+        *product(["fine"], ["bfd", "none"], ["split", "truncate", "drop"]),
+        *product(["coarse", "pieces"], ["bfd"], ["split"]),
+    ],
 )
 def test_chunks_are_those_of_a_walk_over_the_documents(path, tmp_path, teacher, pack, overlong):
     tokenizer = {"fine": TEACHER, "coarse": COARSE, "pieces": sentence_piece()}[teacher]
     dataset, _ = open_pair(path, tmp_path, teacher_text(tokenizer), pack=pack, overlong=overlong)
     found = found_chunks(dataset)
     assert found == expected_chunks(tokenizer, texts(), overlong=overlong)
-    assert overlong == "drop" or {(len(a) > 1, len(b) > 1) for a, b in found} == set(product([False, True], repeat=2))
+    assert overlong == "drop" or {(len(a) > 1, len(b) > 1) for a, b in found} == set(
+        product([False, True], repeat=2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +110,11 @@ def test_identical_tokenizers_have_the_same_tokens_and_a_chunk_for_every_loss_to
     for name in ("tokens", "position_ids", "cu_seqlens", "cu_seqlens_padded"):
         assert getattr(batch, name).tolist() == getattr(teacher, name).tolist(), name
     assert chunks.student.rows.tolist() == chunks.teacher.rows.tolist() == batch.loss_rows.tolist()
-    assert chunks.student.labels.tolist() == chunks.teacher.labels.tolist() == batch.labels[0, batch.loss_rows].tolist()
+    assert (
+        chunks.student.labels.tolist()
+        == chunks.teacher.labels.tolist()
+        == batch.labels[0, batch.loss_rows].tolist()
+    )
     assert chunks.num_chunks == batch.num_loss_tokens and not chunks.kinds.any()
 
 
@@ -103,7 +129,9 @@ def test_only_chunks_whose_tokens_all_have_loss(tmp_path, make_store):
         aligned = align(STUDENT, TEACHER, text)
         for a, b, c, d in aligned.chunks[1:].tolist():
             if mask[a:b].all():
-                expected.append((tuple(aligned.student_ids[a:b].tolist()), tuple(aligned.teacher_ids[c:d].tolist())))
+                expected.append(
+                    (tuple(aligned.student_ids[a:b].tolist()), tuple(aligned.teacher_ids[c:d].tolist()))
+                )
     assert found_chunks(dataset) == sorted(expected) and len(expected) > 100
 
 
@@ -115,10 +143,16 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
     num_cut = 0
     for index in range(len(free)):
         whole, part = free[index].teachers[0], cut[index].teachers[0]
-        assert part.spans.sum() == 64 and (part.spans % multiple == 0).all() and (part.lengths <= part.spans).all()
+        assert (
+            part.spans.sum() == 64
+            and (part.spans % multiple == 0).all()
+            and (part.lengths <= part.spans).all()
+        )
         rows = part.chunks.student_rows.tolist()
         if pack == "none":
-            fits = whole.chunks.teacher_rows + whole.chunks.teacher_counts <= 64  # the last token is only predicted
+            fits = (
+                whole.chunks.teacher_rows + whole.chunks.teacher_counts <= 64
+            )  # the last token is only predicted
             assert rows == whole.chunks.student_rows[fits].tolist()
         assert set(rows) <= set(whole.chunks.student_rows.tolist())
         assert part.tokens[: part.lengths[0]].tolist() == whole.tokens[: part.lengths[0]].tolist()
@@ -171,5 +205,7 @@ def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path
 def test_pickled_data_sets_have_the_same_packs(path, tmp_path):
     dataset, _ = open_pair(path, tmp_path, None, teacher_text(spellings=relation(TEACHER).spellings))
     copy = pickle.loads(pickle.dumps(dataset))
-    for own, other in zip(dataset[1].teachers[1].__dict__.values(), copy[1].teachers[1].__dict__.values(), strict=True):
+    for own, other in zip(
+        dataset[1].teachers[1].__dict__.values(), copy[1].teachers[1].__dict__.values(), strict=True
+    ):
         assert pickle.dumps(own) == pickle.dumps(other)

@@ -32,7 +32,10 @@ def corpus(make_store, tmp_path):
     make_store([range(m) for _, m in lengths], name="teacher")
     files = TeacherStoreFiles(str(tmp_path / "teacher"))
     for path, side in ((files.student_marks, 0), (files.teacher_marks, 1)):
-        parts = [chunk_marks(n[side], c[:, 2 * side], c[:, 2 * side + 1]) for n, c in zip(lengths, chunks, strict=True)]
+        parts = [
+            chunk_marks(n[side], c[:, 2 * side], c[:, 2 * side + 1])
+            for n, c in zip(lengths, chunks, strict=True)
+        ]
         np.concatenate(parts).tofile(path)
     return TeacherStore(str(tmp_path / "teacher"), student), chunks
 

@@ -28,7 +28,9 @@ def student(path, tmp_path):
 
 def build(path, student, cache_dir, text=None, workers=0, **options):
     options = {"tokenizer": STUDENT, "append_eod": True, "characters_per_sample": None, **options}
-    return cached_teacher_store(path, student, text or teacher_text(), cache_dir=str(cache_dir), workers=workers, **options)
+    return cached_teacher_store(
+        path, student, text or teacher_text(), cache_dir=str(cache_dir), workers=workers, **options
+    )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -44,7 +46,9 @@ def test_content(path, student, tmp_path):
 
 
 def test_a_tokenised_corpus_gives_the_same_without_its_text(path, student, tmp_path):
-    text, ids = (TeacherStore(build(p, student, tmp_path / "cache"), TokenStore.open(student)) for p in (path, student))
+    text, ids = (
+        TeacherStore(build(p, student, tmp_path / "cache"), TokenStore.open(student)) for p in (path, student)
+    )
     assert text.tokens.prefix != ids.tokens.prefix
     for document in range(150):
         assert text.tokens.document(document)[0].tolist() == ids.tokens.document(document)[0].tolist()
@@ -108,7 +112,9 @@ def test_a_torn_cache_is_built_again(path, student, tmp_path):
         assert files_of(tmp_path / "cache") == before
 
 
-@pytest.mark.parametrize(("records", "what"), [(149, "document 149"), (151, "document 150"), (0, "document 0")])
+@pytest.mark.parametrize(
+    ("records", "what"), [(149, "document 149"), (151, "document 150"), (0, "document 0")]
+)
 def test_the_students_corpus_must_be_that_of_the_file(path, student, write_jsonl, tmp_path, records, what):
     changed = texts(151)[:records] or ["another text", *texts(150)[1:]]
     other = write_jsonl("other.jsonl", *({"text": text} for text in changed))

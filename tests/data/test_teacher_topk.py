@@ -89,7 +89,10 @@ def test_half_precision_keeps_the_mass(dataset, cache, k):
     for pack in (dataset[sample] for sample in range(len(dataset))):
         _, logprobs, _ = teacher(pack, k)
         rows = part.rows(pack.sample_id, pack_digest(pack))
-        mass, wanted = rows.logprobs.double().exp().sum(dim=1), np.exp(logprobs.astype(np.float64)).sum(axis=1)
+        mass, wanted = (
+            rows.logprobs.double().exp().sum(dim=1),
+            np.exp(logprobs.astype(np.float64)).sum(axis=1),
+        )
         assert np.abs(mass.numpy() - wanted).max() <= 3e-7
         assert np.abs(rows.logprobs.numpy() - logprobs).max() <= 2 * 2**-11 * np.abs(logprobs).max()
     if k == 5:
@@ -124,7 +127,9 @@ def test_groups_are_small_and_found(dataset, cache, monkeypatch):
     part = write(cache, dataset, describe(len(dataset)))
     assert pq.ParquetFile(part.meta.shard_path(cache, "train", 0)).num_row_groups == 4
     for sample in reversed(range(len(dataset))):
-        assert np.array_equal(part.rows(sample, pack_digest(dataset[sample])).ids, teacher(dataset[sample], 5)[0])
+        assert np.array_equal(
+            part.rows(sample, pack_digest(dataset[sample])).ids, teacher(dataset[sample], 5)[0]
+        )
 
 
 def test_a_failed_shard_leaves_nothing(dataset, cache):
@@ -158,13 +163,17 @@ def assert_refused(call, *texts):
 
 def test_an_unfinished_export(dataset, cache):
     assert_refused(
-        lambda: write(cache, dataset, describe(len(dataset)), shards=[0, 2]), "is incomplete", "train shards are missing",
+        lambda: write(cache, dataset, describe(len(dataset)), shards=[0, 2]),
+        "is incomplete",
+        "train shards are missing",
         "it goes on where it stopped",
-    )  # fmt: skip
+    )
 
 
 def test_no_cache_and_a_part_that_it_lacks(dataset, cache):
-    assert_refused(lambda: TopKMeta.read(cache), "holds no teacher cache", "--out folder of tools/export_teacher_topk.py")
+    assert_refused(
+        lambda: TopKMeta.read(cache), "holds no teacher cache", "--out folder of tools/export_teacher_topk.py"
+    )
     part = write(cache, dataset, describe(len(dataset)))
     assert_refused(lambda: TopKPart(cache, "valid", part.meta), "has no valid data")
     for text in ('{"format_version": 2}', "{}", "[]", "{"):
@@ -184,7 +193,9 @@ def test_other_data(dataset, make_store, cache):
     other = packed(make_store(one_token, masks, name="other"))
     changed = [i for i in range(len(dataset)) if pack_digest(other[i]) != pack_digest(dataset[i])]
     assert len(changed) == 1
-    assert_refused(lambda: part.rows(changed[0], pack_digest(other[changed[0]])), f"another train pack {changed[0]} than")
+    assert_refused(
+        lambda: part.rows(changed[0], pack_digest(other[changed[0]])), f"another train pack {changed[0]} than"
+    )
     pack = dataset[0]
     for name in ("tokens", "labels", "loss_mask", "lengths", "spans"):
         assert pack_digest(replace(pack, **{name: getattr(pack, name) + 1})) != pack_digest(pack)
@@ -204,4 +215,6 @@ def test_damaged_shards(dataset, cache):
     digests = [pack_digest(dataset[i]) for i in range(len(dataset))]
     assert_refused(lambda: [part.rows(i, each) for i, each in enumerate(digests)], f"{path} is damaged")
     path.write_bytes(part.meta.shard_path(cache, "train", 1).read_bytes())
-    assert_refused(lambda: TopKPart(cache, "train", part.meta).rows(0, digest), "pack 0 is not where it should be")
+    assert_refused(
+        lambda: TopKPart(cache, "train", part.meta).rows(0, digest), "pack 0 is not where it should be"
+    )

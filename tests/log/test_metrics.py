@@ -6,10 +6,23 @@ import pytest
 from mkd.log.metrics import METRICS, IntervalAverager, find_metric
 
 CONTRACT_KEYS = [
-    "iteration", "consumed_samples", "consumed_tokens", "loss", "ce_loss", "kd_loss", "teacher_ce", "teacher_entropy",
-    "top1_agreement", "grad_norm", "learning_rate", "num_loss_tokens", "step_time_ms", "tokens_per_s_per_gpu",
-    "tflops_per_gpu", "skipped_iterations",
-]  # fmt: skip
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "loss",
+    "ce_loss",
+    "kd_loss",
+    "teacher_ce",
+    "teacher_entropy",
+    "top1_agreement",
+    "grad_norm",
+    "learning_rate",
+    "num_loss_tokens",
+    "step_time_ms",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "skipped_iterations",
+]
 
 
 def test_registry_holds_the_contract_keys_once_in_order():
@@ -28,15 +41,30 @@ def test_one_step_is_reported_as_it_is():
     averager = IntervalAverager()
     averager.add(
         {"loss": 30.0, "ce_loss": 20.0, "kd_loss": 40.0, "num_loss_tokens": 10.0},
-        iteration=5, consumed_samples=40, grad_norm=1.5, learning_rate=1e-4, step_time_ms=800.0,
-        tokens_per_s_per_gpu=1234.0, tflops_per_gpu=0.5, skipped_iterations=0,
-    )  # fmt: skip
+        iteration=5,
+        consumed_samples=40,
+        grad_norm=1.5,
+        learning_rate=1e-4,
+        step_time_ms=800.0,
+        tokens_per_s_per_gpu=1234.0,
+        tflops_per_gpu=0.5,
+        skipped_iterations=0,
+    )
     record = averager.flush()
     assert record == {
-        "iteration": 5, "consumed_samples": 40, "loss": 3.0, "ce_loss": 2.0, "kd_loss": 4.0, "grad_norm": 1.5,
-        "learning_rate": 1e-4, "num_loss_tokens": 10, "step_time_ms": 800.0, "tokens_per_s_per_gpu": 1234.0,
-        "tflops_per_gpu": 0.5, "skipped_iterations": 0,
-    }  # fmt: skip
+        "iteration": 5,
+        "consumed_samples": 40,
+        "loss": 3.0,
+        "ce_loss": 2.0,
+        "kd_loss": 4.0,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-4,
+        "num_loss_tokens": 10,
+        "step_time_ms": 800.0,
+        "tokens_per_s_per_gpu": 1234.0,
+        "tflops_per_gpu": 0.5,
+        "skipped_iterations": 0,
+    }
     assert list(record) == [key for key in CONTRACT_KEYS if key in record]
     assert {type(record[key]) for key in ("iteration", "num_loss_tokens", "skipped_iterations")} == {int}
 
@@ -65,18 +93,37 @@ def test_lines_weighted_by_their_tokens_give_the_mean_of_the_run():
 def test_loss_identity_survives_the_interval():
     averager, ratio = IntervalAverager(), 0.3
     for ce, kd, tokens in ((20.0, 5.0, 7), (3.0, 90.0, 31), (0.0, 0.0, 0)):
-        sums = {"loss": (1 - ratio) * ce + ratio * kd, "ce_loss": ce, "kd_loss": kd, "num_loss_tokens": tokens}
+        sums = {
+            "loss": (1 - ratio) * ce + ratio * kd,
+            "ce_loss": ce,
+            "kd_loss": kd,
+            "num_loss_tokens": tokens,
+        }
         averager.add(sums)
     record = averager.flush()
-    assert record["loss"] == pytest.approx((1 - ratio) * record["ce_loss"] + ratio * record["kd_loss"], rel=1e-12)
+    assert record["loss"] == pytest.approx(
+        (1 - ratio) * record["ce_loss"] + ratio * record["kd_loss"], rel=1e-12
+    )
 
 
 def test_other_reductions_over_two_steps():
     averager = IntervalAverager()
-    averager.add({"num_loss_tokens": 1}, iteration=1, grad_norm=9.0, step_time_ms=1000.0, tokens_per_s_per_gpu=100.0,
-                 skipped_iterations=1)  # fmt: skip
-    averager.add({"num_loss_tokens": 1}, iteration=2, grad_norm=2.0, step_time_ms=3000.0, tokens_per_s_per_gpu=300.0,
-                 skipped_iterations=1)  # fmt: skip
+    averager.add(
+        {"num_loss_tokens": 1},
+        iteration=1,
+        grad_norm=9.0,
+        step_time_ms=1000.0,
+        tokens_per_s_per_gpu=100.0,
+        skipped_iterations=1,
+    )
+    averager.add(
+        {"num_loss_tokens": 1},
+        iteration=2,
+        grad_norm=2.0,
+        step_time_ms=3000.0,
+        tokens_per_s_per_gpu=300.0,
+        skipped_iterations=1,
+    )
     record = averager.flush()
     assert record["grad_norm"] == 2.0 and record["iteration"] == 2 and record["skipped_iterations"] == 2
     assert record["step_time_ms"] == 2000.0
@@ -94,7 +141,9 @@ def test_flush_starts_afresh_and_absent_metrics_stay_absent():
 
 def test_nothing_is_clamped_or_hidden():
     averager = IntervalAverager()
-    averager.add({"kd_loss": -4.0, "ce_loss": math.inf, "loss": 0.0, "num_loss_tokens": 2}, grad_norm=math.nan)
+    averager.add(
+        {"kd_loss": -4.0, "ce_loss": math.inf, "loss": 0.0, "num_loss_tokens": 2}, grad_norm=math.nan
+    )
     record = averager.flush()
     assert record["kd_loss"] == -2.0 and record["ce_loss"] == math.inf and record["loss"] == 0.0
     assert math.isnan(record["grad_norm"])

@@ -5,11 +5,24 @@ from mkd.log.progress import evaluation_line, progress_line
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
 RECORD = {
-    "iteration": 5, "consumed_samples": 40, "consumed_tokens": 20480, "loss": 3.0, "ce_loss": 2.123456, "kd_loss": 4.0,
-    "teacher_ce": 1.5, "teacher_entropy": 1.2, "top1_agreement": 0.5125, "grad_norm": 1.2341, "learning_rate": 5e-4,
-    "num_loss_tokens": 3900, "step_time_ms": 812.34, "teacher_share": 0.25, "tokens_per_s_per_gpu": 2521.1,
-    "tflops_per_gpu": 1.26, "skipped_iterations": 0,
-}  # fmt: skip
+    "iteration": 5,
+    "consumed_samples": 40,
+    "consumed_tokens": 20480,
+    "loss": 3.0,
+    "ce_loss": 2.123456,
+    "kd_loss": 4.0,
+    "teacher_ce": 1.5,
+    "teacher_entropy": 1.2,
+    "top1_agreement": 0.5125,
+    "grad_norm": 1.2341,
+    "learning_rate": 5e-4,
+    "num_loss_tokens": 3900,
+    "step_time_ms": 812.34,
+    "teacher_share": 0.25,
+    "tokens_per_s_per_gpu": 2521.1,
+    "tflops_per_gpu": 1.26,
+    "skipped_iterations": 0,
+}
 
 
 def test_progress_line_is_megatrons_with_our_fields():
@@ -26,7 +39,11 @@ def test_progress_line_is_megatrons_with_our_fields():
 def test_progress_line_shows_zero_negative_and_non_finite_losses():
     record = RECORD | {"loss": -0.5, "kd_loss": 0.0, "ce_loss": math.nan}
     line = progress_line(record, train_iters=30, global_batch_size=8)
-    assert "| loss: -5.000000E-01 |" in line and "| kd loss: 0.000000E+00 |" in line and "| lm loss: NAN |" in line
+    assert (
+        "| loss: -5.000000E-01 |" in line
+        and "| kd loss: 0.000000E+00 |" in line
+        and "| lm loss: NAN |" in line
+    )
 
 
 def test_progress_line_without_a_teacher_has_no_teacher_fields():
@@ -49,12 +66,21 @@ def test_memory_is_shown_where_it_is_known():
 
 
 def test_eta_counts_the_steps_that_remain():
-    assert "| ETA: 1:23:20 |" in progress_line(RECORD | {"step_time_ms": 5e4}, train_iters=105, global_batch_size=8)
+    assert "| ETA: 1:23:20 |" in progress_line(
+        RECORD | {"step_time_ms": 5e4}, train_iters=105, global_batch_size=8
+    )
     assert "| ETA: 0:00:00 |" in progress_line(RECORD, train_iters=5, global_batch_size=8)
 
 
 def test_evaluation_line_has_a_perplexity_of_the_cross_entropy_only():
-    record = {"iteration": 10, "split": "valid", "loss": 1.0, "ce_loss": 0.0, "kd_loss": 2.0, "top1_agreement": 0.25}
+    record = {
+        "iteration": 10,
+        "split": "valid",
+        "loss": 1.0,
+        "ce_loss": 0.0,
+        "kd_loss": 2.0,
+        "top1_agreement": 0.25,
+    }
     assert evaluation_line(record) == (
         " validation loss at iteration 10 | loss value: 1.000000E+00 |"
         " lm loss value: 0.000000E+00 | lm loss PPL: 1.000000E+00 |"

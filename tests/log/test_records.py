@@ -9,7 +9,11 @@ from mkd.log.writers import JsonlWriter
 
 def test_what_a_writer_wrote_is_read_back_from_file_or_folder(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    records = [{"iteration": 1, "loss": 2.5}, {"iteration": 1, "split": "valid", "loss": 2.0}, {"iteration": 2, "loss": None}]
+    records = [
+        {"iteration": 1, "loss": 2.5},
+        {"iteration": 1, "split": "valid", "loss": 2.0},
+        {"iteration": 2, "loss": None},
+    ]
     for record in records:
         writer.write(record)
     assert read_records(tmp_path) == read_records(tmp_path / "metrics.jsonl") == records
@@ -22,7 +26,13 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     assert read_records(tmp_path) == [{"iteration": 1}]
 
 
-NO_RECORDS = ["not json", "[1]", '{"loss": 1.0}', '{"iteration": null}', '{"iteration": 1, "split": ["valid"]}']
+NO_RECORDS = [
+    "not json",
+    "[1]",
+    '{"loss": 1.0}',
+    '{"iteration": null}',
+    '{"iteration": 1, "split": ["valid"]}',
+]
 
 
 @pytest.mark.parametrize("line", NO_RECORDS)

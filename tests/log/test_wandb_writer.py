@@ -29,7 +29,9 @@ writer.close()
 
 
 def test_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
+    monkeypatch.setitem(
+        sys.modules, "wandb", None
+    )  # how Python itself marks a module that cannot be imported
     with pytest.raises(UsageError, match="--wandb-project is set and wandb is not installed") as caught:
         WandbWriter(LOG, tmp_path, {})
     assert "pip install wandb" in caught.value.do and not list(tmp_path.iterdir())
@@ -78,7 +80,9 @@ def test_a_run_with_every_writer(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    argv = flags(make_files(tmp_path), "run", "--wandb-project", "real", "--tensorboard-dir", tmp_path / "events")
+    argv = flags(
+        make_files(tmp_path), "run", "--wandb-project", "real", "--tensorboard-dir", tmp_path / "events"
+    )
     command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

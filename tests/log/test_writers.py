@@ -23,10 +23,14 @@ def test_each_record_is_a_line_that_can_be_read_at_once(tmp_path):
 
 def test_values_that_json_lacks_are_null(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    writer.write({"iteration": 1, "loss": math.nan, "ce_loss": math.inf, "kd_loss": -math.inf, "grad_norm": 1.0})
+    writer.write(
+        {"iteration": 1, "loss": math.nan, "ce_loss": math.inf, "kd_loss": -math.inf, "grad_norm": 1.0}
+    )
     writer.close()
     assert "NaN" not in writer.path.read_text()
-    assert lines_of(writer.path) == [{"iteration": 1, "loss": None, "ce_loss": None, "kd_loss": None, "grad_norm": 1.0}]
+    assert lines_of(writer.path) == [
+        {"iteration": 1, "loss": None, "ce_loss": None, "kd_loss": None, "grad_norm": 1.0}
+    ]
 
 
 def test_opening_keeps_what_is_there_but_an_unfinished_line(tmp_path):
@@ -49,8 +53,11 @@ def test_resume_drops_later_lines_of_every_split(tmp_path):
     writer.write({"iteration": 3, "loss": 7.0})
     writer.close()
     assert lines_of(path) == [
-        {"iteration": 1}, {"iteration": 2}, {"iteration": 2, "split": "valid"}, {"iteration": 3, "loss": 7.0},
-    ]  # fmt: skip
+        {"iteration": 1},
+        {"iteration": 2},
+        {"iteration": 2, "split": "valid"},
+        {"iteration": 3, "loss": 7.0},
+    ]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -105,7 +112,9 @@ def test_tensorboard_evaluation_goes_to_its_own_split(tmp_path):
 
 def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # how Python itself marks a module that cannot be imported
+    monkeypatch.setitem(
+        sys.modules, "tensorboard", None
+    )  # how Python itself marks a module that cannot be imported
     with pytest.raises(UsageError) as caught:
         TensorBoardWriter(tmp_path)
     assert "--tensorboard-dir" in caught.value.what and "tensorboard" in caught.value.why

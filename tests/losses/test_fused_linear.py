@@ -23,14 +23,20 @@ def problem(dtype=torch.float64, mask="random", seed=0):
     shapes = ((ROWS, STUDENT_SIZE), (PADDED, STUDENT_SIZE), (ROWS, TEACHER_SIZE), (PADDED, TEACHER_SIZE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     uniform = torch.rand(ROWS, generator=generator)
-    weight = {"random": (uniform < 0.6).float(), "none": torch.zeros(ROWS), "weights": uniform * (uniform < 0.6)}[mask]
+    weight = {
+        "random": (uniform < 0.6).float(),
+        "none": torch.zeros(ROWS),
+        "weights": uniform * (uniform < 0.6),
+    }[mask]
     return *tensors, torch.randint(300, (ROWS,), generator=generator), weight
 
 
 def expected(hidden, weight, teacher_hidden, teacher_weight, labels, mask, **settings):
     """Values and gradients of (hidden, weight), float64, whole vocabulary."""
     hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
-    output = dense_kd(hidden @ weight.T, teacher_hidden.double() @ teacher_weight.double().T, labels, mask, **settings)
+    output = dense_kd(
+        hidden @ weight.T, teacher_hidden.double() @ teacher_weight.double().T, labels, mask, **settings
+    )
     output.loss.backward()
     return values(output), hidden.grad, weight.grad
 
@@ -44,10 +50,18 @@ def on_rank(case, settings, compact, sequence_parallel, factor):
         hidden, teacher_hidden = hidden.chunk(size)[rank], teacher_hidden.chunk(size)[rank]
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight.chunk(size)[rank]))
     output = fused_linear_kd(
-        hidden, weight, teacher_hidden, teacher_weight.chunk(size)[rank], labels, mask,
-        tp_group=group, sequence_parallel=sequence_parallel, loss_rows=mask.nonzero().squeeze(1) if compact else None,
-        chunk_rows=5, **settings,
-    )  # fmt: skip
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight.chunk(size)[rank],
+        labels,
+        mask,
+        tp_group=group,
+        sequence_parallel=sequence_parallel,
+        loss_rows=mask.nonzero().squeeze(1) if compact else None,
+        chunk_rows=5,
+        **settings,
+    )
     (factor * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, hidden.grad, weight.grad
 
@@ -70,7 +84,9 @@ def assert_equals_reference(results, wanted, sequence_parallel, factor, toleranc
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_equals_dense_reference(ranks, tp, divergence, temperature):
     settings = dict(BOTH, divergence=divergence, temperature=temperature, jsd_beta=0.3, mixed_kl_weight=0.7)
-    for seed, (dtype, tolerance, mask) in enumerate(((torch.float64, 1e-11, "weights"), (torch.float32, 1e-5, "random"))):
+    for seed, (dtype, tolerance, mask) in enumerate(
+        ((torch.float64, 1e-11, "weights"), (torch.float32, 1e-5, "random"))
+    ):
         for compact, sequence_parallel in ((False, False), (True, True)):
             case = problem(dtype, mask, seed)
             results = ranks.run(on_rank, tp, case, settings, compact, sequence_parallel, 3.0)
@@ -102,7 +118,16 @@ def with_main_grad(case, shared):
     weight.zero_out_wgrad = shared
     scale = torch.tensor(0.25)
     output = fused_linear_kd(
-        hidden, weight, teacher_hidden, teacher_weight, labels, mask, tp_group=None, loss_gradient=scale, chunk_rows=7, **BOTH
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        labels,
+        mask,
+        tp_group=None,
+        loss_gradient=scale,
+        chunk_rows=7,
+        **BOTH,
     )
     return output.loss, scale, hidden, weight
 
@@ -156,9 +181,17 @@ def counted_collectives(case, divergence):
     hidden, weight = hidden.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
     with Recorder() as forward:
         output = fused_linear_kd(
-            hidden, weight, teacher_hidden, teacher_weight.chunk(2)[rank], labels, mask,
-            tp_group=group, chunk_rows=ROWS // 3, divergence=divergence, **BOTH,
-        )  # fmt: skip
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight.chunk(2)[rank],
+            labels,
+            mask,
+            tp_group=group,
+            chunk_rows=ROWS // 3,
+            divergence=divergence,
+            **BOTH,
+        )
     with Recorder() as backward:
         output.loss.backward()
     return forward, backward
@@ -192,5 +225,7 @@ def test_same_result_as_the_loss_on_logits():
     case = problem(torch.float32)
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     fused = fused_linear_kd(*case, tp_group=None, **BOTH)
-    plain = vocab_parallel_kd(hidden @ weight.T, teacher_hidden @ teacher_weight.T, labels, mask, tp_group=None, **BOTH)
+    plain = vocab_parallel_kd(
+        hidden @ weight.T, teacher_hidden @ teacher_weight.T, labels, mask, tp_group=None, **BOTH
+    )
     assert all(torch.equal(values(fused)[name], value) for name, value in values(plain).items())

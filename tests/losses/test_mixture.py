@@ -40,7 +40,9 @@ def test_probabilities_are_the_weighted_mean(temperature):
     logits = [hidden @ weight.T for hidden, weight in teachers]
     found = mixture_logits(logits, SHARES, temperature, VOCAB - 2, None)[:, : VOCAB - 2]
     expected = dense_mixture(teachers, temperature)[:, : VOCAB - 2]
-    assert found.amax(dim=1).abs().max() <= temperature * math.log(len(SHARES) / min(SHARES)), "the largest are near 0"
+    assert found.amax(dim=1).abs().max() <= temperature * math.log(len(SHARES) / min(SHARES)), (
+        "the largest are near 0"
+    )
     for logits in (found, expected):
         logits -= logits.logsumexp(dim=1, keepdim=True)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -56,15 +58,26 @@ def sharded(settings):
     own = weight.chunk(size)[rank].clone().requires_grad_()
     heads = [whole.chunk(size)[rank] for _, whole in teachers]
     output = fused_linear_kd(
-        hidden, own, [states for states, _ in teachers], heads, labels, mask, tp_group=dist.group.WORLD,
-        teacher_shares=SHARES, chunk_rows=4, **SETTINGS, **settings,
-    )  # fmt: skip
+        hidden,
+        own,
+        [states for states, _ in teachers],
+        heads,
+        labels,
+        mask,
+        tp_group=dist.group.WORLD,
+        teacher_shares=SHARES,
+        chunk_rows=4,
+        **SETTINGS,
+        **settings,
+    )
     output.loss.backward()
     return output.loss.detach(), output.kd, hidden.grad, own.grad
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("settings", [dict(temperature=2.5), dict(divergence="jsd"), dict(divergence="reverse_kl")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [dict(temperature=2.5), dict(divergence="jsd"), dict(divergence="reverse_kl")], ids=str
+)
 def test_loss_and_gradients(size, settings, ranks):
     hidden, weight, teachers, labels, mask = tensors()
     hidden.requires_grad_(), weight.requires_grad_()
@@ -76,4 +89,6 @@ def test_loss_and_gradients(size, settings, ranks):
         torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(kd, expected.kd.detach(), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(of_hidden, hidden.grad, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(torch.cat([of_weight for *_, of_weight in results]), weight.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([of_weight for *_, of_weight in results]), weight.grad, rtol=1e-10, atol=1e-12
+    )

@@ -38,7 +38,9 @@ def test_parts():
 
 @pytest.mark.parametrize(("scaling", "scale"), [("squared", 4.0), ("none", 1.0)])
 def test_temperature(scaling, scale):
-    output, gradient = run(teacher=2 * TEACHER, student=2 * STUDENT, kd_ratio=1.0, temperature=2.0, temperature_scaling=scaling)
+    output, gradient = run(
+        teacher=2 * TEACHER, student=2 * STUDENT, kd_ratio=1.0, temperature=2.0, temperature_scaling=scaling
+    )
     assert output.kd.item() == pytest.approx(scale * KL)
     assert gradient == pytest.approx([-0.25 * scale / 2, 0.25 * scale / 2, 0.0, 0.0])
 

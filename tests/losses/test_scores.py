@@ -80,7 +80,13 @@ def on_slots(tp: int):
     spread[places] = weight[: len(places)]
     own = slice(rank * width, (rank + 1) * width)
     return token_scores(
-        hidden, spread[own], rows, places[labels], tp_group=dist.group.WORLD, real=real[own], exchange=lambda h: h[order]
+        hidden,
+        spread[own],
+        rows,
+        places[labels],
+        tp_group=dist.group.WORLD,
+        real=real[own],
+        exchange=lambda h: h[order],
     )
 
 

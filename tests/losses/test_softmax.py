@@ -15,13 +15,17 @@ def test_shares_turn_shard_softmaxes_into_the_whole_one(temperature, spread):
     shards = [ShardSoftmax.of(part, temperature) for part in logits.split([10, 1, 19], dim=1)]
     maxima, totals = (torch.stack([getattr(s, name) for s in shards]) for name in ("maximum", "total"))
     merged = Normaliser.merge(maxima, totals, temperature)
-    whole = torch.cat([s.probabilities * share[:, None] for s, share in zip(shards, merged.share, strict=True)], dim=1)
+    whole = torch.cat(
+        [s.probabilities * share[:, None] for s, share in zip(shards, merged.share, strict=True)], dim=1
+    )
     torch.testing.assert_close(whole, (logits / temperature).softmax(1), rtol=1e-12, atol=1e-300)
     lse = merged.log_sum + merged.maximum / temperature
     torch.testing.assert_close(lse, (logits / temperature).logsumexp(1), rtol=1e-14, atol=0)
     centred = torch.stack([(s.centred() * s.probabilities).sum(1) for s in shards])
     mean = merged.mean_centred(centred) + merged.maximum / temperature
-    torch.testing.assert_close(mean, ((logits / temperature).softmax(1) * logits / temperature).sum(1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        mean, ((logits / temperature).softmax(1) * logits / temperature).sum(1), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -32,7 +32,9 @@ def test_arguments_are_left_as_they_were(dtype, divergence):
     shard = VocabShard.of(WIDTH, 0, 1, rule)
     copies = student.clone(), teacher.clone(), labels.clone(), mask.clone()
     merged = row_losses(student, teacher, labels, mask.float(), shard, rule, None)
-    write_gradient(torch.empty_like(student), student, teacher, labels, mask, mask.float(), merged, shard, rule)
+    write_gradient(
+        torch.empty_like(student), student, teacher, labels, mask, mask.float(), merged, shard, rule
+    )
     assert all(torch.equal(a, b) for a, b in zip(copies, (student, teacher, labels, mask), strict=True))
 
 
@@ -56,7 +58,9 @@ def test_rows_are_named_by_the_objective_alone(divergence):
     assert [(shard.student, shard.shared) for shard in shards] == [(4, 4), (2, 1), (0, 0), (0, 0)]
     gathered = torch.stack(
         [
-            local_statistics(student.chunk(4, 1)[s.rank], teacher.chunk(4, 1)[s.rank], labels % 5, mask, s, rule)
+            local_statistics(
+                student.chunk(4, 1)[s.rank], teacher.chunk(4, 1)[s.rank], labels % 5, mask, s, rule
+            )
             for s in shards
         ]
     )

@@ -17,7 +17,9 @@ TINY = 1e-30
 MASKS = ["random", "none", "all", "weights"]
 
 
-def batch(seed, student_vocab, teacher_vocab, k, mask, temperature, *, rows=24, dtype=torch.float64, spread=3.0):
+def batch(
+    seed, student_vocab, teacher_vocab, k, mask, temperature, *, rows=24, dtype=torch.float64, spread=3.0
+):
     """(student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's logits."""
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
@@ -44,7 +46,9 @@ def sharded(student, ids, logprobs, labels, mask, settings):
     """On one rank: all values of the loss and the gradient of this rank's columns (of 2 * loss, to see the factor)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
-    output = vocab_parallel_topk_kd(student, ids, logprobs, labels, mask, tp_group=dist.group.WORLD, **settings)
+    output = vocab_parallel_topk_kd(
+        student, ids, logprobs, labels, mask, tp_group=dist.group.WORLD, **settings
+    )
     (2.0 * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, student.grad
 
@@ -70,12 +74,25 @@ def configurations():
             for k in (1, 16, min(student_vocab, teacher_vocab)):
                 for temperature in (1.0, 2.5):
                     ratio, scaling = (0.5, 1.0, 0.0)[index % 3], ("squared", "none")[index % 2]
-                    yield tp, student_vocab, teacher_vocab, k, temperature, ratio, scaling, MASKS[index // 2 % 4]
+                    yield (
+                        tp,
+                        student_vocab,
+                        teacher_vocab,
+                        k,
+                        temperature,
+                        ratio,
+                        scaling,
+                        MASKS[index // 2 % 4],
+                    )
                     index += 1
 
 
-@pytest.mark.parametrize("tp, student_vocab, teacher_vocab, k, temperature, ratio, scaling, mask", configurations())
-def test_equals_dense_reference(ranks, tp, student_vocab, teacher_vocab, k, temperature, ratio, scaling, mask):
+@pytest.mark.parametrize(
+    "tp, student_vocab, teacher_vocab, k, temperature, ratio, scaling, mask", configurations()
+)
+def test_equals_dense_reference(
+    ranks, tp, student_vocab, teacher_vocab, k, temperature, ratio, scaling, mask
+):
     settings = dict(student_vocab_size=student_vocab, teacher_vocab_size=teacher_vocab)
     settings |= dict(kd_ratio=ratio, temperature=temperature, temperature_scaling=scaling)
     for seed, dtype, tolerance in ((1, torch.float64, 1e-12), (2, torch.float32, 1e-5)):
@@ -90,7 +107,12 @@ def test_equals_dense_reference(ranks, tp, student_vocab, teacher_vocab, k, temp
         for got, _ in results:
             assert got.keys() == results[0][0].keys()
             assert all(torch.equal(got[name], results[0][0][name]) for name in got)
-            wanted = {"loss": loss.detach(), "ce": ce, "kd": kd, "num_loss_tokens": torch.count_nonzero(case[4])}
+            wanted = {
+                "loss": loss.detach(),
+                "ce": ce,
+                "kd": kd,
+                "num_loss_tokens": torch.count_nonzero(case[4]),
+            }
             for name in wanted.keys() & got.keys():
                 assert_close(got[name], wanted[name], tolerance)
             assert ("kd" in got, "ce" in got) == (ratio > 0, ratio < 1)
@@ -124,7 +146,9 @@ def test_more_ids_come_closer_to_the_full_divergence_from_below():
         kd = whole(*case, student_vocab_size=300, kd_ratio=1.0)[0].kd.item()
         assert kd >= previous
         previous = kd
-    full = vocab_parallel_kd(case[0], teacher, *case[3:], tp_group=None, student_vocab_size=300, teacher_vocab_size=300)
+    full = vocab_parallel_kd(
+        case[0], teacher, *case[3:], tp_group=None, student_vocab_size=300, teacher_vocab_size=300
+    )
     assert previous == pytest.approx(full.kd.item(), rel=1e-6)
 
 
@@ -142,8 +166,14 @@ def test_never_negative_and_always_finite():
         student, ids, logprobs = adversarial(seed)
         labels, mask = torch.zeros(8, dtype=torch.int64), torch.ones(8)
         output, gradient = whole(student, ids, logprobs, labels, mask, student_vocab_size=300, kd_ratio=1.0)
-        each = [whole(*(t[i : i + 1] for t in (student, ids, logprobs, labels, mask)), student_vocab_size=300, kd_ratio=1.0)
-                for i in range(8)]  # fmt: skip
+        each = [
+            whole(
+                *(t[i : i + 1] for t in (student, ids, logprobs, labels, mask)),
+                student_vocab_size=300,
+                kd_ratio=1.0,
+            )
+            for i in range(8)
+        ]
         assert output.kd.isfinite() and gradient.isfinite().all()
         assert all(one.kd >= 0.0 for one, _ in each)
         # rows of dKL/da sum to zero: the divergence does not change when all logits move together
@@ -198,11 +228,18 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
     clean = ranks.run(sharded, tp, student, ids, logprobs, labels, mask, settings)
     masked = mask == 0
     for garbage in (float("nan"), float("inf"), -float("inf")):
-        dirty = [t.masked_fill(masked[:, None], garbage) for t in (student, logprobs, settings["teacher_metrics"])]
+        dirty = [
+            t.masked_fill(masked[:, None], garbage) for t in (student, logprobs, settings["teacher_metrics"])
+        ]
         for number in (-100, 10**6):
-            dirty_ids, dirty_labels = ids.masked_fill(masked[:, None], number), labels.masked_fill(masked, number)
+            dirty_ids, dirty_labels = (
+                ids.masked_fill(masked[:, None], number),
+                labels.masked_fill(masked, number),
+            )
             dirty_settings = settings | dict(teacher_metrics=dirty[2])
-            results = ranks.run(sharded, tp, dirty[0], dirty_ids, dirty[1], dirty_labels, mask, dirty_settings)
+            results = ranks.run(
+                sharded, tp, dirty[0], dirty_ids, dirty[1], dirty_labels, mask, dirty_settings
+            )
             for (got, gradient), (wanted, wanted_gradient) in zip(results, clean, strict=True):
                 assert all(torch.equal(got[name], wanted[name]) for name in wanted)
                 assert torch.equal(gradient, wanted_gradient)
@@ -225,11 +262,15 @@ def test_metrics_shapes_and_chunks():
     shaped = [t.view(40, 100, *t.shape[1:]) for t in (case[0], case[1].int(), *case[2:])]
     leaf = shaped[0].clone().requires_grad_()
     logits = leaf * 1.0
-    again = vocab_parallel_topk_kd(logits, *shaped[1:], tp_group=None, overwrite_student_logits=True, **settings)
+    again = vocab_parallel_topk_kd(
+        logits, *shaped[1:], tp_group=None, overwrite_student_logits=True, **settings
+    )
     again.loss.backward()
     assert torch.equal(again.loss, output.loss)
     assert torch.equal(leaf.grad.view_as(gradient), gradient)
-    rows = torch.cat([whole(*(t[i : i + 500] for t in case), student_vocab_size=300)[1] for i in range(0, 4000, 500)])
+    rows = torch.cat(
+        [whole(*(t[i : i + 500] for t in case), student_vocab_size=300)[1] for i in range(0, 4000, 500)]
+    )
     assert_close(rows, gradient, 1e-6)
     empty, gradient = whole(*(t[:0] for t in case), student_vocab_size=300)
     assert empty.loss == 0 and gradient.shape == (0, PADDED)

@@ -14,7 +14,9 @@ PADDED = 320
 
 def select(logits, labels, k, settings):
     rank, size = dist.get_rank(), dist.get_world_size()
-    top = vocab_parallel_topk(logits.chunk(size, dim=-1)[rank], labels, k, tp_group=dist.group.WORLD, **settings)
+    top = vocab_parallel_topk(
+        logits.chunk(size, dim=-1)[rank], labels, k, tp_group=dist.group.WORLD, **settings
+    )
     return top.ids, top.logprobs, top.ce, top.entropy
 
 
@@ -24,7 +26,11 @@ def select(logits, labels, k, settings):
 def test_equals_dense(ranks, tp, vocab, k, temperature):
     """k above a shard's width, and (150 ids on four ranks) shards of padding alone."""
     generator = torch.Generator().manual_seed(vocab)
-    for dtype, rows, tolerance in ((torch.float64, 40, 1e-12), (torch.float32, 40, 1e-5), (torch.float32, 0, 0.0)):
+    for dtype, rows, tolerance in (
+        (torch.float64, 40, 1e-12),
+        (torch.float32, 40, 1e-5),
+        (torch.float32, 0, 0.0),
+    ):
         logits = (5 * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)).to(dtype)
         logits[:, vocab:] = float("nan")
         labels = torch.randint(vocab, (rows,), generator=generator)

@@ -14,7 +14,14 @@ from mkd.losses.rows import passes_for
 
 pytestmark = pytest.mark.gpu
 VOCABULARIES = [(30000, 30000), (30000, 30100), (30100, 29990), (9001, 30208)]
-DIVERGENCES = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("mixed_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 1.0)]
+DIVERGENCES = [
+    ("forward_kl", 0.5),
+    ("reverse_kl", 0.5),
+    ("mixed_kl", 0.5),
+    ("jsd", 0.5),
+    ("jsd", 0.1),
+    ("jsd", 1.0),
+]
 ROWS, WIDTH = 40, 30208
 
 
@@ -55,7 +62,9 @@ def errors(dtype, settings, student_vocab, teacher_vocab) -> tuple[float, float]
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_equals_float64(student_vocab, teacher_vocab, dtype, temperature):
     for (divergence, beta), ratio in product(DIVERGENCES, (0.0, 0.5, 1.0)):
-        settings = dict(divergence=divergence, jsd_beta=beta, mixed_kl_weight=0.3, kd_ratio=ratio, temperature=temperature)
+        settings = dict(
+            divergence=divergence, jsd_beta=beta, mixed_kl_weight=0.3, kd_ratio=ratio, temperature=temperature
+        )
         gradient, value = errors(dtype, settings, student_vocab, teacher_vocab)
         assert value <= 1e-5, settings
         assert gradient <= (1e-5 if dtype == torch.float32 else 4e-3), settings
@@ -74,16 +83,23 @@ def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
     parts = list(zip(student.chunk(4, 1), teacher.chunk(4, 1), shards, strict=True))
     passes = passes_for(student)
     assert passes is not torch_rows
-    kernel = torch.stack([passes.local_statistics(s, t, labels, mask, shard, objective) for s, t, shard in parts])
+    kernel = torch.stack(
+        [passes.local_statistics(s, t, labels, mask, shard, objective) for s, t, shard in parts]
+    )
     plain = torch.stack(
-        [torch_rows.local_statistics(s.double(), t.double(), labels, mask, shard, objective) for s, t, shard in parts]
+        [
+            torch_rows.local_statistics(s.double(), t.double(), labels, mask, shard, objective)
+            for s, t, shard in parts
+        ]
     )
     for student_part, teacher_part, shard in parts:
         ours = passes.merge_statistics(kernel, shard, objective)
         wanted = torch_rows.merge_statistics(plain, shard, objective)
         for name in ("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement", "residual"):
             if getattr(wanted, name) is not None:
-                torch.testing.assert_close(getattr(ours, name).double(), getattr(wanted, name), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    getattr(ours, name).double(), getattr(wanted, name), rtol=1e-5, atol=1e-5
+                )
         if objective.rule.needs_terms:
             terms = passes.divergence_terms(student_part, teacher_part, mask, ours, shard, objective)
             exact = torch_rows.divergence_terms(
@@ -96,9 +112,15 @@ def test_teacher_equal_to_student_gives_exactly_nothing():
     student, _, labels, _ = problem(torch.bfloat16, 30000, 30000)
     logits = student.nan_to_num(0.0).requires_grad_()
     output = vocab_parallel_kd(
-        logits, logits.detach().clone(), labels, torch.ones(ROWS, device="cuda"),
-        tp_group=None, student_vocab_size=30000, teacher_vocab_size=30000, kd_ratio=1.0,
-    )  # fmt: skip
+        logits,
+        logits.detach().clone(),
+        labels,
+        torch.ones(ROWS, device="cuda"),
+        tp_group=None,
+        student_vocab_size=30000,
+        teacher_vocab_size=30000,
+        kd_ratio=1.0,
+    )
     output.loss.backward()
     assert output.kd == 0.0
     assert torch.count_nonzero(logits.grad) == 0
@@ -110,7 +132,14 @@ def test_same_bits_in_every_run():
     for _ in range(3):
         logits = student.clone().requires_grad_()
         output = vocab_parallel_kd(
-            logits, teacher, labels, mask, tp_group=None, student_vocab_size=30000, teacher_vocab_size=30100, divergence="jsd"
+            logits,
+            teacher,
+            labels,
+            mask,
+            tp_group=None,
+            student_vocab_size=30000,
+            teacher_vocab_size=30100,
+            divergence="jsd",
         )
         output.loss.backward()
         results.append((output.loss.detach(), logits.grad))

@@ -16,7 +16,9 @@ TINY = 1e-30  # below this a value of a saturated softmax is zero in fp32
 MASKS = ["random", "none", "all", "weights"]
 
 
-def batch(seed, student_vocab, teacher_vocab, mask, *, rows=24, padded=PADDED, dtype=torch.float64, spread=3.0):
+def batch(
+    seed, student_vocab, teacher_vocab, mask, *, rows=24, padded=PADDED, dtype=torch.float64, spread=3.0
+):
     """(student, teacher, labels, mask), the logits [rows, padded] with garbage in the padding columns."""
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, padded, generator=generator, dtype=torch.float64)
@@ -151,7 +153,9 @@ def test_jsd_of_models_that_are_nearly_alike(noise, beta):
     """The common error of a softmax's normaliser would swamp it: 1e-5 nats a row at noise 0.01."""
     student, _, labels, mask = batch(4, 8000, 8000, "all", rows=8, padded=8000, dtype=torch.float32)
     teacher = student + noise * torch.randn(student.shape, generator=torch.Generator().manual_seed(5))
-    settings = dict(student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, divergence="jsd", jsd_beta=beta)
+    settings = dict(
+        student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, divergence="jsd", jsd_beta=beta
+    )
     output, gradient = whole(student, teacher, labels, mask, **settings)
     wanted, wanted_gradient = expected(student, teacher, labels, mask, settings)
     assert output.kd >= 0.0
@@ -205,7 +209,9 @@ def test_kl_is_not_negative():
     for seed in range(60):
         case = batch(seed, 300, 310, "all", rows=4, dtype=torch.float32, spread=[0.01, 1.0, 30.0][seed % 3])
         divergence = ["forward_kl", "reverse_kl", "mixed_kl", "jsd"][seed % 4]
-        output, _ = whole(*case, **BOTH, kd_ratio=1.0, temperature=[1.0, 2.5][seed % 2], divergence=divergence)
+        output, _ = whole(
+            *case, **BOTH, kd_ratio=1.0, temperature=[1.0, 2.5][seed % 2], divergence=divergence
+        )
         assert output.kd >= 0.0
 
 
@@ -242,7 +248,9 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
 @pytest.mark.fault(35)
 def test_no_loss_token_is_zero_with_a_graph(ratio):
     student, teacher, labels, mask = batch(9, 300, 310, "none", dtype=torch.float32)
-    output, gradient = whole(torch.full_like(student, float("nan")), teacher, labels, mask, **BOTH, kd_ratio=ratio)
+    output, gradient = whole(
+        torch.full_like(student, float("nan")), teacher, labels, mask, **BOTH, kd_ratio=ratio
+    )
     assert output.loss.grad_fn is not None
     assert all(value == 0 for value in values(output).values())
     assert torch.count_nonzero(gradient) == 0
@@ -305,7 +313,9 @@ def test_labels_that_a_model_lacks():
     labels[3] = 305  # an id of the student only: its CE is fine, the teacher gives it no probability
     settings = dict(student_vocab_size=310, teacher_vocab_size=300)
     output, gradient = whole(student, teacher, labels, mask, **settings)
-    wanted, wanted_gradient = expected(student, teacher[:, :310].nan_to_num(), labels.clamp(max=299), mask, settings)
+    wanted, wanted_gradient = expected(
+        student, teacher[:, :310].nan_to_num(), labels.clamp(max=299), mask, settings
+    )
     assert output.teacher_ce == float("inf")
     assert output.loss.isfinite() and gradient.isfinite().all()
     assert_close(output.kd, wanted["kd"], 1e-5)

@@ -26,7 +26,9 @@ class Recorder(TorchDispatchMode):
         name = str(function)
         if name.startswith(("c10d.", "_c10d_functional.")):
             self.collectives.append(name)
-        if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")):
+        if name.startswith(
+            ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
+        ):
             self.waits.append(name)
         if name.startswith("aten.index") and self._indexes_by_mask(args):
             self.waits.append(name)
@@ -128,12 +130,24 @@ def test_gradient_over_the_logits_when_allowed():
         (dict(kd_ratio=1.5), "kd-ratio is 1.5", "choose a value from 0"),
         (dict(temperature=0.0), "kd-temperature is 0.0", "choose a finite value above 0"),
         (dict(temperature=float("nan")), "kd-temperature is nan", "choose a finite value above 0"),
-        (dict(temperature_scaling="cubed"), "kd-temperature-scaling is 'cubed'", "choose one of: none, squared"),
+        (
+            dict(temperature_scaling="cubed"),
+            "kd-temperature-scaling is 'cubed'",
+            "choose one of: none, squared",
+        ),
         (dict(divergence="forwards"), "kd-divergence is 'forwards'", "choose one of: forward_kl"),
-        (dict(student_vocab_size=500), "student_vocab_size is 500, the logits have 96 columns", "from 1 to 96"),
+        (
+            dict(student_vocab_size=500),
+            "student_vocab_size is 500, the logits have 96 columns",
+            "from 1 to 96",
+        ),
         (dict(teacher_vocab_size=97), "teacher_vocab_size is 97, the logits have 96 columns", "from 1 to 96"),
         (dict(student_vocab_size=0), "student_vocab_size is 0", "from 1 to 96"),
-        (dict(teacher_vocab_size=None), "kd-ratio is 0.5 but there are no teacher logits", "set kd-ratio to 0"),
+        (
+            dict(teacher_vocab_size=None),
+            "kd-ratio is 0.5 but there are no teacher logits",
+            "set kd-ratio to 0",
+        ),
     ],
 )
 def test_user_errors_say_what_why_and_do(settings, what, do):
@@ -148,7 +162,9 @@ def test_user_errors_say_what_why_and_do(settings, what, do):
 def test_missing_teacher():
     student, _, labels, mask = tensors()
     with pytest.raises(UsageError, match="no teacher logits"):
-        vocab_parallel_kd(student, None, labels, mask, tp_group=None, student_vocab_size=80, teacher_vocab_size=90)
+        vocab_parallel_kd(
+            student, None, labels, mask, tp_group=None, student_vocab_size=80, teacher_vocab_size=90
+        )
 
 
 def test_broken_invariants():

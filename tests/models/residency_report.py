@@ -50,12 +50,17 @@ def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, 
     from mkd.train.step import train_step
 
     flags = ("--lr", "1e-4", *(("--deterministic-mode",) if args.deterministic else ()), *flags)
-    settings = PairSettings(args.student, args.teacher, args.seq_length, 1, args.num_microbatches, flags=flags)
+    settings = PairSettings(
+        args.student, args.teacher, args.seq_length, 1, args.num_microbatches, flags=flags
+    )
     engine, plan = random_engine(settings, machine, context)
     random = np.random.default_rng(machine.seed)
     vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
     lengths = ChatLengths(args.seq_length // 8, args.seq_length // 2)
-    batches = [full_pack(args.seq_length, vocab, lengths, random).to(context.device) for _ in range(args.num_microbatches)]
+    batches = [
+        full_pack(args.seq_length, vocab, lengths, random).to(context.device)
+        for _ in range(args.num_microbatches)
+    ]
     losses = []
 
     def step() -> None:
@@ -66,19 +71,25 @@ def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, 
     if machine.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     milliseconds = time_arms([Arm("step", step)], machine.device, machine.rounds)["step"]
-    peak, rest = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if machine.is_cuda else (0, 0)
+    peak, rest = (
+        (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()) if machine.is_cuda else (0, 0)
+    )
     losses = losses if args.deterministic else losses[:1]
     return Measured(losses, milliseconds, peak / GIB, rest / GIB)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--student", default="qwen3-1.7b", help="a shape of mkd/bench/shapes.py")
     parser.add_argument("--teacher", default="qwen3-8b", help="likewise")
     parser.add_argument("--seq-length", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--num-microbatches", type=int, default=4, help="of a step")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps, after two others")
-    parser.add_argument("--deterministic", action="store_true", help="compare all steps, not only the first loss")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="compare all steps, not only the first loss"
+    )
     args = parser.parse_args(argv)
     if args.deterministic:
         make_deterministic()
@@ -97,12 +108,14 @@ def main(argv: list[str]) -> int:
     base = measured[BASE]
     rows = [
         [
-            name, f"{one.step_ms:.1f}", f"{one.step_ms / base.step_ms:.3f}",
+            name,
+            f"{one.step_ms:.1f}",
+            f"{one.step_ms / base.step_ms:.3f}",
             *(f"{gib:.2f}" if platform.is_cuda else "-" for gib in (one.peak_gib, one.rest_gib)),
             "same bits" if one.losses == base.losses else "DIFFERENT",
         ]
         for name, one in measured.items()
-    ]  # fmt: skip
+    ]
     title = f"{args.student} <- {args.teacher}, {args.num_microbatches} x {args.seq_length} tokens"
     print(table(title, ["", "step, ms", "ratio", "peak, GiB", "between steps, GiB", "losses"], rows))
     return int(any(one.losses != base.losses for one in measured.values()))

@@ -15,10 +15,15 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.platform import detect
 
-pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:full scope is deprecated:UserWarning"
+)  # Megatron's own default
 
 HEADS, DIM = 4, 8
-LENGTHS, SPANS = (5, 1, 9), (6, 1, 13)  # a document with padding, one of a single token, the last with the pack's tail
+LENGTHS, SPANS = (
+    (5, 1, 9),
+    (6, 1, 13),
+)  # a document with padding, one of a single token, the last with the pack's tail
 
 
 def packed(lengths=LENGTHS, spans=SPANS):
@@ -29,16 +34,21 @@ def packed(lengths=LENGTHS, spans=SPANS):
 def attention(window=None, scale=None, deterministic=False):
     window_size = None if window is None else (window - 1, 0)
     config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, window_size=window_size,
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        window_size=window_size,
         deterministic_mode=deterministic,
-    )  # fmt: skip
+    )
     return PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
 
 
 def random_qkv(groups, seed=0, spans=SPANS):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(sum(spans), n, DIM) for n in (HEADS, groups, groups)]
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
+    ]
 
 
 def dense(query, key, value, window=None, scale=None, lengths=LENGTHS, spans=SPANS):
@@ -107,7 +117,10 @@ def test_a_pack_without_tokens_gives_zeros():
     assert not query.grad.any()
 
 
-LONG_LENGTHS, LONG_SPANS = (5, 1, 23, 0, 16), (8, 8, 24, 8, 16)  # multiples of 8, for up to 4 context-parallel ranks
+LONG_LENGTHS, LONG_SPANS = (
+    (5, 1, 23, 0, 16),
+    (8, 8, 24, 8, 16),
+)  # multiples of 8, for up to 4 context-parallel ranks
 
 
 def attend_my_rows(groups, window, lengths, spans):
@@ -131,7 +144,9 @@ def attend_my_rows(groups, window, lengths, spans):
 
 
 def output_weight(spans):
-    return torch.randn(sum(spans), HEADS * DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return torch.randn(
+        sum(spans), HEADS * DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
 
 
 def assert_ranks_equal_dense(ranks, size, groups, window, lengths, spans):

@@ -8,7 +8,12 @@ import torch
 from mkd.models.packed import packed_documents
 from tests.tiny_models import FAMILIES, SIZES, make_model
 
-LENGTHS = (23, 1, 40, 17)  # one document beyond the original context of the scaled positions (32) and beyond the window (16)
+LENGTHS = (
+    23,
+    1,
+    40,
+    17,
+)  # one document beyond the original context of the scaled positions (32) and beyond the window (16)
 PADDING = 17
 TOLERANCE = 1e-5  # max |difference| / max |logit|
 
@@ -50,7 +55,9 @@ def packed_logits(folder, tp, sequence_parallel, padding_joins_document=False):
     model = load_model(folder, tp, sequence_parallel)
     tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
     positions = torch.arange(tokens.numel())
-    hidden = model(tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING, padding_joins_document))
+    hidden = model(
+        tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING, padding_joins_document)
+    )
     return model.logits(hidden)[: sum(LENGTHS), 0].clone()
 
 
@@ -71,7 +78,9 @@ def test_logits_equal_transformers(family, tmp_path, ranks):
         shards = ranks.run(packed_logits, tp, folder, tp, sequence_parallel)
         logits = torch.cat(shards, dim=1)[:, : expected.shape[1]]
         error = (logits - expected).abs().max() / expected.abs().max()
-        assert error <= TOLERANCE, f"TP {tp}, sequence parallel {sequence_parallel}: relative error {error:.2e}"
+        assert error <= TOLERANCE, (
+            f"TP {tp}, sequence parallel {sequence_parallel}: relative error {error:.2e}"
+        )
 
 
 @pytest.mark.parametrize("family", ["phi4-long", "mistral"])

@@ -42,7 +42,9 @@ def host_against_device(folder, tp):
         with torch.no_grad():
             outputs = [run(model, seed) for seed in (1, 2, 3, 2)]
             forward = Arm("forward", lambda model=model: run(model, 4))
-            peak = peak_bytes(forward, torch.device("cpu")) if tp == 1 else 0  # gloo frees messages when it likes
+            peak = (
+                peak_bytes(forward, torch.device("cpu")) if tp == 1 else 0
+            )  # gloo frees messages when it likes
         after = dict(model.named_parameters())
         assert all(torch.equal(after[name], before) for name, before in names.items())
         results.append((outputs, list(model.state_dict()), peak))
@@ -71,9 +73,13 @@ def where_weights_are(folder):
     model = load_model(folder, 1).requires_grad_(False)
     layers = list(model.decoder.layers)
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
-    resident = [parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name]
+    resident = [
+        parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name
+    ]
     residency = HostResidency([model], torch.device("cpu"))
-    assert resident == [parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name]
+    assert resident == [
+        parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name
+    ]
     buffers = [slot.buffer for slot in residency._slots]
     calls = []
 
@@ -98,7 +104,14 @@ def where_weights_are(folder):
         before = sum(buffer._version for buffer in buffers)
         run(model, 2)
         copies = sum(buffer._version for buffer in buffers) - before  # every write counts one
-    return calls, copies, [slots(layer) for layer in layers], sizes, residency.host_bytes, residency.device_bytes
+    return (
+        calls,
+        copies,
+        [slots(layer) for layer in layers],
+        sizes,
+        residency.host_bytes,
+        residency.device_bytes,
+    )
 
 
 def packed_like(buffer, layer):
@@ -132,13 +145,17 @@ def virtual_stages(folder):
     shape = ModelShape.from_hf_dir(folder)
     chunks = build_chunks(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
     for chunk in chunks:
-        load_hf_weights(chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, tp_rank=0, tp_size=1)
+        load_hf_weights(
+            chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, tp_rank=0, tp_size=1
+        )
         chunk.eval().requires_grad_(False)
 
     def outputs():
         for seed, index in enumerate((0, 0, 1, 1, 0, 1, 0)):
             generator = torch.Generator().manual_seed(seed)
-            chunks[index].set_input_tensor(torch.randn(sum(LENGTHS), 1, shape.hidden_size, generator=generator))
+            chunks[index].set_input_tensor(
+                torch.randn(sum(LENGTHS), 1, shape.hidden_size, generator=generator)
+            )
             yield chunks[index](*row(seed, "cpu"), packed_seq_params=pack(LENGTHS, 0)).clone()
 
     with torch.no_grad():

@@ -13,9 +13,15 @@ from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(
-    hidden_size=1024, intermediate_size=4096, num_hidden_layers=7, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
-    vocab_size=1000, max_position_embeddings=4096,
-)  # fmt: skip
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=7,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=1000,
+    max_position_embeddings=4096,
+)
 COPIES_LAST, COMPUTATION_LASTS = 64, 4096  # tokens of a row
 
 
@@ -71,7 +77,10 @@ def costs(context, model):
     run(model)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, bytes_before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_allocated()
+    before, bytes_before = (
+        torch.cuda.memory_stats()["allocation.all.allocated"],
+        torch.cuda.memory_allocated(),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -101,7 +110,9 @@ def host_against_device(folder, transformer_engine):
 
 @pytest.mark.parametrize("transformer_engine", [True, False])
 def test_same_bits_same_allocations_and_no_synchronisation(transformer_engine, folder, gpu_ranks):
-    ((device, host), host_bytes, device_bytes) = gpu_ranks.run(host_against_device, 1, folder, transformer_engine)[0]
+    ((device, host), host_bytes, device_bytes) = gpu_ranks.run(
+        host_against_device, 1, folder, transformer_engine
+    )[0]
     for one, other in zip(device[0], host[0], strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
     assert host[1] == device[1]

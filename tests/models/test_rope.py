@@ -30,7 +30,9 @@ SCALED = {
 def config_of(rope):
     sizes = dict(hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=128)
     sizes["rope_parameters"] = dict(rope)
-    if rope["rope_type"] == "longrope":  # Phi-3's own key of the original context wins over that of rope_parameters
+    if (
+        rope["rope_type"] == "longrope"
+    ):  # Phi-3's own key of the original context wins over that of rope_parameters
         return transformers.Phi3Config(**sizes, pad_token_id=0, original_max_position_embeddings=32)
     return transformers.LlamaConfig(**sizes)
 
@@ -51,7 +53,9 @@ def test_scaled_frequencies_equal_transformers(kind):
     rope = rope_of(kind)
     assert rope.kind == kind
     for tokens in (32, 100):
-        expected, factor = ROPE_INIT_FUNCTIONS[kind](config_of(SCALED[kind]), torch.device("cpu"), seq_len=tokens)
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](
+            config_of(SCALED[kind]), torch.device("cpu"), seq_len=tokens
+        )
         ours = inverse_frequencies(rope, long_context=kind == "longrope" and tokens > 32)
         assert ours.dtype == torch.float32 and ours.shape == (rope.rotary_dim // 2,)
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
@@ -102,7 +106,10 @@ def rotate_my_rows(rope, lengths, spans):
     rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, context.cp_size)
     mine, expected = (
         apply_rotary_pos_emb(x, angles, config, documents.cu_seqlens_q_padded, cp_group=group)
-        for x, group in ((whole[rows], context.groups.cp), (whole, context.groups.tp))  # one process in each tp group
+        for x, group in (
+            (whole[rows], context.groups.cp),
+            (whole, context.groups.tp),
+        )  # one process in each tp group
     )
     return torch.equal(mine, expected[rows])
 

@@ -28,17 +28,28 @@ def test_bf16_on_transformer_engine(smollm2, gpu_ranks):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = [tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:1024] for path in sorted(REPOSITORY.glob("*.md"))]
+    texts = [
+        tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:1024]
+        for path in sorted(REPOSITORY.glob("*.md"))
+    ]
     texts = [torch.tensor(ids) for ids in texts]
     exact, whole, kept = (
         gpu_ranks.run(logits_on_gpu, 1, smollm2, dtype, True, texts, fp32_logits)[0].double().log_softmax(-1)
         for dtype, fp32_logits in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
     )
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16, attn_implementation="sdpa").cuda().eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16, attn_implementation="sdpa")
+        .cuda()
+        .eval()
+    )
     with torch.no_grad():
-        theirs = torch.cat([model(ids[None].cuda()).logits[0].cpu() for ids in texts]).double().log_softmax(-1)
+        theirs = (
+            torch.cat([model(ids[None].cuda()).logits[0].cpu() for ids in texts]).double().log_softmax(-1)
+        )
     kl = [float((exact.exp() * (exact - other)).sum(-1).mean()) for other in (kept, whole, theirs)]
     print(f"KL(fp32 || bf16) of SmolLM2 on {len(exact)} tokens: {kl[0]:.1e}", end="")
-    print(f" (evaluation: fp32 logits), {kl[1]:.1e} (training: bf16 logits); of transformers, bf16 logits: {kl[2]:.1e}")
+    print(
+        f" (evaluation: fp32 logits), {kl[1]:.1e} (training: bf16 logits); of transformers, bf16 logits: {kl[2]:.1e}"
+    )
     assert kl[0] <= 1e-3
     assert kl[1] <= 1.1 * kl[2], "the rounding of bf16 logits is all that is added"

@@ -60,7 +60,18 @@ def run_with_slow_teachers(argv: list[str]) -> int:
 def test_the_share_of_the_teachers_in_a_run(tmp_path, ranks):
     """Of the steps alone: the evaluations in between, of as many micro-batches and two models in this mode, do not count."""
     files = make_files(tmp_path)
-    more = ("--log-interval", 2, "--train-iters", 4, "--eval-interval", 1, "--eval-iters", 1, "--split", "50,50,0")
+    more = (
+        "--log-interval",
+        2,
+        "--train-iters",
+        4,
+        "--eval-interval",
+        1,
+        "--eval-iters",
+        1,
+        "--split",
+        "50,50,0",
+    )
     assert ranks.run(run_with_slow_teachers, 1, flags(files, "run", *more)) == [0]
     lines = [line for line in read_metrics(files / "run") if "split" not in line]
     assert [line["iteration"] for line in lines] == [2, 4]

@@ -13,13 +13,27 @@ from tests.tiny_models import FAMILIES, LONG_ROPE, make_model
 pytestmark = pytest.mark.gpu
 
 SMOLLM2 = dict(
-    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
-    vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192,
-)  # fmt: skip
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+)
 QWEN3 = dict(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=40960,
-)  # fmt: skip
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    max_position_embeddings=40960,
+)
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 
 
@@ -39,7 +53,9 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
     assert platform.transformer_engine
     context = ParallelContext.create(replace(platform, transformer_engine=transformer_engine))
     shape = ModelShape.from_hf_dir(folder)
-    (model,) = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context)
+    (model,) = build_chunks(
+        shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context
+    )
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
     texts = documents(shape.vocab_size) if texts is None else texts
     lengths = [len(ids) for ids in texts]
@@ -64,11 +80,17 @@ def relative_error(logits, reference) -> float:
 def transformers_logits(folder):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").cuda().eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        .cuda()
+        .eval()
+    )
     return torch.cat([model(ids[None].cuda()).logits[0] for ids in documents(model.config.vocab_size)]).cpu()
 
 
-@pytest.mark.parametrize(("name", "family", "sizes"), [("SmolLM2", "llama", SMOLLM2), ("Qwen3-0.6B", "qwen3", QWEN3)])
+@pytest.mark.parametrize(
+    ("name", "family", "sizes"), [("SmolLM2", "llama", SMOLLM2), ("Qwen3-0.6B", "qwen3", QWEN3)]
+)
 def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     folder = make_model(tmp_path / name, family, shard_size="2GB", scale=1.0, **sizes)
     (exact,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, False)
@@ -77,7 +99,9 @@ def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     (local,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.bfloat16, False)
     errors = [relative_error(logits, exact) for logits in (fp32, bf16, local)]
     te32, te16, local16 = errors
-    print(f"{name}: TE against local spec in fp32 {te32:.1e}; bf16 against fp32, TE {te16:.1e}, local {local16:.1e}")
+    print(
+        f"{name}: TE against local spec in fp32 {te32:.1e}; bf16 against fp32, TE {te16:.1e}, local {local16:.1e}"
+    )
     assert relative_error(transformers_logits(folder), exact) <= FP32_TOLERANCE
     assert errors[0] <= FP32_TOLERANCE
     assert errors[1] <= BF16_TOLERANCE
@@ -91,7 +115,9 @@ def test_families(family, tmp_path, gpu_ranks):
     if family.startswith("phi"):
         sizes.pop("head_dim")
     if family == "phi4-long":
-        sizes["rope_parameters"] = LONG_ROPE | {name: 4 * LONG_ROPE[name] for name in ("short_factor", "long_factor")}
+        sizes["rope_parameters"] = LONG_ROPE | {
+            name: 4 * LONG_ROPE[name] for name in ("short_factor", "long_factor")
+        }
     folder = make_model(tmp_path / family, family, **sizes | dict(num_key_value_heads=2))
     (exact,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, False)
     (fp32,) = gpu_ranks.run(logits_on_gpu, 1, folder, torch.float32, True)

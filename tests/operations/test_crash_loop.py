@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.schema import Config, TrainingConfig
-from mkd.errors import CheckpointError, CrashLoop, DataError, NonFiniteError, OutOfMemory, Preempted, UsageError
+from mkd.errors import (
+    CheckpointError,
+    CrashLoop,
+    DataError,
+    NonFiniteError,
+    OutOfMemory,
+    Preempted,
+    UsageError,
+)
 from mkd.operations.crash_loop import RUNNING, CrashCounter
 from tests.train.command import flags, make_files, read_metrics, run_main
 from tests.train.processes import run_processes
@@ -104,6 +112,8 @@ def test_refused_starts_never_become_a_crash_loop(files, ranks):
     save = files / "refused"
     argv = flags(files, "refused", "--save", save, "--load", save)
     (first,) = run_main(ranks, argv)
-    again = [run_main(ranks, [*argv, "--train-iters", "3", "--kd-ratio", "0.1"])[0].exit_code for _ in range(5)]
+    again = [
+        run_main(ranks, [*argv, "--train-iters", "3", "--kd-ratio", "0.1"])[0].exit_code for _ in range(5)
+    ]
     assert first.exit_code == 0 and again == [66] * 5, first.stderr
     assert not (save / RUNNING).exists()

@@ -98,6 +98,7 @@ def stopped(argv, in_step):
 
 def test_what_is_said_of_what_was_saved(files, ranks):
     """And the folder is the run's until it has ended."""
+
     def end_of(run, in_step, *more):
         ((held, released, said),) = ranks.run(stopped, 1, flags(files, run, *more), in_step)
         assert (held is None) == (released is None) == ("--save" not in more)
@@ -133,7 +134,9 @@ def test_a_run_whose_export_failed_is_not_done(files, ranks):
     (exported / "config.json" / "in the way").rmdir()
     (exported / "config.json").rmdir()
     (result,) = run_main(ranks, argv)
-    assert result.exit_code == 0 and (save / "DONE").exists() and (exported / "config.json").is_file(), result.stderr
+    assert result.exit_code == 0 and (save / "DONE").exists() and (exported / "config.json").is_file(), (
+        result.stderr
+    )
 
 
 def phases_of_publishing(argv):

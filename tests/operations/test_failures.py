@@ -21,7 +21,9 @@ def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
     argv = flags(files, f"raises {point}", "--train-iters", 400)
     first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"error@{point}:1:3")
     assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
-    assert "Traceback" in second.output and second.output.endswith(f"rank 1 failed first: RuntimeError: error@{point}:1:3\n")
+    assert "Traceback" in second.output and second.output.endswith(
+        f"rank 1 failed first: RuntimeError: error@{point}:1:3\n"
+    )
     assert "Traceback" not in first.output
     report = files / f"raises {point}" / "errors" / "rank_1.txt"
     line = f"rank 0: stopped because rank 1 failed: RuntimeError: error@{point}:1:3\n  see {report}\n"
@@ -38,7 +40,9 @@ def test_a_rank_that_ends_without_a_word(kind, files, tmp_path):
     argv = flags(files, kind, "--train-iters", 400)
     first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"{kind}@in_step:1:3")
     assert (first.code, second.code) == (1, 1 if kind == "exit" else -9) and first.after_s < 10
-    assert first.output.endswith("rank 0: lost contact with the other ranks, and none has said why: one was killed or hangs\n")
+    assert first.output.endswith(
+        "rank 0: lost contact with the other ranks, and none has said why: one was killed or hangs\n"
+    )
 
 
 def test_errors_of_communication_are_told_from_others():
@@ -53,7 +57,9 @@ def test_errors_of_communication_are_told_from_others():
         except CheckpointError as error:
             return error
 
-    gloo = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    gloo = RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+    )
     for error in (gloo, dist.DistBackendError("NCCL error"), dist.DistNetworkError("x"), wrapped(gloo)):
         assert is_communication_error(error)
     for error in (RuntimeError("mat1 and mat2"), OSError("Broken pipe"), wrapped(RuntimeError("bad"))):

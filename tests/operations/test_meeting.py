@@ -50,7 +50,10 @@ def test_a_file_that_one_machine_does_not_have(start):
 def test_a_disk_that_one_machine_cannot_write_to(start):
     first, second = start(("text.jsonl",), ("text.jsonl", "checkpoints"))
     assert (first.code, second.code) == (USAGE, USAGE)
-    assert "rank 1: error: cannot make checkpoints: " in second.output and "do:  choose another --save" in second.output
+    assert (
+        "rank 1: error: cannot make checkpoints: " in second.output
+        and "do:  choose another --save" in second.output
+    )
     assert "error: stopped because rank 1 cannot start: cannot make checkpoints: " in first.output
 
 
@@ -65,8 +68,13 @@ def test_what_the_first_machine_alone_has_met(start):
 def test_each_problem_is_said_once(start):
     """Ranks 0 and 1 have met the same one, rank 2 another one besides."""
     outputs = [one.output for one in start((), (), ("checkpoints",))]
-    assert outputs[0].count("error: --data-path text.jsonl: nothing found\n") == 1 and "error" not in outputs[1]
-    assert "rank 2: error: 2 problems:\n[1] --data-path" in outputs[2] and "[2] cannot make checkpoints" in outputs[2]
+    assert (
+        outputs[0].count("error: --data-path text.jsonl: nothing found\n") == 1 and "error" not in outputs[1]
+    )
+    assert (
+        "rank 2: error: 2 problems:\n[1] --data-path" in outputs[2]
+        and "[2] cannot make checkpoints" in outputs[2]
+    )
 
 
 def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch):
@@ -77,4 +85,6 @@ def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     error = ErrorList([UsageError("what", "why", "do"), UsageError("more")])
     assert end_of_rank(error, FailureReports(1, 2), Meeting(1, 2)) == USAGE
-    assert capsys.readouterr().err == "rank 1: error: 2 problems:\n[1] what\n  why: why\n  do:  do\n[2] more\n"
+    assert (
+        capsys.readouterr().err == "rank 1: error: 2 problems:\n[1] what\n  why: why\n  do:  do\n[2] more\n"
+    )

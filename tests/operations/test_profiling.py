@@ -30,7 +30,9 @@ def operations(path) -> list[str]:
 
 def test_chosen_steps_of_chosen_ranks_are_traced(files, ranks):
     more = ("--profile", "--use-pytorch-profiler", "--profile-step-start", 1, "--profile-step-end", 2)
-    results = run_main(ranks, flags(files, "traced", *more, "--profile-ranks", 1, "--train-iters", 3), world_size=2)
+    results = run_main(
+        ranks, flags(files, "traced", *more, "--profile-ranks", 1, "--train-iters", 3), world_size=2
+    )
     assert [result.exit_code for result in results] == [0, 0], results[0].stderr
     folder = files / "traced" / "profile"
     assert [path.name for path in folder.iterdir()] == ["trace_rank1.json.gz"]
@@ -45,8 +47,12 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
     for kd in (settings, replace(settings, kd_temperature_scaling="none")):
         for teacher in (None, TeacherConfig(), own):
             term, used = Term.of(kd, teacher), TeacherLoss.of_kd(kd, teacher).divergence
-            names = {name: used[name] for name in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")}
-            assert {name: getattr(term, name) for name in names} == names and term.scaling == used["temperature_scaling"]
+            names = {
+                name: used[name] for name in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
+            }
+            assert {name: getattr(term, name) for name in names} == names and term.scaling == used[
+                "temperature_scaling"
+            ]
             assert term.scale == TEMPERATURE_SCALINGS[term.scaling](term.temperature)
 
 
@@ -146,6 +152,8 @@ def test_what_cannot_be_profiled_is_said_before_the_run():
         pytest.skip("has a GPU")
     marked, history = profile_problems(LogConfig(profile=True, record_memory_history=True), world_size=1)
     assert "--use-pytorch-profiler" in marked.do and "--record-memory-history" in history.what
-    (beyond,) = profile_problems(LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=("0", "4")), world_size=4)
+    (beyond,) = profile_problems(
+        LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=("0", "4")), world_size=4
+    )
     assert beyond.what == "--profile-ranks 4 do not exist"
     assert profile_problems(LogConfig(), world_size=1) == []

@@ -24,9 +24,13 @@ def files(tmp_path_factory):
 
 def long_text(files, megabytes: float):
     """A file that takes about a third of a second a megabyte, and whether its tokens are being written."""
-    texts = (f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950)))
+    texts = (
+        f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950))
+    )
     path = write_records(files / f"{megabytes}.jsonl", *({"text": text} for text in texts))
-    return path.name, lambda: any(one.stat().st_size for one in files.glob(f"cache/{path.stem}-*.partial-*.loss_mask.bin"))
+    return path.name, lambda: any(
+        one.stat().st_size for one in files.glob(f"cache/{path.stem}-*.partial-*.loss_mask.bin")
+    )
 
 
 def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
@@ -79,12 +83,17 @@ def test_an_error_is_raised_by_all(ranks):
 
 def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
     """And of none where the folder is damaged: that is for the next start to say."""
+
     def position():
         leave_preempted(str(tmp_path), Preempted("received SIGTERM"))
         return json.loads((tmp_path / "PREEMPTED").read_text())
 
     reason = {"reason": "received SIGTERM"}
-    assert position() == dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), 0) | reason
+    assert (
+        position()
+        == dict.fromkeys(("iteration", "consumed_samples", "consumed_tokens", "skipped_iterations"), 0)
+        | reason
+    )
     (tmp_path / "iter_0000004").mkdir()
     saved = {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}
     state = saved | {"fingerprints": {"data.seq_length": 32}}  # as of before tokens were counted
@@ -108,9 +117,15 @@ def test_a_signal_while_data_are_tokenised(files):
         told.append(time.monotonic())
         return is_tokenised()
 
-    codes, output = run_and_signal(files, folder.name, signal.SIGTERM, "--data-path", files / name, after=after)
+    codes, output = run_and_signal(
+        files, folder.name, signal.SIGTERM, "--data-path", files / name, after=after
+    )
     assert codes == [75, 75] and time.monotonic() - told[-1] < 5, output[-2000:]
-    assert "preempted: received SIGTERM" in output and "data were being prepared" in output and "Traceback" not in output
+    assert (
+        "preempted: received SIGTERM" in output
+        and "data were being prepared" in output
+        and "Traceback" not in output
+    )
     marker = json.loads((folder / "PREEMPTED").read_text())
     assert marker["iteration"] == 0 and marker["reason"] == "received SIGTERM"
     assert not (folder / "DONE").exists() and not (folder / "RUNNING").exists()

@@ -27,11 +27,21 @@ def folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("save", "load"),
     [
-        (None, None), ("empty", None), ("new", None), (None, "a"), ("new", "a"),
-        ("a", "a"), ("a", "./a/"), ("link", "a"), ("a", "a/iter_0000002"), ("new", "a/iter_0000002"), ("new", "damaged"),
-        ("empty", "empty"), ("new", "new"),  # the first start of a job that will be started again
+        (None, None),
+        ("empty", None),
+        ("new", None),
+        (None, "a"),
+        ("new", "a"),
+        ("a", "a"),
+        ("a", "./a/"),
+        ("link", "a"),
+        ("a", "a/iter_0000002"),
+        ("new", "a/iter_0000002"),
+        ("new", "damaged"),
+        ("empty", "empty"),
+        ("new", "new"),  # the first start of a job that will be started again
     ],
-)  # fmt: skip
+)
 def test_what_may_begin(save, load, folders):
     assert start_problems(CheckpointConfig(save=save, load=load)) == []
 

@@ -23,7 +23,14 @@ def files(tmp_path_factory):
 
 
 def run_and_signal(
-    files, run: str, number: int, *more, processes: int = 2, after="iteration        2/", to_group=False, until_gone=False
+    files,
+    run: str,
+    number: int,
+    *more,
+    processes: int = 2,
+    after="iteration        2/",
+    to_group=False,
+    until_gone=False,
 ):
     """(exit code or -signal of each process, output of rank 0) of a long run that gets a signal once it has printed `after`.
 
@@ -33,18 +40,27 @@ def run_and_signal(
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
     argv += ["--num-workers", "1"] if to_group else []
     port = str(29500 + os.getpid() % 1000)
-    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    world = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     started = []
     for rank in range(processes):
         environment = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
         output = (files / f"{run}-{rank}.out").open("w")
         started.append(
-            subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         )
     deadline = time.monotonic() + 120
     while not (after() if callable(after) else after in (files / f"{run}-0.out").read_text()):
-        assert time.monotonic() < deadline and all(process.poll() is None for process in started), "it never got there"
+        assert time.monotonic() < deadline and all(process.poll() is None for process in started), (
+            "it never got there"
+        )
         time.sleep(0.05)
     for process in started if to_group else started[-1:]:
         os.killpg(process.pid, number) if to_group else process.send_signal(number)
@@ -79,7 +95,9 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
     if after == "CPU platform":
         assert marker["iteration"] == 0 and not pointer.exists()
     else:
-        assert int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
+        assert (
+            int(pointer.read_text()) == marker["iteration"] == read_metrics(files / run)[-1]["iteration"] > 0
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
@@ -98,7 +116,9 @@ def test_a_signal_ends_an_evaluation(files):
     (files / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
     more = ("--valid-data-path", files / "long.jsonl", *more[2:])
     start = time.monotonic()
-    codes, output = run_and_signal(files, "evaluating", signal.SIGTERM, *more, processes=1, after="CPU platform")
+    codes, output = run_and_signal(
+        files, "evaluating", signal.SIGTERM, *more, processes=1, after="CPU platform"
+    )
     assert codes == [75] and "validation loss" not in output, output[-2000:]
     assert time.monotonic() - start < 60
 
@@ -155,7 +175,9 @@ def ends_before_a_first_save(num_bytes, save_s):
     from mkd.platform import detect
 
     environment = {"SLURM_JOB_END_TIME": str(int(time.time() + 60))}
-    stopper = Stopper(ParallelContext.create(detect()), Signals(), environment=environment, first_save_bytes=num_bytes)
+    stopper = Stopper(
+        ParallelContext.create(detect()), Signals(), environment=environment, first_save_bytes=num_bytes
+    )
     before = stopper.agreed()
     stopper.took(step_s=2.0, save_s=save_s)
     return before is not None, stopper.agreed() is not None
@@ -165,7 +187,11 @@ def ends_before_a_first_save(num_bytes, save_s):
     ("num_bytes", "save_s", "expected"),
     [
         (0, 0.0, (False, False)),  # no --save
-        (24e9, 0.0, (False, True)),  # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        (
+            24e9,
+            0.0,
+            (False, True),
+        ),  # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
         (5e9, 0.0, (False, False)),
         (24e9, 5.0, (False, False)),  # one was timed
     ],

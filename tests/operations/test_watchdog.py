@@ -54,7 +54,9 @@ def test_a_rank_that_skips_a_collective(files, tmp_path):
     argv = flags(files, "skip", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
     first, second = run_processes(tmp_path, argv, 2, MKD_FAULT="skip@in_optimizer:1:3")
     assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
-    assert re.search(r"rank 0: no progress in optimizer of iteration 3|rank 0: stopped because rank 1 failed", first.output)
+    assert re.search(
+        r"rank 0: no progress in optimizer of iteration 3|rank 0: stopped because rank 1 failed", first.output
+    )
     assert re.search(r"rank 1: .*of iteration 4 for|rank 1: stopped because rank 0 failed", second.output)
     assert "no progress in" in first.output and "no progress in" in second.output
 
@@ -66,7 +68,9 @@ def test_the_clock_of_a_phase():
     from mkd.operations.failures import FailureReports
     from mkd.operations.watchdog import UNWATCHED, Watchdog
 
-    alone, with_peer = (Watchdog(FailureReports(0, size), start_limit_s=600, step_limit_s=5) for size in (1, 2))
+    alone, with_peer = (
+        Watchdog(FailureReports(0, size), start_limit_s=600, step_limit_s=5) for size in (1, 2)
+    )
     assert alone.limit_s() == math.inf and with_peer.limit_s() == 600
     limits = []
     for phase in ("data", "forward_backward", "optimizer", "data", "save", "eval", UNWATCHED):

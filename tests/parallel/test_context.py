@@ -18,16 +18,19 @@ def grid(tp, pp):
 @pytest.mark.slow  # eight processes
 def test_megatron_grid_order(ranks):
     results = ranks.run(grid, 8, 2, 2)
-    assert [r[:3] for r in results] == [
-        (tp, pp, dp) for pp in range(2) for dp in range(2) for tp in range(2)
-    ]
+    assert [r[:3] for r in results] == [(tp, pp, dp) for pp in range(2) for dp in range(2) for tp in range(2)]
     assert all(r[3] == 2 and r[4] == {"rank": 0} for r in results)
 
 
 def context_grid():
     context = ParallelContext.create(detect(), tensor_parallel=2, context_parallel=2)
     groups = (context.groups.cp, context.dp_group, context.dp_cp_group)
-    return context.tp_rank, context.cp_rank, context.dp_rank, [torch.distributed.get_process_group_ranks(g) for g in groups]
+    return (
+        context.tp_rank,
+        context.cp_rank,
+        context.dp_rank,
+        [torch.distributed.get_process_group_ranks(g) for g in groups],
+    )
 
 
 @pytest.mark.slow

@@ -14,8 +14,13 @@ WIDTH = 3
 def plan_of(size, seed=0):
     """rows[i][j]: what rank i sends rank j. One rank sends nothing, one receives nothing, one row goes to everybody."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [[torch.randint(5, (int(torch.randint(4, (1,), generator=generator)),), generator=generator) for _ in range(size)]
-            for _ in range(size)]  # fmt: skip
+    rows = [
+        [
+            torch.randint(5, (int(torch.randint(4, (1,), generator=generator)),), generator=generator)
+            for _ in range(size)
+        ]
+        for _ in range(size)
+    ]
     rows[0] = [torch.tensor([2, 2]) for _ in range(size)]
     if size > 2:
         rows[1] = [torch.tensor([], dtype=torch.int64) for _ in range(size)]
@@ -25,7 +30,9 @@ def plan_of(size, seed=0):
 
 
 def hidden_of(rank, dtype):
-    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64).to(dtype)
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def on_rank(rows, dtype):

@@ -40,7 +40,10 @@ def test_every_row_is_on_one_rank(size):
 
 
 def test_ranks_hold_the_same_number_of_causal_pairs():
-    pairs = [sum(i + 1 for first, last in document_parts(24, rank, 3) for i in range(first, last)) for rank in range(3)]
+    pairs = [
+        sum(i + 1 for first, last in document_parts(24, rank, 3) for i in range(first, last))
+        for rank in range(3)
+    ]
     assert pairs == [100, 100, 100]
 
 

@@ -14,9 +14,16 @@ SEQ_LENGTH = 8192
 def qwen3(num_layers: int, hidden: int, ffn: int, heads: int, tied: bool) -> ModelShape:
     return ModelShape.from_hf_config(
         dict(
-            model_type="qwen3", num_hidden_layers=num_layers, hidden_size=hidden, intermediate_size=ffn, head_dim=128,
-            num_attention_heads=heads, num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=tied,
-        )  # fmt: skip
+            model_type="qwen3",
+            num_hidden_layers=num_layers,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            head_dim=128,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            vocab_size=151936,
+            tie_word_embeddings=tied,
+        )
     )
 
 
@@ -26,7 +33,9 @@ TEACHER = qwen3(36, 4096, 12288, 32, tied=False)
 
 def config(*argv: str | int) -> Config:
     """What these flags give in bf16."""
-    return load_config(["--teacher-hf", "t", "--bf16", "--seq-length", str(SEQ_LENGTH), *map(str, argv)]).config
+    return load_config(
+        ["--teacher-hf", "t", "--bf16", "--seq-length", str(SEQ_LENGTH), *map(str, argv)]
+    ).config
 
 
 def several(*teachers: dict, **kd) -> Config:

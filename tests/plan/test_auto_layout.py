@@ -16,7 +16,9 @@ from tests.plan.shapes import STUDENT, TEACHER, config, several
 def splits(layers: int, bins: list[Bin]):
     """Every way to give out `layers`, each bin at least its minimum (no minimum where there is nothing)."""
     for counts in product(range(layers + 1), repeat=len(bins)):
-        if sum(counts) == layers and (not layers or all(n >= b.min_layers for n, b in zip(counts, bins, strict=True))):
+        if sum(counts) == layers and (
+            not layers or all(n >= b.min_layers for n, b in zip(counts, bins, strict=True))
+        ):
             yield counts
 
 
@@ -34,7 +36,10 @@ def test_balance_equals_trying_everything(seed, tie):
     draw = random.Random(seed)
     bins = [Bin(draw.choice([0, 1]), draw.choice([0.0, 0.0, 2.5])) for _ in range(draw.randint(1, 4))]
     layers = (draw.randint(len(bins), 6), draw.choice([0, draw.randint(len(bins), 7)]))
-    layer_ms = (draw.choice([1.0, 3.0, draw.random() + 0.1]), draw.choice([1.0, draw.random() + 0.1]) if layers[1] else 0.0)
+    layer_ms = (
+        draw.choice([1.0, 3.0, draw.random() + 0.1]),
+        draw.choice([1.0, draw.random() + 0.1]) if layers[1] else 0.0,
+    )
     candidates = [
         list(zip(*both, strict=True)) for both in product(splits(layers[0], bins), splits(layers[1], bins))
     ]
@@ -50,7 +55,9 @@ def test_balance_equals_trying_everything(seed, tie):
 def test_equal_ranks_get_equal_counts():
     student, (teacher,) = auto_layouts(PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=4)
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
-    student, (teacher,) = auto_layouts(PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=2, virtual_stages=2)
+    student, (teacher,) = auto_layouts(
+        PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=2, virtual_stages=2
+    )
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
 
 
@@ -75,7 +82,8 @@ def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
     if 28 % (pipeline * stages) == 36 % (pipeline * stages) == 0:
         even = (PipelineLayout.even(28, pipeline, stages), PipelineLayout.even(36, pipeline, stages))
         auto_ms, even_ms = (
-            simulate(cost.stage_times(pair[0], pair[1:]), pipeline, 4 * pipeline).step_ms for pair in ((student, teacher), even)
+            simulate(cost.stage_times(pair[0], pair[1:]), pipeline, 4 * pipeline).step_ms
+            for pair in ((student, teacher), even)
         )
         assert auto_ms < even_ms
 

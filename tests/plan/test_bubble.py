@@ -54,7 +54,9 @@ def test_a_long_step_goes_on_as_it_began(pipeline, stages):
     times = random.Random(7)
     chunks = [StageTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
     number = 3 * SIMULATED * pipeline
-    assert simulate(chunks, pipeline, number).step_ms == pytest.approx(makespan_ms(chunks, pipeline, number), rel=1e-4)
+    assert simulate(chunks, pipeline, number).step_ms == pytest.approx(
+        makespan_ms(chunks, pipeline, number), rel=1e-4
+    )
 
 
 def test_any_number_of_micro_batches_is_simulated_at_once():
@@ -76,12 +78,26 @@ def test_fewer_micro_batches_than_stages():
 def test_order_of_the_first_of_three_ranks():
     order = rank_order(0, 3, 1, 4)
     assert [(task.is_forward, task.microbatch) for task in order] == [
-        (True, 0), (True, 1), (True, 2), (False, 0), (True, 3), (False, 1), (False, 2), (False, 3),
-    ]  # fmt: skip
-    assert rank_order(2, 3, 1, 2) == [Task(True, 0, 0), Task(False, 0, 0), Task(True, 1, 0), Task(False, 1, 0)]
+        (True, 0),
+        (True, 1),
+        (True, 2),
+        (False, 0),
+        (True, 3),
+        (False, 1),
+        (False, 2),
+        (False, 3),
+    ]
+    assert rank_order(2, 3, 1, 2) == [
+        Task(True, 0, 0),
+        Task(False, 0, 0),
+        Task(True, 1, 0),
+        Task(False, 1, 0),
+    ]
 
 
-@pytest.mark.parametrize(("pipeline", "stages", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 7), (4, 1, 6)])
+@pytest.mark.parametrize(
+    ("pipeline", "stages", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 7), (4, 1, 6)]
+)
 def test_order_is_megatrons(pipeline, stages, microbatches):
     """Same forwards in the same order, same number of them before the first backward."""
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
@@ -95,7 +111,9 @@ def test_order_is_megatrons(pipeline, stages, microbatches):
         order = rank_order(rank, pipeline, stages, microbatches)
         table = get_schedule_table(microbatches, stages, group)
         assert [(task.microbatch, task.virtual_stage) for task in order if task.is_forward] == table
-        backward = [(task.microbatch, stages - 1 - task.virtual_stage) for task in order if not task.is_forward]
+        backward = [
+            (task.microbatch, stages - 1 - task.virtual_stage) for task in order if not task.is_forward
+        ]
         assert backward == table
         before = next(i for i, task in enumerate(order) if not task.is_forward)
         assert before == min(warmup + 1, len(table))

@@ -13,7 +13,10 @@ FULL = ("--recompute-granularity", "full", "--recompute-method")
 
 @pytest.mark.parametrize(
     ("document_length", "student_ms", "teacher_ms"),
-    [(1024, 148.5, 200.2), (SEQ_LENGTH, 193.7, 235.5)],  # measured on one H200: packs of short documents, one long document
+    [
+        (1024, 148.5, 200.2),
+        (SEQ_LENGTH, 193.7, 235.5),
+    ],  # measured on one H200: packs of short documents, one long document
 )
 def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
     cost = pair_cost(config(), STUDENT, (TEACHER,), 1, document_length)
@@ -47,7 +50,10 @@ def test_processes_share_the_work(flags):
 
 
 def test_a_micro_batch_of_two_packs_takes_twice_as_long():
-    one, two = pair_cost(config(), STUDENT, (TEACHER,), 1), pair_cost(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1)
+    one, two = (
+        pair_cost(config(), STUDENT, (TEACHER,), 1),
+        pair_cost(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1),
+    )
     assert two.student_ms == pytest.approx(2 * one.student_ms)
     assert two.head_ms == pytest.approx(2 * one.head_ms)
 
@@ -68,7 +74,8 @@ def test_recomputation_is_backward_time(flags, forwards):
 
 def test_selective_recomputation_repeats_attention():
     plain, again = (
-        pair_cost(config(*flags), STUDENT, (TEACHER,), 1) for flags in ((), ("--recompute-granularity", "selective"))
+        pair_cost(config(*flags), STUDENT, (TEACHER,), 1)
+        for flags in ((), ("--recompute-granularity", "selective"))
     )
     attention_ms = 2 * 2048 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
     assert again.student_backward_ms - plain.student_backward_ms == pytest.approx(attention_ms)
@@ -87,7 +94,10 @@ def test_every_teacher_has_its_forward_and_its_layers():
 def test_a_teacher_s_own_tokens_are_counted():
     """Packs twice as long: documents are too, so that attention costs four times as much."""
     xtoken = XTokenConfig(seq_length=2 * SEQ_LENGTH)
-    short, long = (pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1) for x in (XTokenConfig(), xtoken))
+    short, long = (
+        pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1)
+        for x in (XTokenConfig(), xtoken)
+    )
     assert short.teacher_forward_ms[0] == short.teacher_forward_ms[1] == long.teacher_forward_ms[0]
     attention_ms = 2 * 4096 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
     products_ms = short.teacher_forward_ms[1] - attention_ms

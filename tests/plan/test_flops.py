@@ -35,5 +35,9 @@ def test_a_frozen_teacher_has_no_backward():
 
 def test_every_teacher_has_its_own_documents():
     documents, own = [64, 64], [70, 50]
-    expected = 3 * forward_flops(STUDENT, documents) + forward_flops(TEACHER, documents) + forward_flops(STUDENT, own)
+    expected = (
+        3 * forward_flops(STUDENT, documents)
+        + forward_flops(TEACHER, documents)
+        + forward_flops(STUDENT, own)
+    )
     assert distillation_flops(STUDENT, (TEACHER, STUDENT), documents, (None, own)) == expected

@@ -12,10 +12,14 @@ from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
 PP4 = ("--pipeline-model-parallel-size", 4)
 
 
-def forecast(*flags, pipeline=1, microbatches=8, teachers=(TEACHER,), document_length=1024, settings=None) -> Forecast:
+def forecast(
+    *flags, pipeline=1, microbatches=8, teachers=(TEACHER,), document_length=1024, settings=None
+) -> Forecast:
     layouts = [PipelineLayout.even(shape.num_layers, pipeline) for shape in teachers]
     batch, of_student = BatchPlan(1, microbatches, 1, SEQ_LENGTH), PipelineLayout.even(28, pipeline)
-    return Forecast(settings or config(*flags), batch, STUDENT, teachers, of_student, layouts, document_length)
+    return Forecast(
+        settings or config(*flags), batch, STUDENT, teachers, of_student, layouts, document_length
+    )
 
 
 def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
@@ -53,7 +57,9 @@ def test_description():
     assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
     assert "on 4 GPUs: predicted MFU 0." in lines[5]
     assert lines[6] == "share of the teachers in these FLOPs: 0.591"
-    assert [line.split(":")[0] for line in lines[7:]] == [f"memory of pipeline rank {rank}" for rank in range(4)]
+    assert [line.split(":")[0] for line in lines[7:]] == [
+        f"memory of pipeline rank {rank}" for rank in range(4)
+    ]
     alone = forecast(teachers=()).describe()
     assert "teacher layers" not in alone and "share of the teachers" not in alone
 

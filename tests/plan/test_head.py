@@ -12,7 +12,9 @@ def test_a_pack_of_8k_tokens_is_one_chunk_of_a_large_vocabulary():
     assert head_chunk_rows(8192, 151936, 4) == 4096, "fp32 logits: twice the bytes"
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 100), (0, 100), (8192, 262144), (100_000, 151936), (7, 10**10)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 100), (0, 100), (8192, 262144), (100_000, 151936), (7, 10**10)]
+)
 def test_chunks_are_even_and_fit(rows, columns):
     size = head_chunk_rows(rows, columns, 2)
     assert size == 1 or size * columns * 2 <= GPU_CHUNK_BYTES

@@ -29,7 +29,9 @@ def test_the_numbers_are_those_of_the_run():
     assert found["loss"] == "0.75 CE + 0.25 KD, nats per token"
     assert found["KD"] == "4 x KL(p_t || p_s); p = softmax(logits / T), T = 2 (T^2)"
     assert found["vocabulary"] == "all 151936 rows of both models"
-    unscaled = card("--kd-temperature", 2, "--kd-temperature-scaling", "none", "--kd-divergence", "reverse_kl")
+    unscaled = card(
+        "--kd-temperature", 2, "--kd-temperature-scaling", "none", "--kd-divergence", "reverse_kl"
+    )
     assert unscaled["KD"].startswith("1 x KL(p_s || p_t)") and "no T^2" in unscaled["KD"]
     jsd = card("--kd-divergence", "jsd", "--kd-jsd-beta", 0.25)
     assert jsd["KD"].startswith("1 x (0.25 KL(p_t || m) + 0.75 KL(p_s || m)), m = 0.25 p_t + 0.75 p_s")
@@ -44,7 +46,10 @@ def test_parts_that_do_not_exist_are_left_out():
 
 def test_vocabularies_of_two_sizes():
     found = card(teacher=replace(TEACHER, vocab_size=152064))
-    assert found["vocabulary"] == "student 151936 rows, teacher 152064: the first 151936, both softmaxes renormalised there"
+    assert (
+        found["vocabulary"]
+        == "student 151936 rows, teacher 152064: the first 151936, both softmaxes renormalised there"
+    )
     assert found["same in other engines"] == "nothing: both models must have vocabularies of one size"
 
 
@@ -75,7 +80,10 @@ def test_trl_has_no_cross_entropy_and_no_temperature():
         assert text.startswith(f"GKDConfig(lmbda=0, beta={value:g})")
     assert card()["same in TRL GKD"] == "nothing: it has no cross entropy"
     assert card("--kd-ratio", 1, "--kd-temperature", 2)["same in TRL GKD"] == "nothing: its loss is at T = 1"
-    assert card("--kd-ratio", 1, "--kd-divergence", "mixed_kl")["same in TRL GKD"] == "nothing: it has no mixed_kl"
+    assert (
+        card("--kd-ratio", 1, "--kd-divergence", "mixed_kl")["same in TRL GKD"]
+        == "nothing: it has no mixed_kl"
+    )
     assert "forward KL only" in card("--kd-divergence", "jsd")["same in ModelOpt"]
 
 
@@ -83,7 +91,9 @@ def test_several_teachers_have_a_line_each():
     own = dict(name="own", xtoken=XTokenConfig(loss="uld"))
     settings = several(dict(name="big", weight=3.0, temperature=2.0), own, teacher_weighting="ce")
     found = rows(loss_card(settings, STUDENT, [TEACHER, replace(TEACHER, vocab_size=32000)]))
-    assert found["KD"] == "sum of weight x KD of each teacher, weights in each pack softmax(ln weight - ce / 1)"
+    assert (
+        found["KD"] == "sum of weight x KD of each teacher, weights in each pack softmax(ln weight - ce / 1)"
+    )
     assert found["KD big"].startswith("weight 0.75: 4 x KL(p_t || p_s)")
     assert found["KD own"].startswith("weight 0.25: 1 x sum |sorted p_t - sorted p_s|")
     assert "32000 rows of another tokenizer" in found["vocabulary own"] and "chunks" in found["normaliser"]
@@ -94,7 +104,9 @@ def test_several_teachers_have_a_line_each():
 def test_what_teachers_have_in_common_is_said_once():
     names = dict(name="a"), dict(name="b")
     found = rows(loss_card(several(*names), STUDENT, [TEACHER, TEACHER]))
-    assert found["vocabulary"] == "all 151936 rows of both models" and not [label for label in found if "vocabulary " in label]
+    assert found["vocabulary"] == "all 151936 rows of both models" and not [
+        label for label in found if "vocabulary " in label
+    ]
     assert found["KD a"] == found["KD b"]
     differ = rows(loss_card(several(*names), STUDENT, [TEACHER, replace(TEACHER, vocab_size=152064)]))
     assert "vocabulary" not in differ and differ["vocabulary a"] != differ["vocabulary b"]

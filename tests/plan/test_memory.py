@@ -41,9 +41,12 @@ def held_bytes(layout: Layout, student, teacher):
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(
-        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp,
+        detect(),
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        virtual_stages=layout.vp,
         context_parallel=layout.cp,
-    )  # fmt: skip
+    )
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context))
     teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
@@ -66,7 +69,13 @@ def _bytes(tensors) -> int:
 def _optimizer_bytes(optimizer) -> int:
     """Moments, and the fp32 copies of bf16 weights."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    moments = [t for part in parts for state in part.optimizer.state.values() for t in state.values() if t.numel() > 1]
+    moments = [
+        t
+        for part in parts
+        for state in part.optimizer.state.values()
+        for t in state.values()
+        if t.numel() > 1
+    ]
     names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
     groups = [group for part in parts for name in names for group in getattr(part, name, ())]
     return _bytes(moments) + _bytes(weight for group in groups for weight in group)
@@ -78,7 +87,11 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name in ("TP2", "bf16 CP2"))) for one in LAYOUTS]
+    "layout",
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name in ("TP2", "bf16 CP2")))
+        for one in LAYOUTS
+    ],
 )
 def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, ranks):
     for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):
@@ -89,7 +102,10 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
 def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
     """The second one is the student itself, frozen."""
     path = tmp_path / "second.yaml"
-    path.write_text(f"teachers: [{{name: first}}, {{name: second, hf: {pair[0]}, pipeline_layout: '3,5'}}]", encoding="utf-8")
+    path.write_text(
+        f"teachers: [{{name: first}}, {{name: second, hf: {pair[0]}, pipeline_layout: '3,5'}}]",
+        encoding="utf-8",
+    )
     layout = Layout("two", 2, pp=2, flags=("--config", str(path)))
     for held, predicted in ranks.run(held_bytes, 2, layout, *pair):
         assert held[3] == pytest.approx(predicted[3])
@@ -97,7 +113,10 @@ def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen2", "llama-biases", "llama-mlp-bias", "mistral", "phi3"])
 def test_parameters_of_every_family(family, tmp_path, ranks):
-    student, teacher = add_text(make_model(tmp_path / "s", family)), make_model(tmp_path / "t", family, num_hidden_layers=2)
+    student, teacher = (
+        add_text(make_model(tmp_path / "s", family)),
+        make_model(tmp_path / "t", family, num_hidden_layers=2),
+    )
     for held, predicted in ranks.run(held_bytes, 2, Layout(family, 2, tp=2), student, teacher):
         assert held[0] == pytest.approx(predicted[0])
         assert held[3] == pytest.approx(predicted[3])
@@ -141,7 +160,9 @@ def test_early_ranks_keep_more_micro_batches():
     """1F1B: rank r of 4 holds 4 - r micro-batches, never more than there are."""
     chunk = 7 * student_activations().layer_bytes() / GIB
     assert [rank.activations_gib / chunk for rank in predict(*PP4)[:3]] == pytest.approx([4, 3, 2])
-    assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx([2, 2, 2])
+    assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx(
+        [2, 2, 2]
+    )
 
 
 def test_interleaving_keeps_more():
@@ -195,7 +216,9 @@ def test_other_heads_hold_more():
     (stored,) = predict(*micro, "--teacher-topk", "cache", teachers=())
     (alone,) = predict(*micro, teachers=())
     more_stored = (tokens - head_chunk_rows(tokens, vocabulary, 2)) * (vocabulary + 2 * 2048) * 2
-    assert stored.transient_gib - alone.transient_gib == pytest.approx(more_stored / GIB), "all rows with loss at once"
+    assert stored.transient_gib - alone.transient_gib == pytest.approx(more_stored / GIB), (
+        "all rows with loss at once"
+    )
     more = fp32_rows * (vocabulary * (2 * 4 + 2) + 2 * widths) - rows * (2 * 2 * vocabulary + 2 * widths)
     assert exact.transient_gib - fused.transient_gib == pytest.approx(more / GIB)
 
@@ -242,12 +265,18 @@ def test_a_teacher_with_its_own_tokens_has_its_own_rows():
     )
     (alone,) = predict(teachers=())
     assert short.student_gib == alone.student_gib < same.student_gib
-    assert short.teacher_gib - same.teacher_gib == pytest.approx(2 * 151936 * 2048 * 2 / GIB), "its head is never tied"
+    assert short.teacher_gib - same.teacher_gib == pytest.approx(2 * 151936 * 2048 * 2 / GIB), (
+        "its head is never tied"
+    )
     rows = head_chunk_rows(SEQ_LENGTH, 2 * 151936, 2)
     more = rows * (2 * 151936 + 2048) * 2 + SEQ_LENGTH * 2048 * 2
     assert long.transient_gib - short.transient_gib == pytest.approx(more / GIB)
-    (narrow,) = predict(teachers=(replace(STUDENT, vocab_size=1000),), settings=several({"xtoken": XTokenConfig()}))
-    more = 1024 * 2048 * 2  # an embedding of 1000 rows, padded; the head has a place beside every row of the student's
+    (narrow,) = predict(
+        teachers=(replace(STUDENT, vocab_size=1000),), settings=several({"xtoken": XTokenConfig()})
+    )
+    more = (
+        1024 * 2048 * 2
+    )  # an embedding of 1000 rows, padded; the head has a place beside every row of the student's
     assert narrow.teacher_gib == pytest.approx(alone.student_gib + more / GIB)
 
 
@@ -256,7 +285,9 @@ def test_a_teacher_on_the_host_leaves_two_layers_on_the_device():
     layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128  # matrices, norms, norms of heads
     assert whole.teacher_gib - host.teacher_gib == pytest.approx(34 * layer * 2 / GIB)
     assert whole.total_gib - host.total_gib == pytest.approx(whole.teacher_gib - host.teacher_gib)
-    first, last = predict("--pipeline-model-parallel-size", 2, "--teacher-residency", "host", layouts=("14,14", "35,1"))
+    first, last = predict(
+        "--pipeline-model-parallel-size", 2, "--teacher-residency", "host", layouts=("14,14", "35,1")
+    )
     table = 151936 * 4096  # the embedding or the head
     assert first.teacher_gib == pytest.approx((2 * layer + table) * 2 / GIB)
     assert last.teacher_gib == pytest.approx((2 * layer + table + 4096) * 2 / GIB), "there is room for two"
@@ -279,7 +310,9 @@ def test_a_teacher_s_forward_finds_what_earlier_teachers_left():
     both = replace(both, parallel=replace(both.parallel, pipeline_model_parallel_size=2))
     pipeline = ("--pipeline-model-parallel-size", 2)
     one, two = (
-        predict(*pipeline, teachers=(TEACHER,) * count, layouts=("0,28", *["18,18"] * count), settings=settings)[0]
+        predict(
+            *pipeline, teachers=(TEACHER,) * count, layouts=("0,28", *["18,18"] * count), settings=settings
+        )[0]
         for count, settings in ((1, None), (2, both))
     )
     state = SEQ_LENGTH * 4096 * 2
@@ -308,5 +341,9 @@ def test_memory_does_not_grow_with_micro_batches_once_the_pipeline_is_full(stage
     layouts = ("7,7,7,7", "9,9,9,9") if stages == 1 else ("4,4,4,4,3,3,3,3", "5,5,5,5,4,4,4,4")
     long = predict(*flags, microbatches=10**9, layouts=layouts)
     order, asked = rank_order, []
-    monkeypatch.setattr("mkd.plan.memory.rank_order", lambda *sizes: asked.append(sizes[3]) or order(*sizes[:3], 64))
-    assert predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4  # the whole schedule of 64
+    monkeypatch.setattr(
+        "mkd.plan.memory.rank_order", lambda *sizes: asked.append(sizes[3]) or order(*sizes[:3], 64)
+    )
+    assert (
+        predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4
+    )  # the whole schedule of 64

@@ -11,12 +11,32 @@ from mkd.errors import CheckpointError, UsageError
 from mkd.plan.model_shape import DEFAULTS, ModelShape
 
 CONFIG = dict(
-    model_type="llama", num_hidden_layers=2, hidden_size=48, intermediate_size=96, num_attention_heads=4, vocab_size=300
+    model_type="llama",
+    num_hidden_layers=2,
+    hidden_size=48,
+    intermediate_size=96,
+    num_attention_heads=4,
+    vocab_size=300,
 )
-WINDOW = dict(model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0, layer_types=None)
+WINDOW = dict(
+    model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0, layer_types=None
+)
 ROPES = (
-    dict(rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=64),
-    dict(type="longrope", rope_theta=1e4, factor=8.0, attention_factor=1.0, short_factor=[1.0] * 6, long_factor=[2.0] * 6),
+    dict(
+        rope_type="llama3",
+        factor=8,
+        low_freq_factor=1,
+        high_freq_factor=4,
+        original_max_position_embeddings=64,
+    ),
+    dict(
+        type="longrope",
+        rope_theta=1e4,
+        factor=8.0,
+        attention_factor=1.0,
+        short_factor=[1.0] * 6,
+        long_factor=[2.0] * 6,
+    ),
     dict(rope_type="default", partial_rotary_factor=0.5),
 )
 
@@ -51,7 +71,9 @@ def test_a_value_of_a_wrong_kind_is_named(name, value, text, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, name: value}))
     with pytest.raises(CheckpointError) as caught:
         ModelShape.from_hf_dir(tmp_path)
-    assert str(tmp_path / "config.json") in caught.value.what and text in caught.value.what and caught.value.do
+    assert (
+        str(tmp_path / "config.json") in caught.value.what and text in caught.value.what and caught.value.do
+    )
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -59,7 +81,10 @@ def test_a_value_of_a_wrong_kind_is_named(name, value, text, tmp_path):
 def test_no_value_ends_in_a_traceback(wrong, rope):
     """Every key that is read, with every kind of JSON value: refused by a named error, or of no consequence."""
     full = {**CONFIG, **WINDOW, "rope_parameters": rope}
-    damaged = [{**full, name: wrong} for name in (*full, "hidden_act", "rms_norm_eps", "tie_word_embeddings", "attention_bias")]
+    damaged = [
+        {**full, name: wrong}
+        for name in (*full, "hidden_act", "rms_norm_eps", "tie_word_embeddings", "attention_bias")
+    ]
     damaged += [{**full, "rope_parameters": {**rope, name: wrong}} for name in rope]
     for config in damaged:
         try:
@@ -71,7 +96,9 @@ def test_no_value_ends_in_a_traceback(wrong, rope):
 
 
 def test_null_is_not_given():
-    nulls = dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings", "rms_norm_eps"))
+    nulls = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings", "rms_norm_eps")
+    )
     shape = ModelShape.from_hf_config({**CONFIG, **nulls})
     assert (shape.num_query_groups, shape.head_dim, shape.max_position_embeddings) == (4, 12, 2048)
     assert shape.norm_epsilon == 1e-6 and shape.hf_config == {**CONFIG, **nulls}
@@ -92,8 +119,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_the_kinds_of_layers_decide_the_window(family):
     """For a mistral model too, which transformers then calls ministral."""
-    config = CONFIG | {"model_type": family, "num_key_value_heads": 4, "sliding_window": 8, "use_sliding_window": True}
-    windows = [ModelShape.from_hf_config(config | {"layer_types": 2 * [kind]}).sliding_window for kind in (FULL, SLIDING)]
+    config = CONFIG | {
+        "model_type": family,
+        "num_key_value_heads": 4,
+        "sliding_window": 8,
+        "use_sliding_window": True,
+    }
+    windows = [
+        ModelShape.from_hf_config(config | {"layer_types": 2 * [kind]}).sliding_window
+        for kind in (FULL, SLIDING)
+    ]
     assert windows == [None, 8]
     with pytest.raises(UsageError, match="mixes full and sliding-window"):
         ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING]})
@@ -103,8 +138,17 @@ def test_the_kinds_of_layers_decide_the_window(family):
 def test_a_window_that_is_used_but_not_given(family):
     from transformers import AutoConfig
 
-    config = CONFIG | {"model_type": family, "num_key_value_heads": 4, "use_sliding_window": True, "max_window_layers": 0}
-    assert ModelShape.from_hf_config(config).sliding_window == AutoConfig.for_model(**config).sliding_window == 4096
+    config = CONFIG | {
+        "model_type": family,
+        "num_key_value_heads": 4,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
+    assert (
+        ModelShape.from_hf_config(config).sliding_window
+        == AutoConfig.for_model(**config).sliding_window
+        == 4096
+    )
 
 
 def test_a_model_that_looks_ahead_is_refused():
@@ -114,7 +158,9 @@ def test_a_model_that_looks_ahead_is_refused():
 
 @pytest.mark.parametrize("groups", [3, 8])
 def test_key_value_heads_that_do_not_divide_the_heads(groups):
-    with pytest.raises(CheckpointError, match=f"num_attention_heads 4 is no multiple of num_key_value_heads {groups}"):
+    with pytest.raises(
+        CheckpointError, match=f"num_attention_heads 4 is no multiple of num_key_value_heads {groups}"
+    ):
         ModelShape.from_hf_config(CONFIG | {"num_key_value_heads": groups})
 
 
@@ -122,7 +168,9 @@ def test_differences_are_those_that_change_what_the_weights_compute():
     ours = ModelShape.from_hf_config(CONFIG | {"rope_theta": 1e4})
     same = {"max_position_embeddings": 64, "initializer_range": 0.5, "use_cache": False}
     assert ours.differences(ModelShape.from_hf_config(CONFIG | same)) == []
-    theirs = ModelShape.from_hf_config(CONFIG | {"num_key_value_heads": 2, "rope_theta": 5e5, "tie_word_embeddings": True})
+    theirs = ModelShape.from_hf_config(
+        CONFIG | {"num_key_value_heads": 2, "rope_theta": 5e5, "tie_word_embeddings": True}
+    )
     changed = ["num_query_groups 4 instead of 2", "tie_word_embeddings False instead of True"]
     assert ours.differences(theirs) == [*changed, "rope.theta 10000.0 instead of 500000.0"]
 
@@ -136,9 +184,14 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     theirs, ours = AutoConfig.for_model(**sizes), ModelShape.from_hf_config(sizes)
     head_dim = getattr(theirs, "head_dim", None) or 64
     assert (ours.head_dim, ours.num_query_groups) == (head_dim, theirs.num_key_value_heads)
-    assert (ours.norm_epsilon, ours.sliding_window) == (theirs.rms_norm_eps, getattr(theirs, "sliding_window", None))
+    assert (ours.norm_epsilon, ours.sliding_window) == (
+        theirs.rms_norm_eps,
+        getattr(theirs, "sliding_window", None),
+    )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rope.rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)  # the others pass over the factor
+    assert ours.rope.rotary_dim == (
+        head_dim // 2 if family == "phi3" else head_dim
+    )  # the others pass over the factor
     nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
     assert nothing.sliding_window is None and nothing.num_query_groups == 32
     few = CONFIG | {"model_type": family, "num_attention_heads": 64, "hidden_size": 2048}
@@ -156,17 +209,29 @@ def test_the_original_context_is_what_transformers_takes(family, rope, own, of_r
     from transformers import AutoConfig
 
     name = "original_max_position_embeddings"
-    rope = {key: value for key, value in rope.items() if key not in (name, "type")} | ({name: of_rope} if of_rope else {})
-    config = CONFIG | {"model_type": family, "rope_parameters": rope, "max_position_embeddings": 256, "pad_token_id": 0}
+    rope = {key: value for key, value in rope.items() if key not in (name, "type")} | (
+        {name: of_rope} if of_rope else {}
+    )
+    config = CONFIG | {
+        "model_type": family,
+        "rope_parameters": rope,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
     config |= {name: own} if own else {}
     theirs = AutoConfig.for_model(**copy.deepcopy(config))
     theirs.standardize_rope_params()  # as its models do before they compute frequencies
-    assert ModelShape.from_hf_config(config).rope.original_max_position_embeddings == theirs.rope_parameters[name]
+    assert (
+        ModelShape.from_hf_config(config).rope.original_max_position_embeddings
+        == theirs.rope_parameters[name]
+    )
 
 
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
 def test_longrope_has_a_factor_for_each_pair_of_channels(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "rope_parameters": {**LONG, name: [1.0, 2.0]}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "rope_parameters": {**LONG, name: [1.0, 2.0]}})
+    )
     with pytest.raises(CheckpointError) as caught:
         ModelShape.from_hf_dir(tmp_path)
     assert caught.value.what == f"{tmp_path / 'config.json'}: the rope parameters have 2 numbers of {name}"

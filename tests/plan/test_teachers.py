@@ -28,7 +28,9 @@ def test_a_single_teacher_needs_no_name():
 
 
 def test_what_a_plan_knows_of_teachers():
-    settings = several({}, {"xtoken": XTokenConfig(), "residency": "host"}, {"xtoken": XTokenConfig(seq_length=9)})
+    settings = several(
+        {}, {"xtoken": XTokenConfig(), "residency": "host"}, {"xtoken": XTokenConfig(seq_length=9)}
+    )
     assert plan_teachers(settings, (TEACHER, STUDENT, TEACHER)) == (
         Teacher(TEACHER, "teacher t0", SEQ_LENGTH, has_own_tokens=False, on_host=False),
         Teacher(STUDENT, "teacher t1", SEQ_LENGTH, has_own_tokens=True, on_host=True),

@@ -41,7 +41,10 @@ def test_what_fits_says_how_much_is_needed_and_where():
     argv = ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16]
     rank, need = fullest_rank(forecast(4, *argv))
     (line,) = verdict_of(4, 80, *argv)
-    assert line.startswith(f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the 76.0 GiB") and rank == 0
+    assert (
+        line.startswith(f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the 76.0 GiB")
+        and rank == 0
+    )
 
 
 def test_five_percent_stay_free():
@@ -55,7 +58,11 @@ def test_five_percent_stay_free():
     [
         (8, 60, []),
         (8, 24, ["--global-batch-size", 64]),
-        (4, 28, ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16]),
+        (
+            4,
+            28,
+            ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--global-batch-size", 16],
+        ),
         (8, 40, ["--tensor-model-parallel-size", 2, "--micro-batch-size", 4, "--kd-fp32-logits"]),
     ],
 )
@@ -68,7 +75,9 @@ def test_changes_do_what_they_say(world_size, memory_gib, argv):
     batch = forecast(world_size, *argv).batch.global_batch_size
     for flags, ms, gib in found:
         changed = forecast(world_size, *argv, *flags)
-        assert changed.batch.global_batch_size == batch  # also where it was not given, and follows from the layout
+        assert (
+            changed.batch.global_batch_size == batch
+        )  # also where it was not given, and follows from the layout
         assert fullest_rank(changed)[1] == pytest.approx(gib, abs=0.051) and gib <= 0.95 * memory_gib
         assert changed.step_ms() == pytest.approx(ms, rel=1e-3)
 
@@ -76,10 +85,16 @@ def test_changes_do_what_they_say(world_size, memory_gib, argv):
 def test_no_part_of_a_change_is_idle():
     """Each without one of its flags no longer fits."""
     found = shown(verdict_of(8, 24, "--global-batch-size", 64))
-    pairs = [flags for flags, _, _ in found if "--tensor-model-parallel-size" in flags and "--pipeline-layout" in flags]
+    pairs = [
+        flags
+        for flags, _, _ in found
+        if "--tensor-model-parallel-size" in flags and "--pipeline-layout" in flags
+    ]
     assert pairs
-    for part in (["--tensor-model-parallel-size", 2, "--sequence-parallel"],
-                 ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto"]):  # fmt: skip
+    for part in (
+        ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto"],
+    ):
         assert fullest_rank(forecast(8, "--global-batch-size", 64, *part))[1] > 0.95 * 24
 
 
@@ -90,7 +105,8 @@ def test_nothing_helps_one_small_gpu():
 
 def test_host_copies_cost_time():
     plain, optimizer, teacher = (
-        forecast(1, *more) for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
+        forecast(1, *more)
+        for more in ([], ["--optimizer-residency", "host"], ["--teacher-residency", "host"])
     )
     state_ms = 2 * plain.memory().ranks[0].optimizer_gib * GIB / HOST_BYTES_PER_MS
     assert optimizer.step_ms() == pytest.approx(plain.step().step_ms + state_ms)
@@ -98,7 +114,10 @@ def test_host_copies_cost_time():
     assert teacher.step_ms() > plain.step().step_ms  # 8,192 tokens do not hide the copy of a layer
     assert f"from and to the host: {optimizer.step_ms():.4g} ms" in optimizer.describe()
     assert optimizer.describe().count(f"predicted MFU {optimizer.mfu(optimizer.step_ms()):.3f}") == 1
-    assert f"predicted step: {teacher.step_ms():.4g} ms" in teacher.describe() and "to the host" not in teacher.describe()
+    assert (
+        f"predicted step: {teacher.step_ms():.4g} ms" in teacher.describe()
+        and "to the host" not in teacher.describe()
+    )
 
 
 def test_a_forecast_of_what_cannot_run_says_so():

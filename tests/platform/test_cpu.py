@@ -29,7 +29,11 @@ def tensor_calls():
         "to with dtype": x.to("cuda", torch.float64),
         "module": next(torch.nn.Linear(2, 2).cuda().parameters()),
     }
-    return {name: str(tensor.device) for name, tensor in made.items()}, x.cuda() is x, made["to with dtype"].dtype
+    return (
+        {name: str(tensor.device) for name, tensor in made.items()},
+        x.cuda() is x,
+        made["to with dtype"].dtype,
+    )
 
 
 def gradient_through_cuda():
@@ -51,8 +55,16 @@ def other_devices():
     """The device of tensors that are asked for elsewhere, which the replacements leave alone."""
     detect()
     with torch.device("meta"):
-        made = {"factory": torch.zeros(2), "tensor": torch.tensor([1.0]), "layer": torch.nn.Linear(2, 2).weight}
-    made |= {"by name": torch.empty(2, device="meta"), "to": torch.ones(2).to("meta"), "like": torch.ones_like(made["factory"])}
+        made = {
+            "factory": torch.zeros(2),
+            "tensor": torch.tensor([1.0]),
+            "layer": torch.nn.Linear(2, 2).weight,
+        }
+    made |= {
+        "by name": torch.empty(2, device="meta"),
+        "to": torch.ones(2).to("meta"),
+        "like": torch.ones_like(made["factory"]),
+    }
     return {name: str(tensor.device) for name, tensor in made.items()}
 
 

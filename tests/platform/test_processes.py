@@ -13,7 +13,9 @@ def test_a_process_is_there_until_it_has_ended():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert is_alive(os.getpid()) and is_alive(child.pid)
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
+    os.waitid(
+        os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+    )  # it has ended, and nobody has asked for its exit code
     assert not is_alive(child.pid)
     child.communicate()
     assert not is_alive(child.pid)

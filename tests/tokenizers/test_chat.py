@@ -56,7 +56,9 @@ def predicted_text(template, messages):
     hf = train_hf_tokenizer(template)
     tokenizer = HuggingFaceTokenizer(hf)
     ids, mask = tokenizer.apply_chat_template(messages)
-    assert ids == hf.apply_chat_template(messages)["input_ids"] and len(ids) == len(mask) and set(mask) <= {0, 1}
+    assert (
+        ids == hf.apply_chat_template(messages)["input_ids"] and len(ids) == len(mask) and set(mask) <= {0, 1}
+    )
     parts, previous = [], 0
     for token, predicted in zip(ids, mask, strict=True):
         if predicted:
@@ -84,7 +86,14 @@ def test_assistant_turns_with_their_end_of_turn_token(tokenizer):
         (PLAIN, ["The quick brown fox.", "Lazy."]),
         (COUNTS_MARKED, ["THE QUICK BROWN FOX.<|im_end|>", "LAZY.<|im_end|>"]),
     ],
-    ids=["eos at the end", "drops reasoning", "instruction", "prompts reasoning", "no control tokens", "marked"],
+    ids=[
+        "eos at the end",
+        "drops reasoning",
+        "instruction",
+        "prompts reasoning",
+        "no control tokens",
+        "marked",
+    ],
 )
 def test_kinds_of_template(template, expected):
     assert predicted_text(template, CHAT) == expected
@@ -101,9 +110,15 @@ def test_reasoning_has_loss_where_the_template_keeps_it():
     assert predicted_text(DROPS_REASONING, messages) == expected
 
 
-@pytest.mark.parametrize("content", ["", "  padded \n\n", "caf\u00e9 \U0001f600", "assistantturn", "user", "Which fox?"])
+@pytest.mark.parametrize(
+    "content", ["", "  padded \n\n", "caf\u00e9 \U0001f600", "assistantturn", "user", "Which fox?"]
+)
 def test_contents_that_could_confuse_the_search(content):
-    messages = [{"role": "user", "content": content or "x"}, {"role": "assistant", "content": content}, *CHAT[3:]]
+    messages = [
+        {"role": "user", "content": content or "x"},
+        {"role": "assistant", "content": content},
+        *CHAT[3:],
+    ]
     assert predicted_text(EOS_AT_THE_END, messages) == [content + "<|im_end|>", "Lazy.<|im_end|>"]
 
 
@@ -138,7 +153,10 @@ def test_places_of_turns(tokenizer):
     assert chat.encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT)[0]
     assert chat.data.decode() == tokenizer.decode(chat.encoded.ids.tolist())
     assert [turn.message for turn in chat.turns] == [2, 4]
-    assert [chat.data[turn.start : turn.content_end] for turn in chat.turns] == [b"The quick brown fox.", b"Lazy."]
+    assert [chat.data[turn.start : turn.content_end] for turn in chat.turns] == [
+        b"The quick brown fox.",
+        b"Lazy.",
+    ]
     assert {chat.data[turn.content_end : turn.end] for turn in chat.turns} == {b"<|im_end|>"}
     closing = chat.encoded.ids[chat.encoded.ends == chat.turns[0].end].tolist()
     assert closing == [tokenizer.vocabulary["<|im_end|>"]]
@@ -146,5 +164,7 @@ def test_places_of_turns(tokenizer):
 
 def test_turns_that_cannot_be_placed_are_refused():
     for template in (COUNTS_UNMARKED, COUNTS_MARKED):
-        with pytest.raises(DataError, match="(?s)message 3: the assistant turn cannot be found.*why:.*do: .*completion"):
+        with pytest.raises(
+            DataError, match="(?s)message 3: the assistant turn cannot be found.*why:.*do: .*completion"
+        ):
             HuggingFaceTokenizer(train_hf_tokenizer(template)).encode_turns(CHAT)

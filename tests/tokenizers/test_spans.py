@@ -23,15 +23,23 @@ def placed(encoded):
 def normalizing(normalizer, trim_offsets=False):
     hf = train_hf_tokenizer()
     hf.backend_tokenizer.normalizer = normalizer
-    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trim_offsets)
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, trim_offsets=trim_offsets
+    )
     return HuggingFaceTokenizer(hf)
 
 
-@pytest.mark.parametrize("text", ["The quick fox.", "caf\u00e9 \u4f60\u597d", "\U0001f600\0\t\n", "<|endoftext|>", ""])
+@pytest.mark.parametrize(
+    "text", ["The quick fox.", "caf\u00e9 \u4f60\u597d", "\U0001f600\0\t\n", "<|endoftext|>", ""]
+)
 def test_byte_level_tokens_are_exact_even_inside_characters(tokenizer, text):
     encoded = tokenizer.encode_spans(text)
-    assert encoded.ids.tolist() == tokenizer.encode(text) and encoded.ids.dtype == encoded.ends.dtype == np.int64
-    assert [text.encode()[start:end] for start, end in placed(encoded)] == [tokenizer.token_bytes[i] for i in encoded.ids]
+    assert (
+        encoded.ids.tolist() == tokenizer.encode(text) and encoded.ids.dtype == encoded.ends.dtype == np.int64
+    )
+    assert [text.encode()[start:end] for start, end in placed(encoded)] == [
+        tokenizer.token_bytes[i] for i in encoded.ids
+    ]
 
 
 def test_a_blank_before_the_text_is_no_text(tokenizer):
@@ -41,7 +49,11 @@ def test_a_blank_before_the_text_is_no_text(tokenizer):
     assert [names[i] for i in encoded.ids.tolist()] == ["<s>", "\u2581the", "\u2581fox"]
     assert placed(encoded) == [(-1, -1), (0, 3), (3, 7)]
     assert placed(llama.encode_spans("the fox", continuation=True)) == [(0, 3), (3, 7)]
-    assert placed(llama.encode_spans(" the")) == [(-1, -1), (0, 4), (0, 4)]  # the blank before the text shares a span
+    assert placed(llama.encode_spans(" the")) == [
+        (-1, -1),
+        (0, 4),
+        (0, 4),
+    ]  # the blank before the text shares a span
     assert placed(llama.encode_spans("\u4f60")) == [(-1, -1), (0, 1), (0, 1), (1, 2), (2, 3)]
 
 
@@ -49,10 +61,15 @@ def test_blanks_after_control_tokens_are_no_text():
     """As Llama's tokenizers put them into conversations; bytes of a character stay apart there, too."""
     pieces = [b"</s>", b" fox", b" ", *(bytes([byte]) for byte in "\u4f60".encode())]
     data, ids = "fox</s>\u4f60 fox</s> fox".encode(), [1, 0, 2, 3, 4, 5, 1, 0, 1]
-    encoded = locate(ids, np.ones(9, dtype=bool), pieces, data, lambda: pytest.fail("the pieces spell the text"))
+    encoded = locate(
+        ids, np.ones(9, dtype=bool), pieces, data, lambda: pytest.fail("the pieces spell the text")
+    )
     assert placed(encoded) == [(0, 3), (3, 7), (7, 8), (7, 8), (8, 9), (9, 10), (10, 14), (14, 18), (18, 22)]
     other = np.array([[0, 3], [3, 7]])
-    assert placed(locate([1, 0], np.ones(2, dtype=bool), pieces, b"fax</s>", lambda: other)) == [(0, 3), (3, 7)]
+    assert placed(locate([1, 0], np.ones(2, dtype=bool), pieces, b"fax</s>", lambda: other)) == [
+        (0, 3),
+        (3, 7),
+    ]
 
 
 def test_sentencepiece_bytes_and_unknown_characters(spm_file):
@@ -82,11 +99,17 @@ def test_lower_casing_that_changes_the_length_of_characters():
     text = "\u0130X THE fox"  # its lower case has one code point more
     encoded = tokenizer.encode_spans(text)
     for end in {end for _, end in placed(encoded)}:
-        assert tokenizer.decode(encoded.ids[encoded.ends <= end].tolist()) == text.encode()[:end].decode().lower()
+        assert (
+            tokenizer.decode(encoded.ids[encoded.ends <= end].tolist())
+            == text.encode()[:end].decode().lower()
+        )
 
 
 def test_trimmed_offsets_never_cut_a_blank_off_its_token():
-    exact, trimmed = normalizing(normalizers.Lowercase()), normalizing(normalizers.Lowercase(), trim_offsets=True)
+    exact, trimmed = (
+        normalizing(normalizers.Lowercase()),
+        normalizing(normalizers.Lowercase(), trim_offsets=True),
+    )
     text = "The quick  Fox \n jumps over the lazy Dog. "
     ends = {end for _, end in placed(exact.encode_spans(text))}
     found = {end for _, end in placed(trimmed.encode_spans(text))}
@@ -100,7 +123,9 @@ def test_characters_that_are_dropped_belong_to_the_token_before():
 
 def test_dropped_blanks_belong_to_the_token_after():
     pieces = [b"foo", b"bar", None]
-    encoded = locate([2, 0, 1], np.array([True] * 3), pieces, b"x foo bar", lambda: np.array([[0, 1], [2, 5], [6, 9]]))
+    encoded = locate(
+        [2, 0, 1], np.array([True] * 3), pieces, b"x foo bar", lambda: np.array([[0, 1], [2, 5], [6, 9]])
+    )
     assert placed(encoded) == [(0, 1), (1, 5), (5, 9)]
 
 
@@ -112,7 +137,12 @@ def test_offsets_that_overlap_share_a_span():
 
 def test_offsets_in_bytes():
     text = "a\u00e9\u4f60\U0001f600b"
-    assert byte_offsets(text, [(0, 1), (1, 2), (2, 4), (4, 5)]).tolist() == [[0, 1], [1, 3], [3, 10], [10, 11]]
+    assert byte_offsets(text, [(0, 1), (1, 2), (2, 4), (4, 5)]).tolist() == [
+        [0, 1],
+        [1, 3],
+        [3, 10],
+        [10, 11],
+    ]
     assert byte_offsets("", []).shape == (0, 2)
 
 
@@ -130,11 +160,17 @@ def test_a_lone_surrogate_is_refused(kind, tokenizer, spm_file, tmp_path):
         pytest.importorskip("tiktoken")
     other = {"byte level": lambda: tokenizer, "sentencepiece": lambda: open_tokenizer(spm_file)}
     subject = other.get(kind, lambda: open_tokenizer(write_ranks(tmp_path)))()
-    with pytest.raises(DataError, match="(?s)character 2 of the text is a lone surrogate .U.DC00.*why:.*do:  repair"):
+    with pytest.raises(
+        DataError, match="(?s)character 2 of the text is a lone surrogate .U.DC00.*why:.*do:  repair"
+    ):
         subject.encode_spans("ab\udc00")
 
 
 def test_a_tokenizer_whose_tokens_have_no_known_bytes_is_refused():
-    bert = HuggingFaceTokenizer(BertTokenizer(vocab={"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4, "fox": 5}))
-    with pytest.raises(UsageError, match="(?s)bytes of the tokenizer's tokens are not known: its decoder is WordPiece.*do: "):
+    bert = HuggingFaceTokenizer(
+        BertTokenizer(vocab={"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4, "fox": 5})
+    )
+    with pytest.raises(
+        UsageError, match="(?s)bytes of the tokenizer's tokens are not known: its decoder is WordPiece.*do: "
+    ):
         bert.encode_spans("fox")

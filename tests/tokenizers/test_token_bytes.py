@@ -13,7 +13,18 @@ from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.pieces import byte_characters, split_valid
 from tests.tokenizers.trained import llama_tokenizer, train_hf_tokenizer, write_ranks
 
-FRAGMENTS = [b"the", b" the", b"  the", b"\n", b"\xe4\xbd\xa0", b"\xe4\xbd", b"\xa0 the", b"\0", b"12 fox", b"<|endoftext|>"]
+FRAGMENTS = [
+    b"the",
+    b" the",
+    b"  the",
+    b"\n",
+    b"\xe4\xbd\xa0",
+    b"\xe4\xbd",
+    b"\xa0 the",
+    b"\0",
+    b"12 fox",
+    b"<|endoftext|>",
+]
 
 
 @pytest.fixture(params=["byte level", "llama", "tiktoken"])
@@ -55,16 +66,26 @@ def test_added_tokens_are_text_unless_they_are_special():
 def test_metaspace():
     tokenizer = HuggingFaceTokenizer(llama_tokenizer())
     pieces = {string: tokenizer.token_bytes[i] for string, i in tokenizer.vocabulary.items()}
-    assert pieces["\u2581the"] == b" the" and pieces["<0xE4>"] == b"\xe4" and pieces["<unk>"] is pieces["<s>"] is None
+    assert (
+        pieces["\u2581the"] == b" the"
+        and pieces["<0xE4>"] == b"\xe4"
+        and pieces["<unk>"] is pieces["<s>"] is None
+    )
     assert tokenizer.roles == {"bos": 1, "eos": 2, "unk": 0}
 
 
 def test_sentencepiece(spm_file):
     tokenizer = load_tokenizer("SentencePieceTokenizer", spm_file)
-    assert tokenizer.token_bytes[:4] == (None, None, None, b" ") and tokenizer.roles == {"unk": 0, "bos": 1, "eos": 2}
+    assert tokenizer.token_bytes[:4] == (None, None, None, b" ") and tokenizer.roles == {
+        "unk": 0,
+        "bos": 1,
+        "eos": 2,
+    }
     assert b"".join(tokenizer.token_bytes[i] for i in tokenizer.spell(b"the fox")) == b"the fox"
     assert tokenizer.spell(b" fox") == tuple(tokenizer.encode("fox"))
-    assert tokenizer.spell("\u4f60".encode()) is None and tokenizer.spell(b"\xe4") is None  # no bytes in this vocabulary
+    assert (
+        tokenizer.spell("\u4f60".encode()) is None and tokenizer.spell(b"\xe4") is None
+    )  # no bytes in this vocabulary
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS)
@@ -93,15 +114,23 @@ def test_runs_of_text_and_single_bytes():
 def test_roles_of_a_chat_model(tokenizer):
     assert tokenizer.roles == {"eos": tokenizer.eos_id, "end_of_turn": tokenizer.vocabulary["<|im_end|>"]}
     assert "end_of_turn" not in HuggingFaceTokenizer(train_hf_tokenizer(template=None)).roles
-    assert "end_of_turn" not in HuggingFaceTokenizer(train_hf_tokenizer(template="{{ raise_exception('no') }}")).roles
+    assert (
+        "end_of_turn"
+        not in HuggingFaceTokenizer(train_hf_tokenizer(template="{{ raise_exception('no') }}")).roles
+    )
 
 
 def test_rank_files(tmp_path):
     pytest.importorskip("tiktoken")
     path = write_ranks(tmp_path)
     tokenizer = load_tokenizer("TiktokenTokenizer", str(path))
-    assert tokenizer.encode("the the 12") == [257, 258, 0x20, 259] and tokenizer.decode([257, 258]) == "the the"
-    assert tokenizer.eos_id == tokenizer.pad_id == tokenizer.roles["eos"] == 50256 and tokenizer.vocab_size == 50257
+    assert (
+        tokenizer.encode("the the 12") == [257, 258, 0x20, 259] and tokenizer.decode([257, 258]) == "the the"
+    )
+    assert (
+        tokenizer.eos_id == tokenizer.pad_id == tokenizer.roles["eos"] == 50256
+        and tokenizer.vocab_size == 50257
+    )
     assert tokenizer.token_bytes[:256] == tuple(bytes([byte]) for byte in range(256))
     assert tokenizer.token_bytes[50256] is tokenizer.token_bytes[300] is None
     assert tokenizer.vocabulary["<|endoftext|>"] == 50256 and tokenizer.special_tokens == {"<|endoftext|>"}
@@ -116,7 +145,11 @@ def test_rank_files(tmp_path):
     ("name", "content", "message"),
     [
         ("mine.tiktoken", b"", "the encoding mine is not known"),
-        ("r50k_base.tiktoken", b"version https://git-lfs.github.com/spec/v1\n", "is not a tiktoken rank file"),
+        (
+            "r50k_base.tiktoken",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is not a tiktoken rank file",
+        ),
     ],
 )
 def test_rank_files_that_cannot_be_read(tmp_path, name, content, message):
@@ -135,5 +168,9 @@ def test_rank_files_need_their_package(tmp_path, monkeypatch):
 
 def test_open_tokenizer(tokenizer, hf_dir, spm_file):
     assert open_tokenizer(tokenizer) is tokenizer
-    assert open_tokenizer(hf_dir).fingerprint == open_tokenizer(train_hf_tokenizer()).fingerprint == tokenizer.fingerprint
+    assert (
+        open_tokenizer(hf_dir).fingerprint
+        == open_tokenizer(train_hf_tokenizer()).fingerprint
+        == tokenizer.fingerprint
+    )
     assert open_tokenizer(spm_file).vocab_size == 50

@@ -14,7 +14,13 @@ from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.load import load_tokenizer
 from tests.tokenizers.trained import CHATML, train_hf_tokenizer
 
-TEXTS = ["The quick brown fox.", "", " two  spaces\n\nand lines ", "caf\u00e9 \u4f60\u597d \U0001f600", "x" * 3000]
+TEXTS = [
+    "The quick brown fox.",
+    "",
+    " two  spaces\n\nand lines ",
+    "caf\u00e9 \u4f60\u597d \U0001f600",
+    "x" * 3000,
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -74,7 +80,9 @@ def test_sentencepiece(spm_file):
 def test_fingerprint_survives_use_pickling_and_moving(kind, hf_dir, spm_file, tmp_path):
     tokenizer = load_tokenizer(kind, hf_dir if kind.startswith("H") else spm_file)
     moved = tmp_path / "moved"
-    (shutil.copytree if kind.startswith("H") else shutil.copy)(hf_dir if kind.startswith("H") else spm_file, moved)
+    (shutil.copytree if kind.startswith("H") else shutil.copy)(
+        hf_dir if kind.startswith("H") else spm_file, moved
+    )
     tokenizer.encode("The fox")
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert tokenizer.fingerprint == copy.fingerprint == load_tokenizer(kind, str(moved)).fingerprint
@@ -83,7 +91,9 @@ def test_fingerprint_survives_use_pickling_and_moving(kind, hf_dir, spm_file, tm
 
 def test_fingerprint_sees_template_and_vocabulary(tokenizer):
     assert HuggingFaceTokenizer(train_hf_tokenizer()).fingerprint == tokenizer.fingerprint
-    assert HuggingFaceTokenizer(train_hf_tokenizer(template=CHATML + " ")).fingerprint != tokenizer.fingerprint
+    assert (
+        HuggingFaceTokenizer(train_hf_tokenizer(template=CHATML + " ")).fingerprint != tokenizer.fingerprint
+    )
     assert HuggingFaceTokenizer(train_hf_tokenizer(vocab_size=340)).fingerprint != tokenizer.fingerprint
 
 
@@ -113,14 +123,22 @@ def test_a_longer_base_vocabulary_is_a_difference(tokenizer):
 
 
 def test_a_shared_special_token_under_another_id_is_a_difference(tokenizer):
-    swapped = HuggingFaceTokenizer(train_hf_tokenizer(specials=("<|endoftext|>", "<|im_end|>", "<|im_start|>")))
-    assert tokenizer.vocabulary_difference(swapped).startswith("id 1: '<|im_start|>' here, '<|im_end|>' there")
+    swapped = HuggingFaceTokenizer(
+        train_hf_tokenizer(specials=("<|endoftext|>", "<|im_end|>", "<|im_start|>"))
+    )
+    assert tokenizer.vocabulary_difference(swapped).startswith(
+        "id 1: '<|im_start|>' here, '<|im_end|>' there"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "model", "message"),
     [
-        ("GPT2BPETokenizer", "x", "--tokenizer-type GPT2BPETokenizer is not known\n  do:  use one of HuggingFaceTokenizer"),
+        (
+            "GPT2BPETokenizer",
+            "x",
+            "--tokenizer-type GPT2BPETokenizer is not known\n  do:  use one of HuggingFaceTokenizer",
+        ),
         ("HuggingFaceTokenizer", "EMPTY", "holds no tokenizer\n  why: none of tokenizer.json"),
         ("SentencePieceTokenizer", "missing.model", "is not a file\n  why: "),
         ("SentencePieceTokenizer", "JUNK", "is not a SentencePiece model\n  why: "),

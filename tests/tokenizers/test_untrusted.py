@@ -22,9 +22,14 @@ def test_code_of_a_folder_is_not_run(hf_dir, tmp_path, own_class):
     folder, mark = shutil.copytree(hf_dir, tmp_path / "model"), tmp_path / "was run"
     (folder / "remote.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Remote: ...\n")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"auto_map": {"AutoTokenizer": ["remote.Remote", "remote.Remote"]}, "tokenizer_class": own_class}
+    settings |= {
+        "auto_map": {"AutoTokenizer": ["remote.Remote", "remote.Remote"]},
+        "tokenizer_class": own_class,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"model_type": "remote", "auto_map": {"AutoConfig": "remote.Remote"}}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "remote", "auto_map": {"AutoConfig": "remote.Remote"}})
+    )
     try:
         ids = load_tokenizer("HuggingFaceTokenizer", str(folder)).encode("The fox")
     except UsageError as error:
@@ -45,9 +50,14 @@ def llama(hf_dir, tmp_path):
 def sentence_piece(hf_dir, tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=320, minloglevel=2, model_type="bpe",
-        byte_fallback=True, control_symbols=["<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        vocab_size=320,
+        minloglevel=2,
+        model_type="bpe",
+        byte_fallback=True,
+        control_symbols=["<|im_start|>", "<|im_end|>"],
+    )
     (tmp_path / "s.model").write_bytes(model.getvalue())
     return load_tokenizer("SentencePieceTokenizer", str(tmp_path / "s.model"))
 
@@ -63,10 +73,14 @@ def test_control_tokens_in_a_text_are_text(open_one, hf_dir, tmp_path):
     tokenizer = open_one(hf_dir, tmp_path)
     control = sorted(tokenizer.special_tokens - {"<unk>"})
     assert control
-    around = {*tokenizer.encode("a")} & {tokenizer.vocabulary[string] for string in control}  # BOS, where it is configured
+    around = {*tokenizer.encode("a")} & {
+        tokenizer.vocabulary[string] for string in control
+    }  # BOS, where it is configured
     for text in (*control, f"x{control[0]}y", "".join(control)):
         ids = tokenizer.encode(text)
         added = [i for i in ids if i in {tokenizer.vocabulary[string] for string in control}]
         assert len(added) == len(around), f"{text!r} became {ids}"
         assert tokenizer.decode([i for i in ids if i not in around]).strip() == text
-        assert not {tokenizer.vocabulary[string] for string in control} & {*tokenizer.encode_continuation(text)}
+        assert not {tokenizer.vocabulary[string] for string in control} & {
+            *tokenizer.encode_continuation(text)
+        }

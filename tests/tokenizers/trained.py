@@ -29,7 +29,9 @@ CHATML = (
 )
 
 
-def train_hf_tokenizer(template=CHATML, specials=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), vocab_size=350):
+def train_hf_tokenizer(
+    template=CHATML, specials=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), vocab_size=350
+):
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -75,17 +77,30 @@ def llama_tokenizer():
     merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "f"), ("o", "x"), ("\u2581f", "ox")]
     vocabulary = {name: i for i, name in enumerate(names)}
     backend = Backend(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def write_ranks(folder):
     """A small rank file under the name of GPT-2's: the single bytes, then a few merges."""
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"12", b"\xe4\xbd", b"\xe4\xbd\xa0"]
+    pieces = [bytes([byte]) for byte in range(256)] + [
+        b"th",
+        b"the",
+        b" the",
+        b"12",
+        b"\xe4\xbd",
+        b"\xe4\xbd\xa0",
+    ]
     path = folder / "r50k_base.tiktoken"
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces)))
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(piece), rank) for rank, piece in enumerate(pieces))
+    )
     return path

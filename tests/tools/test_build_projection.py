@@ -38,7 +38,9 @@ def figures_of(output: str) -> tuple[float, float]:
 
 
 def test_a_relation_is_written_and_audited(paths, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": SOURCE}) + "\n" + json.dumps({"text": SAMPLE}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": SOURCE}) + "\n" + json.dumps({"text": SAMPLE}) + "\n"
+    )
     output = tmp_path / "out" / "relation.npz"
     command = [sys.executable, TOOL, "--student", paths[0], "--teacher", paths[1], "--output", output]
     command += ["--audit-data", tmp_path / "a.jsonl"]
@@ -105,7 +107,11 @@ def test_bad_and_missing_records_are_named(paths, tmp_path, capsys):
     common = ["--student", paths[0], "--teacher", paths[1], "--audit-data"]
     (tmp_path / "bad.jsonl").write_text('{"text": "ok"}\n{"text": 1}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert main([*common, str(tmp_path / "bad.jsonl")]) == main([*common, str(tmp_path / "empty.jsonl")]) == EXIT_DATA
+    assert (
+        main([*common, str(tmp_path / "bad.jsonl")])
+        == main([*common, str(tmp_path / "empty.jsonl")])
+        == EXIT_DATA
+    )
     errors = capsys.readouterr().err
     assert "bad.jsonl:2: text is a number" in errors and "empty.jsonl holds no record" in errors
 
@@ -113,10 +119,19 @@ def test_bad_and_missing_records_are_named(paths, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.download
 def test_real_vocabularies_take_seconds_and_little_memory(tokenizer_paths):  # noqa: F811
-    command = [sys.executable, TOOL, "--student", tokenizer_paths["qwen3"], "--teacher", tokenizer_paths["mistral"]]
+    command = [
+        sys.executable,
+        TOOL,
+        "--student",
+        tokenizer_paths["qwen3"],
+        "--teacher",
+        tokenizer_paths["mistral"],
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == EXIT_DONE, result.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 60  # of one core, however busy it is
+    assert (
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 60
+    )  # of one core, however busy it is
     assert figures_of(result.stdout)[1] <= 2

@@ -10,7 +10,13 @@ from tools.compare_runs import main
 def write_run(folder, losses, agreement=0.5, time_ms=100.0, share=0.25):
     folder.mkdir()
     lines = [
-        {"iteration": step, "loss": loss, "top1_agreement": agreement, "step_time_ms": time_ms, "teacher_share": share}
+        {
+            "iteration": step,
+            "loss": loss,
+            "top1_agreement": agreement,
+            "step_time_ms": time_ms,
+            "teacher_share": share,
+        }
         for step, loss in enumerate(losses, 1)
     ]
     lines.append({"iteration": len(losses), "split": "valid", "loss": 9.0})
@@ -50,14 +56,18 @@ def test_best_has_a_direction(run, capsys):
     a, b = run("a", [2.0, 3.0], agreement=0.5), run("b", [2.5, 2.6], agreement=0.7)
     main([a, b])
     shown = capsys.readouterr().out
-    assert row(shown, "train", "loss")[3:5] == ["2", "2.5"] and row(shown, "train", "top1_agreement")[3:5] == ["0.5", "0.7"]
+    assert row(shown, "train", "loss")[3:5] == ["2", "2.5"] and row(shown, "train", "top1_agreement")[
+        3:5
+    ] == ["0.5", "0.7"]
 
 
 def test_only_common_steps_and_chosen_keys_are_compared(run, capsys):
     a, b = run("a", [2.0, 3.0, 4.0]), run("b", [2.0, 3.0], agreement=0.6)
     assert main([a, b, "--keys", "loss"]) == 0
     shown = capsys.readouterr().out
-    assert "3 steps" in shown and row(shown, "train", "loss")[:2] == ["3", "3"] and "top1_agreement" not in shown
+    assert (
+        "3 steps" in shown and row(shown, "train", "loss")[:2] == ["3", "3"] and "top1_agreement" not in shown
+    )
 
 
 def test_runs_without_a_common_step_are_refused(run, tmp_path, capsys):

@@ -84,7 +84,9 @@ def test_wrong_number_of_processes(original, tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, monkeypatch, capsys):
-    assert exit_code(convert_hf_to_mcore, monkeypatch, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
+    assert (
+        exit_code(convert_hf_to_mcore, monkeypatch, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
+    )
     assert "already holds checkpoints" in capsys.readouterr().err
 
 
@@ -106,7 +108,9 @@ def test_the_configuration_of_another_model(original, checkpoint, tmp_path, monk
     other = make_model(tmp_path / "other", "llama", num_key_value_heads=6)
     args = ["--load", checkpoint, "--hf-out", tmp_path / "out", "--reference-hf", other]
     assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
-    assert "is a checkpoint of another model: it has num_query_groups 3 instead of 6" in capsys.readouterr().err
+    assert (
+        "is a checkpoint of another model: it has num_query_groups 3 instead of 6" in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -40,7 +40,9 @@ def test_tables_have_as_many_cells_in_every_row():
 
 def test_errors_are_found_with_their_texts_and_exit_codes():
     found = {error.what: error for error in make_docs.raised_errors()}
-    divisible = found["global-batch-size ... is not divisible by micro-batch-size ... x data-parallel ... = ..."]
+    divisible = found[
+        "global-batch-size ... is not divisible by micro-batch-size ... x data-parallel ... = ..."
+    ]
     assert (divisible.exit_code, divisible.file) == (64, "mkd/plan/batch.py")
     assert divisible.why == "every data-parallel rank runs the same number of whole micro-batches in a step"
     assert divisible.do == "use ..."
@@ -75,7 +77,9 @@ def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkd").mkdir()
     written = make_docs.ROOT / "docs" / "troubleshooting.md"
-    (tmp_path / "docs" / "troubleshooting.md").write_text(written.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "docs" / "troubleshooting.md").write_text(
+        written.read_text(encoding="utf-8"), encoding="utf-8"
+    )
     monkeypatch.setattr(make_docs, "ROOT", tmp_path)
     assert make_docs.main(["--check"]) == 1
     assert "out of date: docs/flags.md" in capsys.readouterr().out

@@ -36,9 +36,14 @@ def line_of(lines: list[str], subject: str) -> str:
 
 
 def test_this_environment_can_run(tmp_path):
-    code, lines = run_doctor("--folder", str(tmp_path / "not" / "there"), NCCL_DEBUG="WARN", TORCH_API_KEY="hidden")
+    code, lines = run_doctor(
+        "--folder", str(tmp_path / "not" / "there"), NCCL_DEBUG="WARN", TORCH_API_KEY="hidden"
+    )
     assert (code, lines[0], lines[-1]) == (0, "--- mkd doctor", "--- a run can start")
-    assert line_of(lines, "megatron-core").startswith("ok") and line_of(lines, "disk").split()[2].replace(".", "").isdigit()
+    assert (
+        line_of(lines, "megatron-core").startswith("ok")
+        and line_of(lines, "disk").split()[2].replace(".", "").isdigit()
+    )
     assert "NCCL_DEBUG=WARN" in line_of(lines, "environment") and "hidden" not in "".join(lines)
 
 
@@ -53,7 +58,9 @@ def test_half_installed_and_unrelated_packages_are_explained(tmp_path):
     assert line_of(lines, "Transformer Engine").startswith("FAIL  Transformer Engine    installed in part")
     assert "--no-build-isolation" in text and "pip uninstall transformer-engine" in text
     assert "unrelated package" in line_of(lines, "apex") and "pip uninstall apex" in text
-    assert line_of(lines, "protobuf").startswith("FAIL") and "transformers reads SentencePiece" in line_of(lines, "protobuf")
+    assert line_of(lines, "protobuf").startswith("FAIL") and "transformers reads SentencePiece" in line_of(
+        lines, "protobuf"
+    )
 
 
 def test_an_import_that_ends_its_process_is_a_line(tmp_path):
@@ -72,14 +79,21 @@ def test_what_a_check_found_before_it_failed_stays(monkeypatch, tmp_path):
         monkeypatch.setattr(doctor, name, lambda: iter(()))
     monkeypatch.setattr(doctor, "_torch", torch_and_driver)
     found = [finding for finding in doctor.examine(tmp_path) if finding.subject.startswith("torch")]
-    assert [(finding.level, finding.subject) for finding in found] == [("FAIL", "torch"), ("note", "torch_and_driver")]
+    assert [(finding.level, finding.subject) for finding in found] == [
+        ("FAIL", "torch"),
+        ("note", "torch_and_driver"),
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.0"])
 def test_another_megatron_is_named(monkeypatch, version):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     (finding,) = doctor._megatron()
-    assert finding.level == "FAIL" and version in finding.text and "pip install megatron-core==0.16.1" in finding.do
+    assert (
+        finding.level == "FAIL"
+        and version in finding.text
+        and "pip install megatron-core==0.16.1" in finding.do
+    )
 
 
 def test_a_folder_below_a_file_is_looked_at_where_it_would_be(tmp_path):
@@ -99,7 +113,11 @@ def test_no_run_starts_on_a_disk_without_room(tmp_path, monkeypatch):
     size = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: size._replace(free=0))
     (finding,) = doctor._disk(tmp_path / "a")
-    assert finding.level == "FAIL" and f"the disk of {tmp_path / 'a'} has no room left" == finding.text and finding.do
+    assert (
+        finding.level == "FAIL"
+        and f"the disk of {tmp_path / 'a'} has no room left" == finding.text
+        and finding.do
+    )
 
 
 def test_versions_are_those_of_setup():

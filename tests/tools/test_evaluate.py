@@ -32,7 +32,9 @@ def evaluate(ranks, files, *more, world_size=1):
 
 def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ranks):
     completions = ("--completions", files / "foxes.jsonl", "--num-fewshot", 1)
-    results = evaluate(ranks, files, *completions, "--student-hf", files / "student", "--out", files / "hf.json")
+    results = evaluate(
+        ranks, files, *completions, "--student-hf", files / "student", "--out", files / "hf.json"
+    )
     assert results[0].exit_code == 0, results[0].stderr
     assert "foxes: 5 continuations, 1 prompts cut to 128 tokens" in results[0].stdout
     found = json.loads((files / "hf.json").read_text())
@@ -65,9 +67,14 @@ def save_checkpoint(hf, save) -> None:
 
 
 def test_one_style_alone(files, ranks):
-    results = evaluate(ranks, files, "--student-hf", files / "student", "--styles", "letter", "--out", files / "one.json")
+    results = evaluate(
+        ranks, files, "--student-hf", files / "student", "--styles", "letter", "--out", files / "one.json"
+    )
     assert results[0].exit_code == 0, results[0].stderr
-    assert list(json.loads((files / "one.json").read_text())) == ["eval/animals/accuracy", "eval/animals/num_questions"]
+    assert list(json.loads((files / "one.json").read_text())) == [
+        "eval/animals/accuracy",
+        "eval/animals/num_questions",
+    ]
 
 
 def test_what_is_wrong_is_said_once(files, ranks):
@@ -84,9 +91,38 @@ def test_what_is_wrong_is_said_once(files, ranks):
 
 def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp_path):
     """Whatever it says of training, of its profile and checkpoints: those who run without training have none."""
-    argv = ["--student-hf", "s", "--data-path", "d", "--train-iters", "50", "--lr-warmup-iters", "5", "--async-save"]
-    argv += ["--save", "c", "--load", "c", "--accept-change", "data", "--keep-checkpoints", "2", "--ckpt-step", "3"]
-    argv += ["--profile", "--wandb-project", "p", "--kd-temperature", "3", "--config", str(tmp_path / "teachers.yaml")]
+    argv = [
+        "--student-hf",
+        "s",
+        "--data-path",
+        "d",
+        "--train-iters",
+        "50",
+        "--lr-warmup-iters",
+        "5",
+        "--async-save",
+    ]
+    argv += [
+        "--save",
+        "c",
+        "--load",
+        "c",
+        "--accept-change",
+        "data",
+        "--keep-checkpoints",
+        "2",
+        "--ckpt-step",
+        "3",
+    ]
+    argv += [
+        "--profile",
+        "--wandb-project",
+        "p",
+        "--kd-temperature",
+        "3",
+        "--config",
+        str(tmp_path / "teachers.yaml"),
+    ]
     teachers = "[{hf: a, temperature: 2}, {hf: b}]"
     (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config

@@ -16,7 +16,9 @@ FOR_DEVELOPERS = {"fetch_smollm2.py", "make_docs.py"}
 TOOLS = [path for path in sorted((ROOT / "tools").glob("*.py")) if path.name not in FOR_DEVELOPERS]
 
 
-@pytest.mark.parametrize("tool", [*TOOLS, ROOT / "launch" / "submit.py", ROOT / "pretrain_kd.py"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "tool", [*TOOLS, ROOT / "launch" / "submit.py", ROOT / "pretrain_kd.py"], ids=lambda path: path.stem
+)
 def test_a_wrong_flag_is_a_usage_error(tool):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(tool), "--no-such-flag", "x"]
@@ -38,7 +40,9 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
 
     assert main(None) == 0 and capsys.readouterr().err == ""
     assert main(own) == EXIT_DATA
-    assert capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + "error: no text\n  do:  give some\n"
+    assert (
+        capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + "error: no text\n  do:  give some\n"
+    )
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == ("" if rank == "1" else "error: no text\n  do:  give some\n")
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # a shell in a job's container, where nothing else speaks

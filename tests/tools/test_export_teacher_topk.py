@@ -52,9 +52,13 @@ def teacher_by_transformers(files: Path, cache: Path) -> dict:
 
     model = AutoModelForCausalLM.from_pretrained(files / "teacher", dtype=torch.float32).eval()
     datasets = open_datasets(
-        data_path=[str(files / "text.jsonl")], split=DATA[1], seq_length=32, vocab_size=307, cache_dir=str(files / "cache"),
+        data_path=[str(files / "text.jsonl")],
+        split=DATA[1],
+        seq_length=32,
+        vocab_size=307,
+        cache_dir=str(files / "cache"),
         tokenizer=load_tokenizer("HuggingFaceTokenizer", str(files / "student")),
-    )  # fmt: skip
+    )
     rows = {}
     for part, dataset in zip(("train", "valid"), datasets, strict=True):
         for index in range(len(dataset)):
@@ -96,15 +100,37 @@ def test_equals_transformers(single, files):
 LAYOUTS = {
     "TP2 SP": (2, ("--tensor-model-parallel-size", 2, "--sequence-parallel")),
     "PP2": (2, ("--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")),
-    "PP2 VPP2": (2, ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2,
-                     "--teacher-pipeline-layout", "1,1,1,0", "--global-batch-size", 12)),
+    "PP2 VPP2": (
+        2,
+        (
+            "--pipeline-model-parallel-size",
+            2,
+            "--num-virtual-stages-per-pipeline-rank",
+            2,
+            "--teacher-pipeline-layout",
+            "1,1,1,0",
+            "--global-batch-size",
+            12,
+        ),
+    ),
     "DP2 micro-batch 2": (2, ("--micro-batch-size", 2)),
-    "TP2 PP2": (4, ("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2,
-                    "--teacher-pipeline-layout", "1,2")),
-}  # fmt: skip
+    "TP2 PP2": (
+        4,
+        (
+            "--tensor-model-parallel-size",
+            2,
+            "--pipeline-model-parallel-size",
+            2,
+            "--teacher-pipeline-layout",
+            "1,2",
+        ),
+    ),
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * ("TP2 PP2" in one)) for one in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("TP2 PP2" in one)) for one in LAYOUTS]
+)
 def test_every_layout_writes_the_same(name, single, files, ranks):
     world_size, layout = LAYOUTS[name]
     cache = exported(ranks, files, name, "--k", 16, *T2, *layout, world_size=world_size)
@@ -176,8 +202,11 @@ def test_as_a_user_starts_it(files):
     argv = ["--out", files / "alone", "--k", 4, *flags(files, "alone log", *DATA)]
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "export_teacher_topk.py", *map(str, argv)],
-        cwd=files, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        cwd=files,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
     assert "packs, k = 4, " in done.stdout
     assert (files / "alone" / "valid-00000.parquet").exists()

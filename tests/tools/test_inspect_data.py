@@ -38,7 +38,12 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def arguments(models, tmp_path):
-    records = [{"text": "The fox\n"}, {"messages": CHAT}, {"prompt": "x", "completion": "The"}, {"text": "not shown"}]
+    records = [
+        {"text": "The fox\n"},
+        {"messages": CHAT},
+        {"prompt": "x", "completion": "The"},
+        {"text": "not shown"},
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return ["--align", "--input", str(tmp_path / "a.jsonl"), "--student", models[0], "--teacher", models[1]]
 
@@ -47,7 +52,9 @@ def test_every_kind_of_record(arguments, capsys):
     assert main(arguments) == EXIT_DONE
     first, chat, completion = capsys.readouterr().out.strip().split("\n\n")
     header, student, teacher = first.splitlines()
-    assert header.endswith("a.jsonl:1: 4 student tokens, 8 teacher tokens, 4 chunks (1-1 2, 1-N 2, M-1 0, M-N 0)")
+    assert header.endswith(
+        "a.jsonl:1: 4 student tokens, 8 teacher tokens, 4 chunks (1-1 2, 1-N 2, M-1 0, M-N 0)"
+    )
     assert student == "student |The| fo|x|\\n|" and teacher == "teacher |T+h+e| +f+o|x|\\n|"
     assert "|The|" in chat and "|<|im_end|>|" in chat and "(W)" in chat
     assert completion.splitlines()[1:] == ["student |(x)|The|", "teacher |(x)|T+h+e|"]
@@ -79,10 +86,15 @@ def test_bytes_that_are_no_text_are_escaped():
     tokenizer = HuggingFaceTokenizer(train_hf_tokenizer())
     ids = np.array(tokenizer.encode("\u4f60"))
     aligned = AlignedText(ids, ids, np.array([[0, 1, 0, 1], [1, 3, 1, 3]]))
-    assert view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\xe4|\xbd+\xa0|"
+    assert (
+        view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1]
+        == r"student |\xe4|\xbd+\xa0|"
+    )
     ids = np.array(tokenizer.encode("\x01\t\\"))
     aligned = AlignedText(ids, ids, np.array([[0, 1, 0, 1], [1, 2, 1, 2], [2, 3, 2, 3]]))
-    assert view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\x01|\t|\\|"
+    assert (
+        view_alignment(aligned, tokenizer, tokenizer, colour=False).splitlines()[1] == r"student |\x01|\t|\\|"
+    )
 
 
 def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
@@ -126,7 +138,10 @@ def test_packs_by_their_number(packs, capsys):
     run = [*packs, "--seq-length", "4", "--pack", "none", "--split", "1,1,0"]
     assert main([*run, "--samples", "1", "0"]) == EXIT_DONE
     output = capsys.readouterr().out
-    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("pack ")] == ["pack 1", "pack 0"]
+    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("pack ")] == [
+        "pack 1",
+        "pack 0",
+    ]
     assert main([*run, "--samples", "2"]) == EXIT_USAGE
     assert "--samples 2: the file becomes packs 0 to 1\n  why: " in capsys.readouterr().err
     assert main([*packs, "--no-append-eod"]) == EXIT_DONE and "endoftext" not in capsys.readouterr().out
@@ -141,13 +156,17 @@ def test_tokens_without_loss_have_another_colour(packs, capsys):
 
 def test_a_pieces_first_token_has_no_loss_of_its_own(packs, capsys):
     assert main([*packs, "--seq-length", "2", "--limit", "9"]) == EXIT_DONE
-    assert "|(x)|(\\n)|" in capsys.readouterr().out  # the piece is there for its label, the first token of the next piece
+    assert (
+        "|(x)|(\\n)|" in capsys.readouterr().out
+    )  # the piece is there for its label, the first token of the next piece
 
 
 def test_histogram(packs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main([*packs, "--histogram", str(tmp_path / "out.png")]) == EXIT_DONE
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "out.png").stat().st_size > 3000
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and (
+        tmp_path / "out.png"
+    ).stat().st_size > 3000
 
 
 def test_what_packs_refuse(packs, tmp_path, capsys, monkeypatch):

@@ -33,18 +33,24 @@ def test_plan_without_torch(models):
     code = "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
     code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules]); sys.exit(code)"
     argv = [*models, "--world-size", "4", "--pipeline-model-parallel-size", "2", "--pipeline-layout", "auto"]
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     *plan, modules = done.stdout.splitlines()
     assert modules == "[]"
     assert plan[0].startswith("2 packs = 1 per micro-batch x 1 micro-batches x 2 data-parallel")
-    assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith("memory of pipeline rank 1: ")
+    assert plan[1].startswith("student layers by stage: (") and plan[-1].startswith(
+        "memory of pipeline rank 1: "
+    )
 
 
 def test_plan_in_less_than_a_second(models):
     """Of CPU time, which is what it waits for: other processes of the machine do not count."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
@@ -56,7 +62,9 @@ def test_it_says_what_a_dry_run_says(tmp_path, ranks, capsys):
     assert main([*argv, "--world-size", "2"]) == 0
     shown = capsys.readouterr().out
     first, _ = run_main(ranks, [*argv, "--dry-run"], world_size=2)
-    assert "memory of pipeline rank 1: " in shown and "memory: does not fit; " in shown and shown in first.stdout
+    assert (
+        "memory of pipeline rank 1: " in shown and "memory: does not fit; " in shown and shown in first.stdout
+    )
 
 
 def test_every_teacher_is_planned(models, tmp_path, capsys):
@@ -77,7 +85,9 @@ def test_every_teacher_is_planned(models, tmp_path, capsys):
 def test_short_documents_make_attention_cheaper(models, capsys):
     def step_ms(*more: str) -> float:
         assert main([*models, "--seq-length", "65536", *more]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted step: "))
+        line = next(
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted step: ")
+        )
         return float(line.split()[2])
 
     assert step_ms("--document-length", "512") < step_ms() < 0.5 * step_ms("--document-length", "65536")
@@ -87,7 +97,11 @@ def test_short_documents_make_attention_cheaper(models, capsys):
     ("argv", "code", "text"),
     [
         (["--world-size", "3", "--tensor-model-parallel-size", "2"], 64, "3 processes do not divide"),
-        (["--world-size", "4", "--pipeline-model-parallel-size", "4"], 64, "6 layers do not divide over 4 pipeline stages"),
+        (
+            ["--world-size", "4", "--pipeline-model-parallel-size", "4"],
+            64,
+            "6 layers do not divide over 4 pipeline stages",
+        ),
         (["--world-size", "0"], 64, "--world-size"),
         (["--world-size", "4", "--no-such-flag"], 64, "--no-such-flag is not a flag of mkd"),
         (["--teacher-hf", "nowhere-at-all/"], 66, "nowhere-at-all"),

@@ -20,7 +20,10 @@ def test_curves_of_one_and_of_two_runs(tmp_path, capsys):
     assert main([a, "--keys", "loss"]) == 0
     assert capsys.readouterr().out.strip() == f"{a}/metrics.png"
     out = tmp_path / "both.png"
-    assert main([a, f"{b}/metrics.jsonl", "--out", str(out), "--keys", "loss", "step_time_ms", "top1_agreement"]) == 0
+    assert (
+        main([a, f"{b}/metrics.jsonl", "--out", str(out), "--keys", "loss", "step_time_ms", "top1_agreement"])
+        == 0
+    )
     assert colours(out) > colours(tmp_path / "a" / "metrics.png") > 2  # more lines, more colours
 
 
@@ -33,10 +36,16 @@ def test_runs_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "texts"),
     [
-        (["--out", "not/there.png"], ["not/there.png cannot be written: No such file or directory", "in a folder that exists"]),
+        (
+            ["--out", "not/there.png"],
+            ["not/there.png cannot be written: No such file or directory", "in a folder that exists"],
+        ),
         (["--out", "curves.xyz"], ["curves.xyz is no name for a picture", "give one with .png"]),
         (["--out", "curves"], ["curves is no name for a picture"]),
-        (["--keys", "loss", "los"], ["no record has a number for los\n", "name some of loss, top1_agreement"]),
+        (
+            ["--keys", "loss", "los"],
+            ["no record has a number for los\n", "name some of loss, top1_agreement"],
+        ),
     ],
 )
 def test_pictures_that_cannot_be_are_refused(argv, texts, tmp_path, monkeypatch, capsys):
@@ -61,5 +70,7 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     assert main([str(tmp_path)]) == 65 and "metrics.jsonl cannot be read" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 65 and "no records" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # how Python itself marks a module that cannot be imported
+    monkeypatch.setitem(
+        sys.modules, "matplotlib.figure", None
+    )  # how Python itself marks a module that cannot be imported
     assert main([str(tmp_path)]) == 64 and "matplotlib is not installed" in capsys.readouterr().err

@@ -23,7 +23,11 @@ def model(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("spm") / "m"
     sentences = iter(["The quick brown fox jumps over the lazy dog."] * 9)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences, model_prefix=str(prefix), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=sentences,
+        model_prefix=str(prefix),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     return f"{prefix}.model"
 
@@ -31,13 +35,24 @@ def model(tmp_path_factory):
 def test_files_become_a_corpus(model, tmp_path):
     for name, texts in (("a.jsonl", ["The fox"] * 300), ("b.jsonl", ["lazy dog", "brown"])):
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = [sys.executable, TOOL, "--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--output-prefix", tmp_path / "c"]
+    command = [
+        sys.executable,
+        TOOL,
+        "--input",
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        "--output-prefix",
+        tmp_path / "c",
+    ]
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--workers", 2]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_DONE and "Warning" not in result.stderr, result.stderr
     store = TokenStore.open(str(tmp_path / "c"))
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    assert len(store) == 302 and store.document(300)[0].tolist() == [*processor.encode("lazy dog"), processor.eos_id()]
+    assert len(store) == 302 and store.document(300)[0].tolist() == [
+        *processor.encode("lazy dog"),
+        processor.eos_id(),
+    ]
     numbers = re.search(r"302 documents, (\d+) tokens, (\d+) loss tokens, \d+ tokens/s", result.stdout)
     assert int(numbers[1]) == store.num_tokens and int(numbers[2]) == store.num_tokens - 302
 
@@ -47,7 +62,11 @@ def test_files_become_a_corpus(model, tmp_path):
     [
         ((), EXIT_DATA, "bad.jsonl:2: text is a number\n  why: "),
         (("--tokenizer-type", "Unknown"), EXIT_USAGE, "--tokenizer-type Unknown is not known"),
-        (("--characters-per-sample", "0"), EXIT_USAGE, "--characters-per-sample 0 is not a number of characters"),
+        (
+            ("--characters-per-sample", "0"),
+            EXIT_USAGE,
+            "--characters-per-sample 0 is not a number of characters",
+        ),
         (("--workers", "0"), EXIT_USAGE, "--workers 0 is not a number of processes"),
     ],
 )
@@ -63,7 +82,10 @@ def test_errors_have_their_exit_codes(model, tmp_path, capsys, options, exit_cod
 def test_eos_can_be_left_out(model, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "The fox"}\n')
     options = ["--tokenizer-model", model, "--tokenizer-type", "SentencePieceTokenizer", "--no-append-eod"]
-    assert main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *options]) == EXIT_DONE
+    assert (
+        main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c"), *options])
+        == EXIT_DONE
+    )
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     assert TokenStore.open(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")
 
@@ -79,7 +101,9 @@ def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, c
     ):
         assert main([*command, *more]) == EXIT_DONE
         store = TokenStore.open(str(tmp_path / "c"))
-        assert [store.document(i)[0].tolist() for i in range(len(store))] == [processor.encode(text) for text in texts]
+        assert [store.document(i)[0].tolist() for i in range(len(store))] == [
+            processor.encode(text) for text in texts
+        ]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["--help"])

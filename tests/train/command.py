@@ -49,10 +49,20 @@ def write_records(path: Path, *records) -> Path:
 
 def flags(files: Path, run: str, *more, **paths) -> list[str]:
     """The command line of a short run of `files`, logging to `run`. `paths`, by flag, replace its own; None: none."""
-    own = {"student_hf": "student", "teacher_hf": "teacher", "data_path": "text.jsonl", "data_cache_path": "cache"}
+    own = {
+        "student_hf": "student",
+        "teacher_hf": "teacher",
+        "data_path": "text.jsonl",
+        "data_cache_path": "cache",
+    }
     given = {name: path for name, path in (own | paths).items() if path is not None}
     words = [(f"--{name.replace('_', '-')}", files / path) for name, path in given.items()]
-    words += [("--log-dir", files / run), ("--seq-length", 32), ("--global-batch-size", BATCH), ("--train-iters", 2)]
+    words += [
+        ("--log-dir", files / run),
+        ("--seq-length", 32),
+        ("--global-batch-size", BATCH),
+        ("--train-iters", 2),
+    ]
     words += [("--lr", 1e-3), *[(word,) for word in more]]
     return [str(word) for pair in words for word in pair]
 
@@ -102,7 +112,9 @@ def with_fault(argv: list[str], text: str) -> tuple[int, str, str]:
         return call_main(argv)
 
 
-def poison(source: Path, folder: Path, value: float, tensor: str = "model.layers.1.mlp.down_proj.weight") -> Path:
+def poison(
+    source: Path, folder: Path, value: float, tensor: str = "model.layers.1.mlp.down_proj.weight"
+) -> Path:
     """A copy of a model with `value` in one element of one weight."""
     shutil.copytree(source, folder)
     for path in folder.glob("*.safetensors"):

@@ -61,8 +61,16 @@ class Size:
 
 SIZES = {
     "ci": Size(
-        student=dict(hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
-        flags=dict(seq_length=256, global_batch_size=1, train_iters=12, eval_interval=6, lr=1e-2, lr_warmup_iters=2),
+        student=dict(
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        ),
+        flags=dict(
+            seq_length=256, global_batch_size=1, train_iters=12, eval_interval=6, lr=1e-2, lr_warmup_iters=2
+        ),
         train_bytes=100_000,
         held_out_texts=16,
         text_bytes=500,
@@ -71,7 +79,14 @@ SIZES = {
     "gpu": Size(
         student=dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8)
         | dict(num_key_value_heads=4),
-        flags=dict(seq_length=1024, micro_batch_size=16, global_batch_size=16, train_iters=400, eval_interval=50, lr=1e-3)
+        flags=dict(
+            seq_length=1024,
+            micro_batch_size=16,
+            global_batch_size=16,
+            train_iters=400,
+            eval_interval=50,
+            lr=1e-3,
+        )
         | dict(lr_warmup_iters=40, bf16=True, num_workers=1, log_interval=50),
         train_bytes=25_000_000,
         held_out_texts=200,
@@ -80,7 +95,7 @@ SIZES = {
         parallel=3,
         documentation=True,
     ),
-}  # fmt: skip
+}
 
 
 def prepare(size: Size, folder: Path) -> Path:
@@ -91,7 +106,11 @@ def prepare(size: Size, folder: Path) -> Path:
         tokenizer = fetch_tokenizers(downloads_folder(scratch), ("mistral",))["mistral"]
         shutil.copyfile(tokenizer, folder / "tokenizer.model")
         library = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in sorted(library.rglob("*.py")) if not SKIPPED.intersection(file.relative_to(library).parts)]
+        files = [
+            file
+            for file in sorted(library.rglob("*.py"))
+            if not SKIPPED.intersection(file.relative_to(library).parts)
+        ]
         if size.documentation:
             subprocess.run(["apt-get", "download", DOCUMENTATION], check=True, cwd=scratch)
             subprocess.run(["dpkg-deb", "-x", next(scratch.glob("*.deb")), scratch], check=True)
@@ -113,11 +132,21 @@ def tokenise(folder: Path, teacher: Path) -> None:
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken import build_projection
 
-    student, own, cache = open_tokenizer(folder / "tokenizer.model"), open_tokenizer(teacher), folder / "cache"
+    student, own, cache = (
+        open_tokenizer(folder / "tokenizer.model"),
+        open_tokenizer(teacher),
+        folder / "cache",
+    )
     relation = build_projection(student, own, cache_dir=cache)
     text = TeacherText(tokenizer=own, vocab_size=own.vocab_size, spellings=relation.spellings)
-    open_datasets(data_path=[str(folder / "train.jsonl")], tokenizer=student, seq_length=1024, vocab_size=student.vocab_size,
-                  cache_dir=str(cache), teachers=[text])  # fmt: skip
+    open_datasets(
+        data_path=[str(folder / "train.jsonl")],
+        tokenizer=student,
+        seq_length=1024,
+        vocab_size=student.vocab_size,
+        cache_dir=str(cache),
+        teachers=[text],
+    )
 
 
 def pieces(text: str, max_bytes: int) -> Iterator[str]:
@@ -152,12 +181,16 @@ def make_student(size: Size, seed: int, folder: Path) -> None:
 
     torch.manual_seed(seed)
     rows = dict(vocab_size=32000, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True)
-    LlamaForCausalLM(LlamaConfig(**size.student, **rows, max_position_embeddings=2048)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**size.student, **rows, max_position_embeddings=2048)).save_pretrained(
+        folder
+    )
 
 
 def run_command(size: Size, ratio: float, seed: int, data: Path, teacher: Path, work: Path) -> list[str]:
     """The command line of one run."""
-    paths = dict(student_hf=work / f"student-{seed}", data_path=data / "train.jsonl", data_cache_path=data / "cache")
+    paths = dict(
+        student_hf=work / f"student-{seed}", data_path=data / "train.jsonl", data_cache_path=data / "cache"
+    )
     paths |= dict(tokenizer_type="SentencePieceTokenizer", tokenizer_model=data / "tokenizer.model")
     paths |= dict(eval_completions=data / "heldout.jsonl", log_dir=run_folder(work, ratio, seed))
     if ratio > 0:
@@ -174,7 +207,9 @@ def teacher_command(size: Size, data: Path, teacher: Path, work: Path) -> list[s
 
 def words(script: Path, **flags) -> list[str]:
     """A command line; a flag that is True stands alone."""
-    pairs = ([f"--{name.replace('_', '-')}", *([] if value is True else [value])] for name, value in flags.items())
+    pairs = (
+        [f"--{name.replace('_', '-')}", *([] if value is True else [value])] for name, value in flags.items()
+    )
     return [str(word) for word in (sys.executable, script, *(word for pair in pairs for word in pair))]
 
 
@@ -190,8 +225,11 @@ def run_all(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bo
     for seed in size.seeds:
         make_student(size, seed, work / f"student-{seed}")
     ratios = sorted(size.kd_ratios, reverse=True)  # those with a teacher take longest
-    jobs = [(run_folder(work, ratio, seed), run_command(size, ratio, seed, data, teacher, work))
-            for ratio in ratios for seed in size.seeds]  # fmt: skip
+    jobs = [
+        (run_folder(work, ratio, seed), run_command(size, ratio, seed, data, teacher, work))
+        for ratio in ratios
+        for seed in size.seeds
+    ]
     if score_teacher:
         jobs.append((work / "teacher", teacher_command(size, data, teacher, work)))
     tokenise(data, teacher)  # once for all, which do not wait for each other
@@ -218,7 +256,8 @@ def read_curve(folder: Path, step_tokens: int) -> list[dict]:
     records = [record for record in map(json.loads, lines) if record.get("split") == "tasks"]
     keys = dict(num_bytes="eval/heldout/num_bytes", bits_per_byte=METRIC)
     return [
-        {"step": r["iteration"], "tokens": r["iteration"] * step_tokens} | {key: r[name] for key, name in keys.items()}
+        {"step": r["iteration"], "tokens": r["iteration"] * step_tokens}
+        | {key: r[name] for key, name in keys.items()}
         for r in records
     ]
 
@@ -228,10 +267,14 @@ def compare(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bo
     start = time.perf_counter()
     run_all(size, data, teacher, work, score_teacher)
     curves = {
-        f"{ratio:g}": {str(seed): read_curve(run_folder(work, ratio, seed), size.step_tokens) for seed in size.seeds}
+        f"{ratio:g}": {
+            str(seed): read_curve(run_folder(work, ratio, seed), size.step_tokens) for seed in size.seeds
+        }
         for ratio in size.kd_ratios
     }
-    final = {ratio: summary([curve[-1]["bits_per_byte"] for curve in of.values()]) for ratio, of in curves.items()}
+    final = {
+        ratio: summary([curve[-1]["bits_per_byte"] for curve in of.values()]) for ratio, of in curves.items()
+    }
     scored = json.loads((work / "teacher.json").read_text())[METRIC] if score_teacher else None
     commands = [run_command(size, ratio, size.seeds[0], data, teacher, work)[1:] for ratio in size.kd_ratios]
     return {
@@ -250,8 +293,16 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 def show(results: dict) -> None:
     """Print the curves, one column a run, and the figures at their ends."""
-    runs = {f"kd {ratio}, seed {seed}": curve for ratio, of in results["curves"].items() for seed, curve in of.items()}
-    print("\nbits per byte of held-out text\n\n" + f"{'step':>8}{'tokens':>12}" + "".join(f"{name:>18}" for name in runs))
+    runs = {
+        f"kd {ratio}, seed {seed}": curve
+        for ratio, of in results["curves"].items()
+        for seed, curve in of.items()
+    }
+    print(
+        "\nbits per byte of held-out text\n\n"
+        + f"{'step':>8}{'tokens':>12}"
+        + "".join(f"{name:>18}" for name in runs)
+    )
     for points in zip(*runs.values(), strict=True):
         values = "".join(f"{point['bits_per_byte']:18.4f}" for point in points)
         print(f"{points[0]['step']:8}{points[0]['tokens']:12}{values}")
@@ -264,31 +315,51 @@ def show(results: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="ci")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="only make --data there")
-    parser.add_argument("--data", type=Path, help="folder with text, tokenizer and cache; not given: made below --work")
-    parser.add_argument("--teacher", type=Path, help="folder of SmolLM2-135M-Instruct; not given: below --work")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "cross_tokenizer", help="where everything is written")
-    parser.add_argument("--out", type=Path, help="where results are written (default: results.json in --work)")
-    parser.add_argument("--score-teacher", action="store_true", help="also score the teacher on the held-out text")
+    parser.add_argument(
+        "--data", type=Path, help="folder with text, tokenizer and cache; not given: made below --work"
+    )
+    parser.add_argument(
+        "--teacher", type=Path, help="folder of SmolLM2-135M-Instruct; not given: below --work"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "cross_tokenizer", help="where everything is written"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where results are written (default: results.json in --work)"
+    )
+    parser.add_argument(
+        "--score-teacher", action="store_true", help="also score the teacher on the held-out text"
+    )
     for name in ("train-iters", "eval-interval", "lr"):
-        parser.add_argument(f"--{name}", type=float if name == "lr" else int, help="in place of that of the size")
-    parser.add_argument("--kd-ratios", type=float, nargs="+", help="of the runs to compare; 0 is cross entropy alone")
+        parser.add_argument(
+            f"--{name}", type=float if name == "lr" else int, help="in place of that of the size"
+        )
+    parser.add_argument(
+        "--kd-ratios", type=float, nargs="+", help="of the runs to compare; 0 is cross entropy alone"
+    )
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--parallel", type=int, help="runs at a time")
     parser.add_argument("--xtoken-loss", help="of the runs with the teacher")
     args = parser.parse_args()
     size = SIZES[args.size]
     given = {name: value for name, value in vars(args).items() if value is not None}
-    flags = size.flags | {name: given[name] for name in ("train_iters", "eval_interval", "lr") if name in given}
+    flags = size.flags | {
+        name: given[name] for name in ("train_iters", "eval_interval", "lr") if name in given
+    }
     fields = ("kd_ratios", "seeds", "parallel", "xtoken_loss")
     size = replace(size, flags=flags, **{name: given[name] for name in fields if name in given})
     teacher = fetch_smollm2(args.teacher or args.work / "teacher")
     if args.prepare:
         tokenise(prepare(size, args.prepare), teacher)
         return 0
-    results = compare(size, args.data or prepare(size, args.work / "data"), teacher, args.work, args.score_teacher)
+    results = compare(
+        size, args.data or prepare(size, args.work / "data"), teacher, args.work, args.score_teacher
+    )
     show(results)
     out = args.out or args.work / "results.json"
     out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -55,7 +55,9 @@ def build(layout: Layout, config: Path):
 
     argv = layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
     plan = plan_run(load_config(argv).config, layout.ranks)
-    context = ParallelContext.create(detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp)
+    context = ParallelContext.create(
+        detect(), tensor_parallel=layout.tp, pipeline_parallel=layout.pp, virtual_stages=layout.vp
+    )
     return context, build_engine(plan, context)[0]
 
 
@@ -95,10 +97,14 @@ class _Recorder:
         loss, tokens, sums = self.objective(stage, batch, attach_riders(leaf, riders))
         loss.backward()
         objective = self.objective
-        self.weights.append(pack_weights(objective.kd, self.context, objective.teachers, stage, batch, riders))
+        self.weights.append(
+            pack_weights(objective.kd, self.context, objective.teachers, stage, batch, riders)
+        )
         states, count = [rider.squeeze(1) for rider in riders], len(batch.sample_ids)
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
-        self.recorded.append((*values, loss.item(), leaf.grad.squeeze(1)))  # plain: this module has another name on ranks
+        self.recorded.append(
+            (*values, loss.item(), leaf.grad.squeeze(1))
+        )  # plain: this module has another name on ranks
         return loss.detach(), tokens, sums
 
 
@@ -106,7 +112,9 @@ def logits_of(states: Tensor, head: Tensor, vocab_size: int) -> Tensor:
     return states.double() @ head.double()[:vocab_size].T
 
 
-def dense_weights(recorded: Recorded, heads: list[Tensor], metric: str, shares, temperature: float = 1.0) -> Tensor:
+def dense_weights(
+    recorded: Recorded, heads: list[Tensor], metric: str, shares, temperature: float = 1.0
+) -> Tensor:
     """[teachers, k] float64: `select`, or softmax(ln share - metric / temperature)."""
     values = []
     for states, head, size in zip(recorded.riders, heads[1:], VOCAB_SIZES[1:], strict=True):
@@ -124,10 +132,19 @@ def dense_weights(recorded: Recorded, heads: list[Tensor], metric: str, shares, 
     return torch.softmax(torch.tensor(shares).double().log()[:, None] - values / temperature, dim=0)
 
 
-def dense_loss(recorded: Recorded, hidden: Tensor, heads: list[Tensor], weights: Tensor, settings: list[dict], ratio: float):
+def dense_loss(
+    recorded: Recorded,
+    hidden: Tensor,
+    heads: list[Tensor],
+    weights: Tensor,
+    settings: list[dict],
+    ratio: float,
+):
     """(loss, weighted divergence of each teacher, its weight) as sums over the loss tokens of a micro-batch; float64."""
     student, labels = logits_of(hidden, heads[0], VOCAB_SIZES[0]), recorded.labels
-    total = (1 - ratio) * dense_kd(student, None, labels, recorded.mask, student_vocab_size=VOCAB_SIZES[0], kd_ratio=0.0).loss
+    total = (1 - ratio) * dense_kd(
+        student, None, labels, recorded.mask, student_vocab_size=VOCAB_SIZES[0], kd_ratio=0.0
+    ).loss
     parts = []
     for i, states in enumerate(recorded.riders):
         teacher, size = logits_of(states, heads[1 + i], VOCAB_SIZES[1 + i]), VOCAB_SIZES[1 + i]

@@ -11,15 +11,29 @@ import torch
 from mkd.data.eval_tasks import Task
 
 QUESTIONS = (
-    {"question": "the fox?", "choices": ["brown", "lazy", "over the dog"], "answer": "A", "subject": "quick_animals"},
+    {
+        "question": "the fox?",
+        "choices": ["brown", "lazy", "over the dog"],
+        "answer": "A",
+        "subject": "quick_animals",
+    },
     {"question": "who jumps?", "choices": ["dog", "the quick fox"], "answer": 1},
-    {"question": "the dog?", "choices": ["quick", "brown fox", "lazy", "fox", "dogs"], "answer": 2, "subject": "quick_animals"},
+    {
+        "question": "the dog?",
+        "choices": ["quick", "brown fox", "lazy", "fox", "dogs"],
+        "answer": 2,
+        "subject": "quick_animals",
+    },
     {"question": "over?", "choices": ["the dog", "fox"], "answer": 0, "subject": "quick_animals"},
     {"question": "jumps over whom?", "choices": ["the lazy dog", "it", "\u00e9"], "answer": "C"},
 )
 COMPLETIONS = (
     {"prompt": "the quick ", "completion": "brown fox"},
-    {"task_id": "HumanEval/0", "prompt": "def fox():\n", "canonical_solution": "    return 'jumps over the lazy dog'\n"},
+    {
+        "task_id": "HumanEval/0",
+        "prompt": "def fox():\n",
+        "canonical_solution": "    return 'jumps over the lazy dog'\n",
+    },
     {"text": "Write a function that jumps.", "code": "def jump(dog):\n    return dog", "test_list": []},
     {"prompt": "the quick brown fox jumps over the lazy dog. " * 14, "completion": "a lazy dog"},
     {"prompt": "", "completion": "the lazy dog \u65e5\u672c"},
@@ -43,7 +57,9 @@ def reference_scores(model: Path, tasks: Sequence[Task], seq_length: int) -> lis
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     scores = []
     for pair in (pair for task in tasks for pair in task.pairs()):
-        prompt, whole = (tokenizer(text)["input_ids"] for text in (pair.prompt, pair.prompt + pair.continuation))
+        prompt, whole = (
+            tokenizer(text)["input_ids"] for text in (pair.prompt, pair.prompt + pair.continuation)
+        )
         start = 0
         while start < min(len(prompt), len(whole)) and prompt[start] == whole[start]:
             start += 1

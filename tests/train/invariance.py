@@ -20,7 +20,9 @@ from tests.ranks import RankPool
 from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
-SPAN_MULTIPLE = 8  # of documents with padding: what the largest context parallelism of the table, CP4, asks for
+SPAN_MULTIPLE = (
+    8  # of documents with padding: what the largest context parallelism of the table, CP4, asks for
+)
 TOLERANCE = 1e-5
 
 
@@ -39,7 +41,14 @@ class Layout:
     permuted: bool = False
 
     def argv(self, student: Path, teacher: Path) -> list[str]:
-        argv = ["--student-hf", str(student), "--teacher-hf", str(teacher), "--data-path", str(student / "text.txt")]
+        argv = [
+            "--student-hf",
+            str(student),
+            "--teacher-hf",
+            str(teacher),
+            "--data-path",
+            str(student / "text.txt"),
+        ]
         argv += ["--kd-ratio", "0.5", "--kd-temperature", "2", "--seq-length", str(SEQ_LENGTH)]
         argv += ["--train-iters", "10", "--lr", "1e-4", "--clip-grad", "0.1", "--weight-decay", "0.1"]
         argv += ["--global-batch-size", str(NUM_PACKS), "--micro-batch-size", str(self.micro)]
@@ -85,14 +94,18 @@ LAYOUTS = (
     Layout("TP2 CP2 + sequence parallel, micro-batch 4", 4, tp=2, cp=2, micro=4, flags=SP),
     Layout("PP2 CP2", 4, pp=2, cp=2),
     Layout("PP2 VPP2 CP2 micro-batch 2", 4, pp=2, vp=2, cp=2, micro=2),
-    Layout("TP2 PP2 CP2 + SP, distributed, micro-batch 4", 8, tp=2, pp=2, cp=2, micro=4, flags=SP + DISTRIBUTED),
+    Layout(
+        "TP2 PP2 CP2 + SP, distributed, micro-batch 4", 8, tp=2, pp=2, cp=2, micro=4, flags=SP + DISTRIBUTED
+    ),
     Layout("CP2 micro-batch 4, documents permuted", 2, cp=2, micro=4, permuted=True),
     Layout("micro-batch 2", micro=2),
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
     Layout("documents permuted", permuted=True),
     Layout("all logits at once", flags=("--no-kd-fused-head",)),
-    Layout("TP2 + SP, all logits at once, micro-batch 4", 2, tp=2, micro=4, flags=(*SP, "--no-kd-fused-head")),
+    Layout(
+        "TP2 + SP, all logits at once, micro-batch 4", 2, tp=2, micro=4, flags=(*SP, "--no-kd-fused-head")
+    ),
     Layout("selective recomputation", flags=SELECTIVE),
     Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
     Layout("TP2 micro-batch 4, documents permuted", 2, tp=2, micro=4, permuted=True),
@@ -102,12 +115,20 @@ LAYOUTS = (
 def make_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
     """Student (8 layers, tied embeddings, 3 key/value heads) and teacher (16 layers, wider, larger vocabulary)."""
     student_sizes = dict(
-        num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3, head_dim=8, tie_word_embeddings=True
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        tie_word_embeddings=True,
     )
     teacher_sizes = dict(
-        num_hidden_layers=16, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4,
+        num_hidden_layers=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         vocab_size=330,
-    )  # fmt: skip
+    )
     student = make_model(folder / "student", "qwen3", seed=1, **student_sizes | (sizes or {}))
     teacher = make_model(folder / "teacher", "llama", seed=2, **teacher_sizes | (sizes or {}))
     return add_text(student), teacher
@@ -137,7 +158,9 @@ def fixed_packs(permuted: bool) -> list:
             ids = random.integers(0, 307, size=length + 1)
             mask = (random.random(length) < 0.7) * (index != 3)
             mask[-1] = 0
-            documents.append((length, [np.pad(column, (0, span - length)) for column in (ids[:-1], ids[1:], mask)]))
+            documents.append(
+                (length, [np.pad(column, (0, span - length)) for column in (ids[:-1], ids[1:], mask)])
+            )
         if index == 3:
             documents = [(6, [np.pad(column[:6], (0, SEQ_LENGTH - 6)) for column in documents[0][1]])]
         if permuted:
@@ -160,7 +183,9 @@ def microbatches(layout: Layout, context) -> list:
     return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
 
 
-def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
+def run_layout(
+    layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = NUM_UPDATES
+) -> dict:
     """On every rank: sums of one step and of an evaluation; gradients and updated weights exported by name."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
@@ -181,7 +206,9 @@ def run_layout(layout: Layout, student: Path, teacher: Path, out_dir: Path, num_
     return measure(engine, state, batches, student, out_dir, num_updates)
 
 
-def measure(engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
+def measure(
+    engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES
+) -> dict:
     """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
     from mkd.checkpoint.hf_assets import HFAssets
     from mkd.checkpoint.hf_writer import export_hf
@@ -204,9 +231,10 @@ def measure(engine, state, batches: list, student: Path, out_dir: Path, num_upda
         export_hf(chunks, shape, out_dir / "updated", **export)
     assert result.grad_norm > 0.1, "the updates must go through clipping"
     return {
-        "sums": objective.sums(sums).token_sums(), "evaluation": evaluation.token_sums(),
+        "sums": objective.sums(sums).token_sums(),
+        "evaluation": evaluation.token_sums(),
         "last": {**result.sums.token_sums(), "grad_norm": result.grad_norm},
-    }  # fmt: skip
+    }
 
 
 class gradients_as_parameters:
@@ -245,7 +273,9 @@ def worst_relative_error(actual: Path, expected: Path) -> tuple[float, str]:
 
 def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict:
     """Relative errors of one layout against one process, and where the largest are."""
-    return errors_of(pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout"), folder, single)
+    return errors_of(
+        pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout"), folder, single
+    )
 
 
 def errors_of(results: list[dict], folder: Path, single: dict) -> dict:
@@ -285,7 +315,10 @@ def main() -> int:
             ok = all(errors[column] <= TOLERANCE for column in columns)
             failed += not ok
             values = "".join(f"{errors[column]:12.1e}" for column in columns)
-            print(f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}", flush=True)
+            print(
+                f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}",
+                flush=True,
+            )
     pool.close()
     print(f"\n{len(LAYOUTS) - failed} of {len(LAYOUTS)} layouts within {TOLERANCE:.0e}")
     return int(failed > 0)

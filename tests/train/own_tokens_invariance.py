@@ -16,7 +16,17 @@ import numpy as np
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
 from tests.tokenizers.trained import SENTENCES, train_hf_tokenizer
-from tests.train.invariance import DISTRIBUTED, NUM_PACKS, NUM_UPDATES, SEQ_LENGTH, SP, TOLERANCE, Layout, errors_of, measure
+from tests.train.invariance import (
+    DISTRIBUTED,
+    NUM_PACKS,
+    NUM_UPDATES,
+    SEQ_LENGTH,
+    SP,
+    TOLERANCE,
+    Layout,
+    errors_of,
+    measure,
+)
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level
 
 LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold")
@@ -43,7 +53,9 @@ def make_files(folder: Path, sizes: dict | None = None) -> Path:
     """Student, two teachers and a text; a configuration for each loss."""
     sizes = sizes or {}
     student = dict(num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
-    make_model(folder / "student", "qwen3", seed=1, vocab_size=371, tie_word_embeddings=True, **student | sizes)
+    make_model(
+        folder / "student", "qwen3", seed=1, vocab_size=371, tie_word_embeddings=True, **student | sizes
+    )
     cross = dict(hidden_size=72, tie_word_embeddings=True)
     make_model(folder / "cross", "llama", seed=2, vocab_size=460, **cross | sizes)
     make_model(folder / "same", "qwen2", seed=3, vocab_size=352, **sizes)
@@ -58,7 +70,9 @@ def make_files(folder: Path, sizes: dict | None = None) -> Path:
             {"name": "cross", "hf": str(folder / "cross"), "weight": 2, "xtoken": {"loss": loss}},
             {"name": "same", "hf": str(folder / "same"), "divergence": "jsd", "temperature": 1.5},
         ]
-        (folder / f"{loss}.yaml").write_text(json.dumps({"student": {"hf": str(folder / "student")}, "teachers": teachers}))
+        (folder / f"{loss}.yaml").write_text(
+            json.dumps({"student": {"hf": str(folder / "student")}, "teachers": teachers})
+        )
     return folder
 
 
@@ -87,10 +101,16 @@ def build(layout: Layout, files: Path, loss: str):
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     own_tokens = find_own_tokens(plan, tokenizer, context)
     packs, _ = open_datasets(
-        data_path=[str(files / "text.jsonl")], tokenizer=tokenizer, seq_length=SEQ_LENGTH, vocab_size=350,
-        cache_dir=str(files / "cache"), document_multiple=SPAN_MULTIPLE, teachers=[own and own.text for own in own_tokens],
-        is_builder=context.rank == 0, share=context.broadcast_object,
-    )  # fmt: skip
+        data_path=[str(files / "text.jsonl")],
+        tokenizer=tokenizer,
+        seq_length=SEQ_LENGTH,
+        vocab_size=350,
+        cache_dir=str(files / "cache"),
+        document_multiple=SPAN_MULTIPLE,
+        teachers=[own and own.text for own in own_tokens],
+        is_builder=context.rank == 0,
+        share=context.broadcast_object,
+    )
     own_tokens = with_seq_lengths(own_tokens, packs.teacher_seq_lengths)
     engine, state = build_engine(plan, context, own_tokens)
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)

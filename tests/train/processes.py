@@ -40,14 +40,28 @@ def run_processes(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    world = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     started = []
     for rank in range(processes):
-        own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": "", **environment}
+        own = {
+            **os.environ,
+            **world,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        }
         with (folder / f"rank-{rank}.out").open("w") as output:
             command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]
             place = machines[rank] if machines else None
-            started.append(subprocess.Popen(command, env=own, cwd=place, stdout=output, stderr=subprocess.STDOUT))
+            started.append(
+                subprocess.Popen(command, env=own, cwd=place, stdout=output, stderr=subprocess.STDOUT)
+            )
     ends: dict[int, float] = {}
     deadline = time.monotonic() + timeout_s
     while len(ends) < processes and time.monotonic() < deadline:

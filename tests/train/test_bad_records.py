@@ -20,9 +20,15 @@ def files(tmp_path_factory):
 
 @pytest.mark.fault(24)
 def test_the_first_ones_are_named(files, ranks):
-    results = run_main(ranks, flags(files, "refused", "--max-bad-records", 1, data_path="bad.jsonl"), world_size=2)
+    results = run_main(
+        ranks, flags(files, "refused", "--max-bad-records", 1, data_path="bad.jsonl"), world_size=2
+    )
     assert [result.exit_code for result in results] == [EXIT_DATA] * 2
-    for text in ("bad.jsonl:6: not valid JSON", "bad.jsonl:62: not valid JSON", "2 bad records: more than --max-bad-records 1"):
+    for text in (
+        "bad.jsonl:6: not valid JSON",
+        "bad.jsonl:62: not valid JSON",
+        "2 bad records: more than --max-bad-records 1",
+    ):
         assert text in results[0].stderr
     (result,) = run_main(ranks, flags(files, "usage", "--max-bad-records", -1, data_path="bad.jsonl"))
     assert result.exit_code == EXIT_USAGE and "max-bad-records -1 must be 0 or more" in result.stderr
@@ -34,7 +40,9 @@ def test_the_run_goes_on_without_them(files, ranks):
     assert result.exit_code == 0, result.stderr
     assert "2 bad records left out" in result.stdout
     listed = [json.loads(line) for line in (files / "run" / "quarantine.jsonl").read_text().splitlines()]
-    assert [(entry["file"], entry["line"]) for entry in listed] == [(str(files / "bad.jsonl"), line) for line in (6, 62)]
+    assert [(entry["file"], entry["line"]) for entry in listed] == [
+        (str(files / "bad.jsonl"), line) for line in (6, 62)
+    ]
     (plain,) = run_main(ranks, flags(files, "plain"))
     losses = [[line["loss"] for line in read_metrics(files / name)] for name in ("run", "plain")]
     assert losses[0] == losses[1] and len(losses[0]) == 2, "as with a file of the good records"

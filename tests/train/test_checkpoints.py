@@ -121,7 +121,9 @@ def test_what_may_change_is_said(files, folder, ranks):
 
 def test_what_an_older_checkpoint_does_not_say_is_not_compared():
     assert describe_changes({}, {"--lr": 1e-3}) == []
-    assert describe_changes({"--lr": None}, {"--lr": 1e-3}) == ["changed since the checkpoint: --lr not given -> 0.001"]
+    assert describe_changes({"--lr": None}, {"--lr": 1e-3}) == [
+        "changed since the checkpoint: --lr not given -> 0.001"
+    ]
 
 
 def other_text(files):
@@ -146,7 +148,8 @@ def other_tokenizer(files):
 
 
 @pytest.mark.parametrize(
-    ("what", "make"), [("data.files", other_text), ("teacher.teacher", other_teacher), ("tokenizer", other_tokenizer)]
+    ("what", "make"),
+    [("data.files", other_text), ("teacher.teacher", other_teacher), ("tokenizer", other_tokenizer)],
 )
 @pytest.mark.fault(28)
 def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, ranks):
@@ -164,18 +167,29 @@ def student_with(files, **changes) -> str:
     return folder.name
 
 
-@pytest.mark.parametrize("change", [{"tie_word_embeddings": False}, {"num_key_value_heads": 4}, {"rope_parameters": None}])
+@pytest.mark.parametrize(
+    "change", [{"tie_word_embeddings": False}, {"num_key_value_heads": 4}, {"rope_parameters": None}]
+)
 def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks):
     """Into some of these they would fit, cut or not."""
     student = student_with(files, **change, rope_theta=5e5)
-    (result,) = run_main(ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student))
-    assert result.exit_code == 66 and f"{folder / 'iter_0000002'} is a checkpoint of another model" in result.stderr
+    (result,) = run_main(
+        ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student)
+    )
+    assert (
+        result.exit_code == 66
+        and f"{folder / 'iter_0000002'} is a checkpoint of another model" in result.stderr
+    )
 
 
 def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):
     """It is refused before the pointer moves."""
-    (result,) = go_on(ranks, files, folder, "--ckpt-step", 1, student_hf=student_with(files, rms_norm_eps=0.05))
-    assert result.exit_code == 66 and "another model: it has norm_epsilon 1e-06 instead of 0.05" in result.stderr
+    (result,) = go_on(
+        ranks, files, folder, "--ckpt-step", 1, student_hf=student_with(files, rms_norm_eps=0.05)
+    )
+    assert (
+        result.exit_code == 66 and "another model: it has norm_epsilon 1e-06 instead of 0.05" in result.stderr
+    )
     assert (folder / POINTER).read_text() == "2\n"
     (result,) = go_on(ranks, files, folder, student_hf=student_with(files, max_position_embeddings=512))
     assert result.exit_code == 0, result.stderr
@@ -204,7 +218,9 @@ def test_a_corpus_without_description(files, ranks):
 
 
 def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE}
+    return {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE
+    }
 
 
 @pytest.mark.fault(33)
@@ -213,7 +229,9 @@ def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
     before = contents(folder)
     lock = WriterLock.take(folder)
     try:
-        first, second = go_on(ranks, files, folder, "--kd-ratio", 0.1, "--accept-change", "loss", world_size=2)
+        first, second = go_on(
+            ranks, files, folder, "--kd-ratio", 0.1, "--accept-change", "loss", world_size=2
+        )
     finally:
         lock.release()
     assert (first.exit_code, second.exit_code) == (66, 66) and second.stderr == ""
@@ -232,19 +250,25 @@ def test_two_runs_in_one_log_folder(files, ranks):
     (result,) = run_main(ranks, [*argv, "--train-iters", "1"])
     kept = files / "shared log" / "metrics.1.jsonl"
     assert result.exit_code == 0 and f"are now in {kept}" in result.stdout
-    assert kept.read_bytes() == first and [line["iteration"] for line in read_metrics(files / "shared log")] == [1]
+    assert kept.read_bytes() == first and [
+        line["iteration"] for line in read_metrics(files / "shared log")
+    ] == [1]
 
 
 @pytest.mark.fault(4, 5)
 def test_a_run_that_has_gone_back_does_not_return(files, folder, ranks):
     """Rows 4 and 5. What lies after the step that it went back to is of another training."""
     more = ("--ckpt-step", 1, "--exit-interval", 1)
-    left = shutil.copytree(folder / "iter_0000002", folder / "iter_0000008")  # such as a run of eight steps has
+    left = shutil.copytree(
+        folder / "iter_0000002", folder / "iter_0000008"
+    )  # such as a run of eight steps has
     (result,) = go_on(ranks, files, folder, *more)
     assert result.exit_code == 0 and (folder / POINTER).read_text() == "2\n", result.stderr
     (folder / "iter_0000002" / "common.pt").unlink()
     (result,) = go_on(ranks, files, folder)
-    assert result.exit_code == 0 and f"continuing from {folder / 'iter_0000001'}" in result.stdout, result.stderr
+    assert result.exit_code == 0 and f"continuing from {folder / 'iter_0000001'}" in result.stdout, (
+        result.stderr
+    )
     assert [line["iteration"] for line in read_metrics(folder)] == [1, 2, 3]
     assert not left.exists() and (folder / "iter_0000008.abandoned" / MANIFEST_FILE).exists()
 
@@ -262,8 +286,12 @@ def test_what_a_run_has_gone_back_from_is_never_its_own(files, folder, ranks):
     assert "leaves iter_0000004, iter_0000002 behind" in result.stdout
     assert [path.name for path in saved_iterations(folder)] == ["iter_0000005", "iter_0000003"]
     assert {path.name for path in folder.glob("*.abandoned")} == {"iter_0000002.abandoned", former.name}
-    (result,) = run_main(ranks, flags(files, "to it", "--load", former, "--train-iters", 3))  # for people it is there
-    assert result.exit_code == 0 and [line["iteration"] for line in read_metrics(files / "to it")] == [3], result.stderr
+    (result,) = run_main(
+        ranks, flags(files, "to it", "--load", former, "--train-iters", 3)
+    )  # for people it is there
+    assert result.exit_code == 0 and [line["iteration"] for line in read_metrics(files / "to it")] == [3], (
+        result.stderr
+    )
 
 
 def test_going_back_moves_the_pointer_at_once(files, folder, ranks):
@@ -277,7 +305,9 @@ def test_fewer_steps_than_are_done(files, folder, ranks):
     argv = flags(files, folder.name, "--save", folder, "--load", folder)
     (folder / "DONE").unlink()
     (result,) = run_main(ranks, [*argv, "--train-iters", "1"])
-    assert result.exit_code == 0 and "2 iterations are done, --train-iters asks for 1" in result.stdout, result.stderr
+    assert result.exit_code == 0 and "2 iterations are done, --train-iters asks for 1" in result.stdout, (
+        result.stderr
+    )
     assert json.loads((folder / "DONE").read_text())["iteration"] == 2
 
 
@@ -292,7 +322,9 @@ def test_a_background_save_is_the_same_files(world_size, files, ranks):
         results = run_main(ranks, [*argv, "--train-iters", "4"], world_size)
         assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
         assert all(f"saved checkpoint {path}" in results[0].stdout for path in saved_iterations(folder))
-        manifests[more] = [(path.name, (path / MANIFEST_FILE).read_text()) for path in saved_iterations(folder)]
+        manifests[more] = [
+            (path.name, (path / MANIFEST_FILE).read_text()) for path in saved_iterations(folder)
+        ]
     first, second = manifests.values()
     assert first == second and len(first) == 4
 
@@ -323,7 +355,9 @@ def test_read_only_save_folder(files):
     for path in (*files.rglob("*"), files, *list(files.parents)[:2]):
         path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))  # safetensors are made private
     for save in (locked, locked / "deeper" / "still"):
-        ((_, (exit_code, _, stderr)),) = run_forked(1, start_as_nobody, flags(files, "locked run", "--save", save))
+        ((_, (exit_code, _, stderr)),) = run_forked(
+            1, start_as_nobody, flags(files, "locked run", "--save", save)
+        )
         assert exit_code in (64, 66) and "cannot write to" in stderr and str(locked) in stderr, stderr
         assert "read-only for this user" in stderr
     assert not list(locked.iterdir())

@@ -47,6 +47,8 @@ def test_training_is_the_same(files, ranks):
 
 def test_evaluation_does_not_depend_on_how_documents_are_padded_and_packed(files, ranks):
     """Several documents a pack, padded to 4 tokens by CP2 alone: other packs, the same documents, the same loss."""
-    one, two = (metrics(files, ranks, f"packed {size}", size, "--context-parallel-size", size)[0] for size in (1, 2))
+    one, two = (
+        metrics(files, ranks, f"packed {size}", size, "--context-parallel-size", size)[0] for size in (1, 2)
+    )
     assert one["split"] == "valid" and one["iteration"] == 0
     assert_same(two, one)

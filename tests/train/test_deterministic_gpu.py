@@ -20,7 +20,14 @@ MORE = ("--use-distributed-optimizer",)
 
 def train(folder, name, *more) -> bytes:
     """The exported weights of a short run."""
-    argv = ["--student-hf", folder / "student", "--teacher-hf", folder / "teacher", "--data-path", folder / "text.jsonl"]
+    argv = [
+        "--student-hf",
+        folder / "student",
+        "--teacher-hf",
+        folder / "teacher",
+        "--data-path",
+        folder / "text.jsonl",
+    ]
     argv += ["--train-iters", STEPS, "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-3"]
     argv += ["--deterministic-mode", "--export-hf", folder / name, "--log-dir", folder / f"log_{name}"]
     argv += ["--data-cache-path", folder / "cache", *more]
@@ -36,7 +43,9 @@ def weights(script, argv, written, **environment) -> bytes:
 def run(script, argv, **environment) -> str:
     """What `script` prints."""
     command = [sys.executable, script, *map(str, argv)]
-    result = subprocess.run(command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -44,7 +53,9 @@ def run(script, argv, **environment) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deterministic")
-    sizes = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=512, intermediate_size=1024)
+    sizes = dict(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, hidden_size=512, intermediate_size=1024
+    )
     student = make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True, **sizes)
     teacher = make_model(folder / "teacher", "qwen3", seed=2, **sizes | dict(num_hidden_layers=8))
     for model in (student, teacher):
@@ -72,9 +83,14 @@ def test_same_bits_after_a_resume(folder, exported):
 
 def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder, exported):
     argv = ["--load", folder / "saved whole", "--hf-out", folder / "converted"]
-    assert weights("tools/convert_mcore_to_hf.py", argv, folder / "converted", CUDA_VISIBLE_DEVICES="") == exported
+    assert (
+        weights("tools/convert_mcore_to_hf.py", argv, folder / "converted", CUDA_VISIBLE_DEVICES="")
+        == exported
+    )
 
 
 def test_the_checkpoint_and_its_export_are_the_same_function_in_fp32(folder, exported):
     """Also to Transformer Engine, whose products of fp32 matrices would be TF32."""
-    assert "top-1 agreement" in run("tools/check_parity.py", ["--load", folder / "saved whole", "--hf", folder / "whole"])
+    assert "top-1 agreement" in run(
+        "tools/check_parity.py", ["--load", folder / "saved whole", "--hf", folder / "whole"]
+    )

@@ -40,10 +40,21 @@ def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
 
 def test_unknown_and_unsupported_flags_before_torch_is_imported():
     """All of them in one answer, from the script itself."""
-    argv = ["--kd-rati", "0.5", "--num-layers", "12", "--use-flash-attn", "--kd-divergence", "tvd", "--num-experts"]
+    argv = [
+        "--kd-rati",
+        "0.5",
+        "--num-layers",
+        "12",
+        "--use-flash-attn",
+        "--kd-divergence",
+        "tvd",
+        "--num-experts",
+    ]
     code = "import sys, mkd.train.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
-        done = subprocess.run([sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
         assert (done.returncode, done.stdout) == (USAGE, "")
         assert done.stderr.startswith("error: 5 problems:\n[1] ")
         for text in (
@@ -59,36 +70,48 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
 
 def test_layers_that_do_not_divide(files, ranks):
     assert_refused(
-        ranks, flags(files, "layers", "--pipeline-model-parallel-size", 2), USAGE,
+        ranks,
+        flags(files, "layers", "--pipeline-model-parallel-size", 2),
+        USAGE,
         "3 layers do not divide over 2 pipeline stages",
         "why: an even split would leave out the remainder, and mkd never drops a layer",
         "do:  use --teacher-pipeline-layout 2,1",
         world_size=2,
-    )  # fmt: skip
+    )
 
 
 def test_batch_arithmetic(files, ranks):
     assert_refused(
-        ranks, flags(files, "batch", "--global-batch-size", 9, "--micro-batch-size", 2), USAGE,
+        ranks,
+        flags(files, "batch", "--global-batch-size", 9, "--micro-batch-size", 2),
+        USAGE,
         "global-batch-size 9 is not divisible by micro-batch-size 2 x data-parallel 2 = 4",
         "why: every data-parallel rank runs the same number of whole micro-batches in a step",
         "do:  use 8 or 12",
         world_size=2,
-    )  # fmt: skip
+    )
     assert_refused(
-        ranks, flags(files, "batch", "--tensor-model-parallel-size", 4), USAGE,
+        ranks,
+        flags(files, "batch", "--tensor-model-parallel-size", 4),
+        USAGE,
         "1 processes do not divide into replicas of 4 (tensor x pipeline x context parallel size)",
         "do:  start a multiple of 4 processes",
-    )  # fmt: skip
+    )
 
 
 def test_several_problems_at_once(files, ranks):
     wrong = ("--global-batch-size", 3, "--micro-batch-size", 2, "--min-lr", 1)
     argv = flags(files, "several", *wrong, student_hf="nowhere")
     assert_refused(
-        ranks, argv, USAGE, "3 problems:", "[1] ", "nowhere' is neither a model folder nor a Hugging Face model",
-        "[2] min-lr 1.0 is above lr 0.001", "[3] global-batch-size 3 is not divisible",
-    )  # fmt: skip
+        ranks,
+        argv,
+        USAGE,
+        "3 problems:",
+        "[1] ",
+        "nowhere' is neither a model folder nor a Hugging Face model",
+        "[2] min-lr 1.0 is above lr 0.001",
+        "[3] global-batch-size 3 is not divisible",
+    )
 
 
 def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
@@ -98,43 +121,68 @@ def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
     argv = flags(files, "one", "--global-batch-size", 3, "--micro-batch-size", 2, teacher_hf="wrong sizes")
     assert_refused(
-        ranks, argv, USAGE, "3 problems:", "[1] ", "tensor lm_head.weight has shape [307, 72], expected [400, 72]",
-        "[2] ", "model.embed_tokens.weight", "[3] global-batch-size 3",
-    )  # fmt: skip
+        ranks,
+        argv,
+        USAGE,
+        "3 problems:",
+        "[1] ",
+        "tensor lm_head.weight has shape [307, 72], expected [400, 72]",
+        "[2] ",
+        "model.embed_tokens.weight",
+        "[3] global-batch-size 3",
+    )
 
 
 def test_no_teacher_no_data_no_steps(files, ranks):
     argv = flags(files, "none", "--train-iters", 0, teacher_hf=None, data_path=None)
     assert_refused(
-        ranks, argv, USAGE, "3 problems:", "train-iters is 0", "do:  give --train-iters N",
-        "no teacher is given, but kd-ratio is 0.5", "or --kd-ratio 0 for plain training",
-        "no training data is given", "do:  give --data-path PATH",
-    )  # fmt: skip
+        ranks,
+        argv,
+        USAGE,
+        "3 problems:",
+        "train-iters is 0",
+        "do:  give --train-iters N",
+        "no teacher is given, but kd-ratio is 0.5",
+        "or --kd-ratio 0 for plain training",
+        "no training data is given",
+        "do:  give --data-path PATH",
+    )
 
 
 @pytest.mark.fault(28)
 def test_another_tokenizer(files, ranks):
     add_tokenizer(make_model(files / "stranger", **TEACHER), text="pack my box with five dozen liquor jugs. ")
     assert_refused(
-        ranks, flags(files, "tokenizer", teacher_hf="stranger"), USAGE,
-        f"teacher {files / 'stranger'} has another tokenizer than the student: id ", " here, ", " there",
+        ranks,
+        flags(files, "tokenizer", teacher_hf="stranger"),
+        USAGE,
+        f"teacher {files / 'stranger'} has another tokenizer than the student: id ",
+        " here, ",
+        " there",
         "why: distillation compares the two models id by id",
         "do:  use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl",
-    )  # fmt: skip
+    )
 
 
 def test_missing_data_file(files, ranks):
     """An error that only rank 0 can see ends every rank."""
     assert_refused(
-        ranks, flags(files, "missing", data_path="nothing.jsonl"), DATA,
-        f"--data-path {files / 'nothing.jsonl'}: nothing found", "do:  check the path", world_size=2,
-    )  # fmt: skip
+        ranks,
+        flags(files, "missing", data_path="nothing.jsonl"),
+        DATA,
+        f"--data-path {files / 'nothing.jsonl'}: nothing found",
+        "do:  check the path",
+        world_size=2,
+    )
 
 
 @pytest.mark.parametrize(
     "line, texts",
     [
-        ('{"text": "cut', ("not valid JSON", "every line must be one complete JSON object", "do:  repair or remove")),
+        (
+            '{"text": "cut',
+            ("not valid JSON", "every line must be one complete JSON object", "do:  repair or remove"),
+        ),
         ('{"txt": "misspelt"}', ("no known keys (found: 'txt')", "do:  rename the keys of the file")),
         ('{"text": 5}', ("text is a number", "why: it must be a string")),
     ],
@@ -149,9 +197,13 @@ def test_malformed_line(line, texts, files, ranks):
 def test_all_tokens_masked(files, ranks):
     write_records(files / "masked.jsonl", *[{"prompt": "the quick brown fox", "completion": ""}] * 3)
     assert_refused(
-        ranks, flags(files, "masked", "--no-append-eod", data_path="masked.jsonl"), DATA, ": no loss tokens",
-        "why: of its 3 documents, all tokens that could be predicted are masked", "completions are not empty",
-    )  # fmt: skip
+        ranks,
+        flags(files, "masked", "--no-append-eod", data_path="masked.jsonl"),
+        DATA,
+        ": no loss tokens",
+        "why: of its 3 documents, all tokens that could be predicted are masked",
+        "completions are not empty",
+    )
 
 
 def test_token_ids_that_the_models_do_not_know(files, ranks):
@@ -160,18 +212,23 @@ def test_token_ids_that_the_models_do_not_know(files, ranks):
         builder.add_document(np.asarray(ids, dtype=np.int32), [len(ids)])
     builder.finalize(str(files / "wide.idx"))
     assert_refused(
-        ranks, flags(files, "wide", data_path="wide"), DATA,
+        ranks,
+        flags(files, "wide", data_path="wide"),
+        DATA,
         f"{files / 'wide'}.bin: document 1 has token id 307, the model knows 0 to 306",
-        "why: the corpus was made with another tokenizer, or the file is damaged", "tools/preprocess_data.py",
-    )  # fmt: skip
+        "why: the corpus was made with another tokenizer, or the file is damaged",
+        "tools/preprocess_data.py",
+    )
 
 
 def test_missing_model_folder(files, ranks):
     assert_refused(
-        ranks, flags(files, "folder", teacher_hf="nowhere"), CHECKPOINT,
+        ranks,
+        flags(files, "folder", teacher_hf="nowhere"),
+        CHECKPOINT,
         f"{str(files / 'nowhere')!r} is neither a model folder nor a Hugging Face model that can be downloaded",
         "do:  check the path",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.fault(31)
@@ -182,11 +239,13 @@ def test_weight_map_that_leaves_the_folder(files, ranks):
     index["weight_map"]["model.norm.weight"] = "../student/model-00001-of-00002.safetensors"
     path.write_text(json.dumps(index))
     assert_refused(
-        ranks, flags(files, "escape", teacher_hf="escape"), CHECKPOINT,
+        ranks,
+        flags(files, "escape", teacher_hf="escape"),
+        CHECKPOINT,
         "weight_map sends tensor model.norm.weight to '../student/model-00001-of-00002.safetensors'",
         "why: it must be the plain name of a .safetensors file in the same folder",
         "do:  do not use this checkpoint unless you know who made it",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +263,9 @@ def test_damaged_pointer(pointer, text, files, ranks):
     if pointer is not None:
         (folder / "latest_checkpointed_iteration.txt").write_text(pointer)
     argv = flags(files, "pointer", "--load", folder)
-    assert_refused(ranks, argv, CHECKPOINT, f"{folder} holds no checkpoint that is whole", text, "do:  take --load away")
+    assert_refused(
+        ranks, argv, CHECKPOINT, f"{folder} holds no checkpoint that is whole", text, "do:  take --load away"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -234,21 +295,29 @@ def test_damaged_checkpoint(name, content, saved, files, ranks, tmp_path):
     if content is not None:
         path.write_bytes(content)
     argv = flags(files, "damaged", "--train-iters", 3, "--load", tmp_path / "damaged")
-    assert_refused(ranks, argv, CHECKPOINT, "holds no checkpoint that is whole", str(path), "do:  take --load away")
+    assert_refused(
+        ranks, argv, CHECKPOINT, "holds no checkpoint that is whole", str(path), "do:  take --load away"
+    )
 
 
 def test_checkpoint_of_another_model(saved, files, ranks):
     argv = flags(files, "shape", "--train-iters", 3, "--load", saved, student_hf="teacher")
     assert_refused(
-        ranks, argv, CHECKPOINT, "iter_0000002 is a checkpoint of another model: it has family qwen3 instead of llama",
-        "num_layers 2 instead of 3, hidden_size 48 instead of 72, ", "do:  name the Hugging Face folder that it was made from",
-    )  # fmt: skip
+        ranks,
+        argv,
+        CHECKPOINT,
+        "iter_0000002 is a checkpoint of another model: it has family qwen3 instead of llama",
+        "num_layers 2 instead of 3, hidden_size 48 instead of 72, ",
+        "do:  name the Hugging Face folder that it was made from",
+    )
 
 
 @pytest.mark.parametrize("flag", ["--log-dir", "--save", "--export-hf"])
 def test_a_folder_that_cannot_be_made_ends_the_run_before_its_first_step(flag, files, ranks):
     argv = flags(files, "folders", flag, files / "text.jsonl" / "below")
-    assert_refused(ranks, argv, USAGE, f"cannot make {files / 'text.jsonl' / 'below'}: ", "do:  choose another")
+    assert_refused(
+        ranks, argv, USAGE, f"cannot make {files / 'text.jsonl' / 'below'}: ", "do:  choose another"
+    )
 
 
 def test_config_that_is_no_object(files, ranks):
@@ -275,10 +344,14 @@ def test_non_finite_loss_stops_before_the_update(role, value, world_size, more, 
     save, export = files / f"{name} save", files / f"{name} hf"
     argv = flags(files, f"{name} save", "--save", save, "--export-hf", export, *more, **{f"{role}_hf": name})
     assert_refused(
-        ranks, argv, NON_FINITE, "loss sum nan, gradient norm nan",
-        "no parameter was changed in this step", "check that the teacher and student weights are finite",
+        ranks,
+        argv,
+        NON_FINITE,
+        "loss sum nan, gradient norm nan",
+        "no parameter was changed in this step",
+        "check that the teacher and student weights are finite",
         world_size=world_size,
-    )  # fmt: skip
+    )
     assert read_metrics(save) == []
     assert not list(save.glob("iter_*")) and not (save / "latest_checkpointed_iteration.txt").exists()
     assert not list(export.iterdir())

@@ -18,9 +18,20 @@ NUM_PACKS, SEQ_LENGTH = 75, 8
 def context(dp_rank: int, dp_size: int, pp_size: int = 1, virtual_stages: int = 1) -> ParallelContext:
     """Of a rank that talks to nobody."""
     return ParallelContext(
-        platform=detect(), rank=0, world_size=dp_size * pp_size, tp_rank=0, tp_size=1, pp_rank=0, pp_size=pp_size,
-        dp_rank=dp_rank, dp_size=dp_size, cp_rank=0, cp_size=1, virtual_stages=virtual_stages, groups=None,
-    )  # fmt: skip
+        platform=detect(),
+        rank=0,
+        world_size=dp_size * pp_size,
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=pp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        cp_rank=0,
+        cp_size=1,
+        virtual_stages=virtual_stages,
+        groups=None,
+    )
 
 
 def requests() -> list[Request]:

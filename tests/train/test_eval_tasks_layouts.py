@@ -17,19 +17,30 @@ LAYOUTS = {
     "one process": (1, ()),
     "TP2 SP": (2, TP2),
     "PP2 VPP2, micro-batch 2": (
-        2, ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2, "--micro-batch-size", 2)
+        2,
+        (
+            "--pipeline-model-parallel-size",
+            2,
+            "--num-virtual-stages-per-pipeline-rank",
+            2,
+            "--micro-batch-size",
+            2,
+        ),
     ),
     "CP2": (2, ("--context-parallel-size", 2)),
     "DP2 overlapped": (2, OVERLAP),
     "TP2 CP2 SP": (4, (*TP2, "--context-parallel-size", 2)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Student, a teacher of other sizes, text, tasks; all below one folder."""
     folder = tmp_path_factory.mktemp("eval_tasks")
-    for name, sizes in (("student", dict(family="qwen3", seed=1)), ("teacher", dict(family="llama", seed=2, hidden_size=72))):
+    for name, sizes in (
+        ("student", dict(family="qwen3", seed=1)),
+        ("teacher", dict(family="llama", seed=2, hidden_size=72)),
+    ):
         add_tokenizer(make_model(folder / name, **sizes, num_hidden_layers=4))
     write_records(folder / "text.jsonl", *({"text": f"{i}: the quick brown fox"} for i in range(200)))
     write_tasks(folder)
@@ -83,9 +94,14 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     sizes = dict(vocab_size=307, seq_length=SEQ_LENGTH, micro_batch_size=micro)
     evaluator = TaskEvaluator.build(tasks_in(folder), tokenizer, context, **sizes)
     stream = TrainStream(
-        data, micro_batch_size=micro, global_batch_size=4, data_parallel_rank=context.dp_rank,
-        data_parallel_size=context.dp_size, context_parallel_rank=context.cp_rank, context_parallel_size=context.cp_size,
-    )  # fmt: skip
+        data,
+        micro_batch_size=micro,
+        global_batch_size=4,
+        data_parallel_rank=context.dp_rank,
+        data_parallel_size=context.dp_size,
+        context_parallel_rank=context.cp_rank,
+        context_parallel_size=context.cp_size,
+    )
     found = {}
     if with_tasks:
         found["before"] = evaluate_tasks(evaluator, engine)
@@ -95,7 +111,10 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
             found[name] = log_likelihoods(models, evaluator.batches).tolist()
         found["of teachers"] = evaluate_teachers(evaluator, engine)
         stopper = Stopper(context, Signals(15 if context.rank == 0 else 0))
-        found["stopped"] = [evaluate_tasks(evaluator, engine, stopper), evaluate_teachers(evaluator, engine, stopper)]
+        found["stopped"] = [
+            evaluate_tasks(evaluator, engine, stopper),
+            evaluate_teachers(evaluator, engine, stopper),
+        ]
     steps = []
     for _ in range(2):
         result = train_step(engine, stream.next_step())
@@ -120,7 +139,9 @@ def run(ranks, files):
     return of
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "TP2 CP2 SP")) for one in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "TP2 CP2 SP")) for one in LAYOUTS]
+)
 def test_every_layout_gives_the_numbers_of_transformers(name, reference, run):
     found, single = run(name), run("one process")
     for model, scores in zip(("student", "teacher"), reference, strict=True):

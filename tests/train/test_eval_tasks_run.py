@@ -27,7 +27,11 @@ def test_records_before_the_first_step_and_at_every_interval(files, ranks):
     results = run_main(ranks, flags(files, "alone", *EVALUATED, *tasks_of(files)))
     assert results[0].exit_code == 0, results[0].stderr
     records = [record for record in read_metrics(files / "alone") if record.get("split") == "tasks"]
-    assert [(record["iteration"], record["consumed_samples"]) for record in records] == [(0, 0), (1, 4), (2, 8)]
+    assert [(record["iteration"], record["consumed_samples"]) for record in records] == [
+        (0, 0),
+        (1, 4),
+        (2, 8),
+    ]
     for record in records:
         assert record["eval/foxes/num_completions"] == 5 and 0 <= record["eval/animals/accuracy_norm"] <= 1
     assert [("eval/foxes/teacher/ce" in record) for record in records] == [True, False, False]
@@ -47,7 +51,9 @@ def test_beside_held_out_text_and_in_two_processes(files, ranks):
 
 
 def test_a_bad_line_ends_the_run_before_it_starts(files, ranks):
-    bad = write_records(files / "bad.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3})
+    bad = write_records(
+        files / "bad.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}
+    )
     results = run_main(ranks, flags(files, "bad", *EVALUATED, "--eval-completions", bad), 2)
     assert [result.exit_code for result in results] == [65, 65]
     assert f"{bad}, line 2: completion is empty or not a text" in results[0].stderr

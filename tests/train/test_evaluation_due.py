@@ -25,7 +25,9 @@ def files(tmp_path_factory):
 def command(files, run, *more):
     tasks = ("--eval-completions", files / "foxes.jsonl", "--eval-multiple-choice", files / "animals.jsonl")
     evaluated = ("--split", "50,50,0", "--eval-interval", 2, "--eval-iters", 3, *tasks, "--seq-length", 128)
-    return flags(files, run, "--train-iters", STEPS, *evaluated, "--save", files / run, "--load", files / run, *more)
+    return flags(
+        files, run, "--train-iters", STEPS, *evaluated, "--save", files / run, "--load", files / run, *more
+    )
 
 
 def stopped(argv, iteration, where):
@@ -75,7 +77,9 @@ def stopped(argv, iteration, where):
 
 def records(folder):
     """All that does not depend on the machine."""
-    return [{key: value for key, value in record.items() if key not in CLOCK} for record in read_metrics(folder)]
+    return [
+        {key: value for key, value in record.items() if key not in CLOCK} for record in read_metrics(folder)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +92,21 @@ def whole(files, ranks):
 @pytest.mark.parametrize(
     ("iteration", "where", "due"),
     [
-        (2, "before", ["tasks", "valid"]), (2, "in text", ["tasks", "valid"]), (2, "in tasks", ["tasks"]),
-        (STEPS, "before", ["tasks", "valid"]), (STEPS, "in text", ["tasks", "valid"]), (STEPS, "in tasks", ["tasks"]),
+        (2, "before", ["tasks", "valid"]),
+        (2, "in text", ["tasks", "valid"]),
+        (2, "in tasks", ["tasks"]),
+        (STEPS, "before", ["tasks", "valid"]),
+        (STEPS, "in text", ["tasks", "valid"]),
+        (STEPS, "in tasks", ["tasks"]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.fault(13)
 def test_the_rest_of_an_evaluation_is_made_when_the_run_goes_on(iteration, where, due, files, whole, ranks):
     """The same records as of a run that was never stopped, bit for bit."""
     run = f"{where} {iteration}"
-    assert ranks.run(stopped, 1, command(files, run), iteration, where) == [("received SIGTERM", iteration, due)]
+    assert ranks.run(stopped, 1, command(files, run), iteration, where) == [
+        ("received SIGTERM", iteration, due)
+    ]
     assert (files / run / f"iter_{iteration:07d}").is_dir() and not (files / run / "DONE").exists()
     assert len(records(files / run)) == {2: 6, STEPS: len(whole)}[iteration] - len(due)
     for _ in range(2):  # the second time there is nothing left to do
@@ -107,7 +117,9 @@ def test_the_rest_of_an_evaluation_is_made_when_the_run_goes_on(iteration, where
 
 
 def test_the_evaluation_before_the_first_step(files, whole, ranks):
-    assert ranks.run(stopped, 1, command(files, "first"), 0, "in tasks") == [("received SIGTERM", 0, ["tasks"])]
+    assert ranks.run(stopped, 1, command(files, "first"), 0, "in tasks") == [
+        ("received SIGTERM", 0, ["tasks"])
+    ]
     (result,) = run_main(ranks, command(files, "first"))
     assert result.exit_code == 0 and records(files / "first") == whole, result.stderr
 

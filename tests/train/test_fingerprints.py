@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 
 from mkd.data.store import StoreFiles
 from mkd.errors import CheckpointError, UsageError
-from mkd.train.fingerprints import END_BYTES, SAMPLE_BYTES, SAMPLES, corpus_sample, ends_fingerprint, require_same
+from mkd.train.fingerprints import (
+    END_BYTES,
+    SAMPLE_BYTES,
+    SAMPLES,
+    corpus_sample,
+    ends_fingerprint,
+    require_same,
+)
 
 SIZE = 4 * END_BYTES
 
@@ -30,7 +37,8 @@ def flip(path, place):
 
 
 @pytest.mark.parametrize(
-    ("place", "is_seen"), [(0, True), (END_BYTES - 1, True), (SIZE - END_BYTES, True), (SIZE - 1, True), (SIZE // 2, False)]
+    ("place", "is_seen"),
+    [(0, True), (END_BYTES - 1, True), (SIZE - END_BYTES, True), (SIZE - 1, True), (SIZE // 2, False)],
 )
 def test_both_ends_count(place, is_seen, file):
     before = ends_fingerprint([file])
@@ -42,7 +50,9 @@ def test_both_ends_count(place, is_seen, file):
 def test_size_name_and_order_count(file, tmp_path):
     other = tmp_path / "other.bin"
     other.write_bytes(file.read_bytes())
-    found = {ends_fingerprint(files) for files in ([file], [other], [file, other], [other, file], [file, file], [])}
+    found = {
+        ends_fingerprint(files) for files in ([file], [other], [file, other], [other, file], [file, file], [])
+    }
     other.write_bytes(bytes(SIZE + 1))
     assert len(found | {ends_fingerprint([other])}) == 7
 
@@ -71,7 +81,12 @@ def test_an_absurd_header_length_is_harmless(tmp_path):
     assert ends_fingerprint([path]).startswith("ends-sha256:")
 
 
-SAVED = {"data.seed": 1, "data.files": "sha256:" + "a" * 64, "loss.kd_ratio": 0.5, "teacher.teacher": "ends-sha256:" + "b" * 64}
+SAVED = {
+    "data.seed": 1,
+    "data.files": "sha256:" + "a" * 64,
+    "loss.kd_ratio": 0.5,
+    "teacher.teacher": "ends-sha256:" + "b" * 64,
+}
 
 
 def test_differences_are_named(tmp_path):
@@ -147,7 +162,10 @@ def test_a_sample_of_a_corpus(size, tmp_path):
 def test_a_renamed_teacher_is_the_same(tmp_path):
     weights = {"teacher.a": "sha256:1", "teacher.b": "sha256:2"}
     require_same(tmp_path, SAVED | weights, SAVED | {"teacher.new": "sha256:1", "teacher.a": "sha256:2"}, [])
-    for now in ({"teacher.a": "sha256:2", "teacher.b": "sha256:1"}, {"teacher.new": "sha256:3", "teacher.b": "sha256:2"}):
+    for now in (
+        {"teacher.a": "sha256:2", "teacher.b": "sha256:1"},
+        {"teacher.new": "sha256:3", "teacher.b": "sha256:2"},
+    ):
         with pytest.raises(CheckpointError, match="teacher.a"):
             require_same(tmp_path, SAVED | weights, SAVED | now, [])
 

@@ -36,9 +36,15 @@ def test_the_share_of_the_initial_divergence_that_is_gone(files, ranks):
 def test_there_is_none_of_another_loss_or_another_held_out_set(files, ranks):
     """Whose first value is not known. It is there again when what it was taken of is."""
     folder = files / "changed"
-    argv = flags(files, "changed", "--split", "9,1", "--eval-interval", 1, "--kd-ratio", 0.5, "--save", folder)
+    argv = flags(
+        files, "changed", "--split", "9,1", "--eval-interval", 1, "--kd-ratio", 0.5, "--save", folder
+    )
     loss = ("--kd-divergence", "jsd", "--accept-change", "loss")
-    back, fewer, weight = loss[2:], ("--eval-iters", 1, "--global-batch-size", 1), ("--kd-ratio", 0.9, *loss[2:])
+    back, fewer, weight = (
+        loss[2:],
+        ("--eval-iters", 1, "--global-batch-size", 1),
+        ("--kd-ratio", 0.9, *loss[2:]),
+    )
     renamed = (*weight, "--teacher-hf", shutil.copytree(files / "teacher", files / "the same teacher"))
     for steps, more in ((1, ()), (2, loss), (3, back), (4, fewer), (5, weight), (6, renamed)):
         load = ("--load", folder) if steps > 1 else ()
@@ -53,10 +59,16 @@ def test_there_is_none_without_a_teacher_or_a_first_evaluation(files, ranks):
     more = ("--split", "9,1", "--eval-interval", 1)
     (plain,) = run_main(ranks, flags(files, "plain", *more, "--kd-ratio", 0, teacher_hf=None))
     assert plain.exit_code == 0, plain.stderr
-    assert len(evaluations(files / "plain")) == 3 and all("gap_closed" not in record for record in evaluations(files / "plain"))
+    assert len(evaluations(files / "plain")) == 3 and all(
+        "gap_closed" not in record for record in evaluations(files / "plain")
+    )
     (unseen,) = run_main(ranks, flags(files, "unseen", "--save", files / "unseen"))
-    (continued,) = run_main(ranks, flags(files, "other", *more, "--load", files / "unseen", "--train-iters", 3,
-                                         "--accept-change", "data"))  # fmt: skip
+    (continued,) = run_main(
+        ranks,
+        flags(
+            files, "other", *more, "--load", files / "unseen", "--train-iters", 3, "--accept-change", "data"
+        ),
+    )
     assert (unseen.exit_code, continued.exit_code) == (0, 0), continued.stderr
     records = evaluations(files / "other")  # that of the start is due too: nobody has made it
     assert [record["iteration"] for record in records] == [2, 3]

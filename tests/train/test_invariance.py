@@ -34,7 +34,8 @@ def test_the_quick_layouts_are_in_the_table():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(one, id=one.name, marks=[] if one.name in QUICK else pytest.mark.slow) for one in LAYOUTS]
+    "layout",
+    [pytest.param(one, id=one.name, marks=[] if one.name in QUICK else pytest.mark.slow) for one in LAYOUTS],
 )
 def test_layout_equals_one_process(layout, reference, ranks):
     folder, student, teacher, single = reference

@@ -28,7 +28,10 @@ def cosine(ours, theirs) -> float:
     """Of all gradients as one vector."""
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
     dot = sum((ours[name].double() * theirs[name].double()).sum() for name in theirs)
-    norms = [sum(tensor.double().square().sum() for tensor in tensors.values()).sqrt() for tensors in (ours, theirs)]
+    norms = [
+        sum(tensor.double().square().sum() for tensor in tensors.values()).sqrt()
+        for tensors in (ours, theirs)
+    ]
     return float(dot / (norms[0] * norms[1]))
 
 
@@ -41,6 +44,10 @@ def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
         errors["cosine"] = cosine(folder / "layout" / "gradients", folder / "single" / "gradients")
         assert errors["cosine"] >= BF16_COSINE, errors
     print(layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"})
-    parts = ("loss", "evaluation") if flags else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+    parts = (
+        ("loss", "evaluation")
+        if flags
+        else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+    )
     for part in parts:
         assert errors[part] <= (BF16_LOSS_TOLERANCE if flags else FP32_TOLERANCE), f"{part}: {errors}"

@@ -27,7 +27,10 @@ def records(ranks, files, argv) -> list[dict]:
 
 def write_teachers(files) -> str:
     """A file that names the same teacher twice; then each has a pass over the heads of its own."""
-    teachers = [{"name": name, "hf": str(files / "teacher"), "weight": weight} for name, weight in (("one", 1), ("two", 3))]
+    teachers = [
+        {"name": name, "hf": str(files / "teacher"), "weight": weight}
+        for name, weight in (("one", 1), ("two", 3))
+    ]
     (files / "teachers.yaml").write_text(json.dumps({"teachers": teachers}), encoding="utf-8")
     return str(files / "teachers.yaml")
 
@@ -43,9 +46,13 @@ def trained(ranks, files):
     return records(ranks, files, flags(files, "bf16", *DATA, *EVALUATED))
 
 
-@pytest.mark.parametrize("number, flag", [(1, "--kd-fp32-logits"), (1, "--no-kd-fused-head"), (2, "--kd-fp32-logits")])
+@pytest.mark.parametrize(
+    "number, flag", [(1, "--kd-fp32-logits"), (1, "--no-kd-fused-head"), (2, "--kd-fp32-logits")]
+)
 def test_evaluation_is_that_of_fp32_logits(number, flag, files, ranks):
-    plain, other = (records(ranks, files, command(files, f"{number} {more}", number, *more)) for more in ((), (flag,)))
+    plain, other = (
+        records(ranks, files, command(files, f"{number} {more}", number, *more)) for more in ((), (flag,))
+    )
     for key in LOSSES:
         assert plain[0][key] == other[0][key], key
     assert plain[1]["grad_norm"] != other[1]["grad_norm"], "another way in training"

@@ -13,12 +13,25 @@ from tests.tiny_models import add_tokenizer
 from tests.train.command import BATCH, flags, make_files, poison, read_metrics, read_weights, run_main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LOSS_KEYS = {"loss", "ce_loss", "kd_loss", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens"}
+LOSS_KEYS = {
+    "loss",
+    "ce_loss",
+    "kd_loss",
+    "teacher_ce",
+    "teacher_entropy",
+    "top1_agreement",
+    "num_loss_tokens",
+}
 POSITION_KEYS = {"iteration", "consumed_samples", "consumed_tokens"}
 STEP_KEYS = {
-    "grad_norm", "learning_rate", "step_time_ms", "teacher_share", "tokens_per_s_per_gpu", "tflops_per_gpu",
+    "grad_norm",
+    "learning_rate",
+    "step_time_ms",
+    "teacher_share",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
     "skipped_iterations",
-}  # fmt: skip
+}
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(0))
 
 
@@ -55,10 +68,17 @@ def test_one_process_without_torchrun(files):
     """`python pretrain_kd.py` trains, logs, saves and ends with 0."""
     argv = flags(files, "alone", "--save", files / "alone", "--export-hf", files / "alone hf")
     done = subprocess.run(
-        [sys.executable, ROOT / "pretrain_kd.py", *argv], cwd=files, capture_output=True, text=True, timeout=120
+        [sys.executable, ROOT / "pretrain_kd.py", *argv],
+        cwd=files,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "4 packs = 1 per micro-batch x 4 micro-batches x 1 data-parallel; 4 x 32 = 128 tokens a step" in done.stdout
+    assert (
+        "4 packs = 1 per micro-batch x 4 micro-batches x 1 data-parallel; 4 x 32 = 128 tokens a step"
+        in done.stdout
+    )
     assert "iteration        2/       2 | consumed samples:            8 |" in done.stdout
     assert f"exported the student to {files / 'alone hf'}" in done.stdout
     assert (files / "alone" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
@@ -66,14 +86,18 @@ def test_one_process_without_torchrun(files):
 
 
 def test_dry_run_shows_the_plan_and_loads_nothing(files, ranks):
-    argv = flags(files, "dry", "--dry-run", "--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1")
+    argv = flags(
+        files, "dry", "--dry-run", "--pipeline-model-parallel-size", 2, "--teacher-pipeline-layout", "2,1"
+    )
     first, second = run_main(ranks, argv, world_size=2)
     assert (first.exit_code, second.exit_code) == (0, 0)
     for line in ("student layers by stage: (1, 1)", "teacher layers by stage: (2, 1)", "CPU platform: gloo"):
         assert line in first.stdout
     assert "4 packs = 1 per micro-batch x 4 micro-batches x 1 data-parallel" in first.stdout
     assert any(line.split() == ["kd.kd_ratio", "0.5", "default"] for line in first.stdout.splitlines())
-    assert any(line.split() == ["training.seq_length", "32", "--seq-length"] for line in first.stdout.splitlines())
+    assert any(
+        line.split() == ["training.seq_length", "32", "--seq-length"] for line in first.stdout.splitlines()
+    )
     assert second.stdout == ""
     assert not (files / "dry").exists()
 
@@ -85,8 +109,12 @@ def test_metrics_hold_every_key_of_the_contract(kd_ratio, files, ranks):
     (result,) = run_main(ranks, flags(files, run, *more, "--split", "80,20,0"))
     assert result.exit_code == 0, result.stderr
     lines = read_metrics(files / run)
-    steps, evaluations = ([line for line in lines if ("split" in line) == is_valid] for is_valid in (False, True))
-    assert [line["iteration"] for line in steps] == [1, 2] and [line["iteration"] for line in evaluations] == [0, 2]
+    steps, evaluations = (
+        [line for line in lines if ("split" in line) == is_valid] for is_valid in (False, True)
+    )
+    assert [line["iteration"] for line in steps] == [1, 2] and [
+        line["iteration"] for line in evaluations
+    ] == [0, 2]
     assert all(line.keys() == POSITION_KEYS | LOSS_KEYS | STEP_KEYS for line in steps)
     gap = {"gap_closed"} if kd_ratio else set()
     assert all(line.keys() == POSITION_KEYS | LOSS_KEYS | gap | {"split"} for line in evaluations)
@@ -142,14 +170,36 @@ def test_what_is_written_carries_the_tokenizer_of_the_run(files, ranks, tmp_path
 
     text = "pack my box with five dozen liquor jugs. "
     given, save = add_tokenizer(tmp_path / "given", text=text), tmp_path / "checkpoints"
-    argv = flags(files, "given", "--tokenizer-model", given, "--save", save, "--export-hf", tmp_path / "hf", "--kd-ratio", 0)
+    argv = flags(
+        files,
+        "given",
+        "--tokenizer-model",
+        given,
+        "--save",
+        save,
+        "--export-hf",
+        tmp_path / "hf",
+        "--kd-ratio",
+        0,
+    )
     (result,) = run_main(ranks, argv)
     assert result.exit_code == 0, result.stderr
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
-    assert note.startswith(f"note: --tokenizer-model {given} is not the tokenizer in {files / 'student'}, ids differ: id ")
-    command = [sys.executable, ROOT / "tools" / "convert_mcore_to_hf.py", "--load", save, "--hf-out", tmp_path / "converted"]
+    assert note.startswith(
+        f"note: --tokenizer-model {given} is not the tokenizer in {files / 'student'}, ids differ: id "
+    )
+    command = [
+        sys.executable,
+        ROOT / "tools" / "convert_mcore_to_hf.py",
+        "--load",
+        save,
+        "--hf-out",
+        tmp_path / "converted",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    ids, others = (AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (given, files / "student"))
+    ids, others = (
+        AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (given, files / "student")
+    )
     assert ids != others
     for folder in (tmp_path / "hf", tmp_path / "converted", save / "iter_0000002" / "hf"):
         assert AutoTokenizer.from_pretrained(folder)(text).input_ids == ids

@@ -25,7 +25,10 @@ def files(tmp_path_factory):
     """Models that are NaN wherever they read `RARE`, for its embedding is."""
     folder = make_files(tmp_path_factory.mktemp("nonfinite"))
     add_tokenizer(make_model(folder / "untied", **{**STUDENT, "tie_word_embeddings": False}))
-    texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) + (RARE if i == RARE_DOCUMENT else "") for i in range(60)]
+    texts = [
+        f"{i}: " + "the quick brown fox " * (i % 7 + 1) + (RARE if i == RARE_DOCUMENT else "")
+        for i in range(60)
+    ]
     write_records(folder / "rare.jsonl", *({"text": text} for text in texts))
     for source, name in (("untied", "nan student"), ("teacher", "nan teacher")):
         poison_embedding(folder / source, shutil.copytree(folder / source, folder / name))
@@ -42,7 +45,12 @@ def poison_embedding(source, folder):
 
 
 def rare_flags(files, run, *more, student="nan student", teacher="teacher"):
-    paths = {"student_hf": student, "teacher_hf": teacher, "data_path": "rare.jsonl", "data_cache_path": "rare cache"}
+    paths = {
+        "student_hf": student,
+        "teacher_hf": teacher,
+        "data_path": "rare.jsonl",
+        "data_cache_path": "rare cache",
+    }
     return flags(files, run, "--train-iters", STEPS, *more, **paths)
 
 
@@ -74,8 +82,19 @@ def steps_of(argv, fault=None):
             one_step(run)
             hashes.append(state_hash(run))
         run.reporter.close()
-        rare = {one for step in batches for batch in step if (batch.tokens == token).any() for one in batch.sample_ids}
-        return hashes, sorted(rare), [[one for batch in step for one in batch.sample_ids] for step in batches], run.position
+        rare = {
+            one
+            for step in batches
+            for batch in step
+            if (batch.tokens == token).any()
+            for one in batch.sample_ids
+        }
+        return (
+            hashes,
+            sorted(rare),
+            [[one for batch in step for one in batch.sample_ids] for step in batches],
+            run.position,
+        )
     finally:
         os.environ.pop("MKD_FAULT", None)
 
@@ -94,7 +113,9 @@ def state_hash(run) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("more", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")])
+@pytest.mark.parametrize(
+    "more", [(), ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")]
+)
 @pytest.mark.fault(19)
 def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks):
     """Two data-parallel ranks, of which one has the bad sample."""
@@ -108,7 +129,11 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
     for hashes, _, _, position in results:
         same = [step for step in range(STEPS) if hashes[step] == hashes[step + 1]]
         assert same == bad
-        assert (position.iteration, position.consumed_samples, position.skipped_iterations) == (STEPS, 4 * STEPS, len(bad))
+        assert (position.iteration, position.consumed_samples, position.skipped_iterations) == (
+            STEPS,
+            4 * STEPS,
+            len(bad),
+        )
     lines = read_metrics(files / run)
     assert [line["iteration"] - 1 for line in lines if line["skipped_iterations"]] == bad
     assert all((line["loss"] is None) == bool(line["skipped_iterations"]) for line in lines)
@@ -122,7 +147,9 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
         assert corpus.startswith(str(files / "rare cache")) and RARE_DOCUMENT in documents
 
 
-@pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2")])
+@pytest.mark.parametrize(
+    "layout", [(), ("--use-distributed-optimizer",), ("--tensor-model-parallel-size", "2")]
+)
 @pytest.mark.fault(19)
 def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
     """With tensor parallelism it is that of a replicated norm weight, which no other rank sees."""
@@ -155,10 +182,15 @@ def test_abort_names_model_and_sample(models, more, culprit, files, ranks):
     (found,) = map(json.loads, (files / run / "non_finite.jsonl").read_text().splitlines())
     (sample,) = found["culprits"][culprit]
     error = results[0].stderr.partition("error: ")[2]
-    assert error.startswith(f"iteration {found['iteration']}: loss sum nan, gradient norm nan; logits that are not finite: ")
+    assert error.startswith(
+        f"iteration {found['iteration']}: loss sum nan, gradient norm nan; logits that are not finite: "
+    )
     assert f"{culprit} in sample {sample}\n" in error and list(found["culprits"]) == [culprit]
     assert "do:  look at these samples" in error and "--non-finite skip" in error
-    assert read_metrics(files / run)[-1:] == [] or read_metrics(files / run)[-1]["iteration"] == found["iteration"] - 1
+    assert (
+        read_metrics(files / run)[-1:] == []
+        or read_metrics(files / run)[-1]["iteration"] == found["iteration"] - 1
+    )
 
 
 @pytest.mark.fault(19)
@@ -166,7 +198,15 @@ def test_skips_in_a_row_are_limited(files, ranks):
     argv = flags(files, "row", "--train-iters", 9, "--non-finite", "skip", "--max-non-finite-skips", 3)
     ((exit_code, stdout, stderr),) = ranks.run(with_fault, 1, argv, "nan@in_step")
     assert exit_code == 70
-    assert "4 steps in a row were not finite, the last is iteration 4: " in stderr and "--max-non-finite-skips is 3" in stderr
-    assert stdout.count("skipped the update of iteration") == 3 and stdout.count("number of nan iterations:   1") == 3
-    actions = [json.loads(line)["action"] for line in (files / "row" / "non_finite.jsonl").read_text().splitlines()]
+    assert (
+        "4 steps in a row were not finite, the last is iteration 4: " in stderr
+        and "--max-non-finite-skips is 3" in stderr
+    )
+    assert (
+        stdout.count("skipped the update of iteration") == 3
+        and stdout.count("number of nan iterations:   1") == 3
+    )
+    actions = [
+        json.loads(line)["action"] for line in (files / "row" / "non_finite.jsonl").read_text().splitlines()
+    ]
     assert actions == ["skip", "skip", "skip", "abort"]

@@ -21,7 +21,10 @@ from tests.train.invariance import Layout
 RATIO, SHARES = 0.5, (0.25, 0.75)  # of `Layout.argv`, of weights 1 and 3
 DEFAULT = dict(temperature=2.0, divergence="forward_kl")
 WEIGHTS = ({"weight": 1}, {"weight": 3})
-OWN = ({"weight": 1, "divergence": "jsd", "jsd_beta": 0.3}, {"weight": 3, "divergence": "reverse_kl", "temperature": 1.5})
+OWN = (
+    {"weight": 1, "divergence": "jsd", "jsd_beta": 0.3},
+    {"weight": 3, "divergence": "reverse_kl", "temperature": 1.5},
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,9 @@ def files(tmp_path_factory):
 
 def run(ranks, files, *flags, teachers=({}, {})):
     """`record` of the fixed global batch, two packs a micro-batch."""
-    ((recorded, *more),) = ranks.run(record_layout, 1, Layout("one", micro=2, flags=flags), write_config(files, *teachers))
+    ((recorded, *more),) = ranks.run(
+        record_layout, 1, Layout("one", micro=2, flags=flags), write_config(files, *teachers)
+    )
     return [Recorded(*one) for one in recorded], *more
 
 
@@ -55,7 +60,13 @@ def assert_equal_dense(result, expect):
     "teachers, settings",
     [
         (WEIGHTS, [DEFAULT, DEFAULT]),
-        (OWN, [dict(temperature=2.0, divergence="jsd", jsd_beta=0.3), dict(temperature=1.5, divergence="reverse_kl")]),
+        (
+            OWN,
+            [
+                dict(temperature=2.0, divergence="jsd", jsd_beta=0.3),
+                dict(temperature=1.5, divergence="reverse_kl"),
+            ],
+        ),
     ],
     ids=["common", "own"],
 )
@@ -90,14 +101,18 @@ def test_average_is_the_divergence_from_the_mean_of_probabilities(divergence, fi
         student = logits_of(hidden, heads[0], VOCAB_SIZES[0])
         sizes = dict(student_vocab_size=VOCAB_SIZES[0], teacher_vocab_size=size)
         settings = dict(temperature=temperature, divergence=divergence, kd_ratio=RATIO)
-        return dense_kd(student, mean.log() * temperature, recorded.labels, recorded.mask, **sizes, **settings).loss
+        return dense_kd(
+            student, mean.log() * temperature, recorded.labels, recorded.mask, **sizes, **settings
+        ).loss
 
     result = run(ranks, files, *flags, teachers=WEIGHTS)
     assert result[3].teachers.keys() == {"average"}
     assert_equal_dense(result, expect)
 
 
-@pytest.mark.parametrize("metric, temperature", [("ce", 0.05), ("entropy", 0.05), ("confidence", 0.01), ("select", 1.0)])
+@pytest.mark.parametrize(
+    "metric, temperature", [("ce", 0.05), ("entropy", 0.05), ("confidence", 0.01), ("select", 1.0)]
+)
 def test_what_teachers_say_of_a_pack_weighs_them(metric, temperature, files, ranks):
     flags, teachers, shares = ("--teacher-weighting", metric), WEIGHTS, SHARES
     flags += ("--teacher-weighting-temperature", str(temperature))

@@ -45,12 +45,25 @@ def build(folder, flags):
     from mkd.train.optimizer import build_optimizer, wrap_stages
 
     student = folder / "student"
-    argv = ["--student-hf", str(student), "--lr", "1e-2", "--clip-grad", "0.1", "--train-iters", str(STEPS), *flags]
-    config = load_config([*argv, "--data-path", "none", "--seq-length", "64", "--global-batch-size", "2"]).config
+    argv = [
+        "--student-hf",
+        str(student),
+        "--lr",
+        "1e-2",
+        "--clip-grad",
+        "0.1",
+        "--train-iters",
+        str(STEPS),
+        *flags,
+    ]
+    config = load_config(
+        [*argv, "--data-path", "none", "--seq-length", "64", "--global-batch-size", "2"]
+    ).config
     context = ParallelContext.create(detect(), tensor_parallel=config.parallel.tensor_model_parallel_size)
     shape = ModelShape.from_hf_dir(student)
     options = ModelOptions(
-        dtype=torch.bfloat16 if config.training.bf16 else torch.float32, deterministic=config.training.deterministic_mode
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        deterministic=config.training.deterministic_mode,
     )
     models = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
     source = HFCheckpoint(student)
@@ -91,7 +104,9 @@ def digest(chunks, optimizer):
     for tensor in [*(parameter.data for parameter in chunks[0].parameters()), *state_of(optimizer)]:
         content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     inners = optimizer.optimizer.chained_optimizers
-    return content.hexdigest(), [float(s.get("step", 0)) for inner in inners for s in inner.optimizer.state.values()]
+    return content.hexdigest(), [
+        float(s.get("step", 0)) for inner in inners for s in inner.optimizer.state.values()
+    ]
 
 
 def train(folder, flags, load=None, save=None, until=STEPS):
@@ -110,7 +125,9 @@ def train(folder, flags, load=None, save=None, until=STEPS):
     return norms, digest(chunks, optimizer)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in PARTS)) for one in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in PARTS)) for one in LAYOUTS]
+)
 def test_training_and_resuming_are_bitwise(layout, folder, ranks):
     """Also where one kind of residency saves and the other loads."""
     world, device = LAYOUTS[layout]
@@ -160,7 +177,9 @@ def test_cpus_and_gpus_go_on_from_each_other(flags, folder, ranks, gpu_ranks):
     cpu, gpu = (ranks, train), (gpu_ranks, train_with_te)
     expected = grad_norms(*cpu, folder, flags)
     for name, (first, then) in {f"cpu, gpu {flags}": (cpu, gpu), f"gpu, cpu {flags}": (gpu, cpu)}.items():
-        norms = grad_norms(*first, folder, flags, None, name, STEPS // 2) + grad_norms(*then, folder, flags, name)
+        norms = grad_norms(*first, folder, flags, None, name, STEPS // 2) + grad_norms(
+            *then, folder, flags, name
+        )
         assert norms == pytest.approx(expected, rel=1e-3), name
 
 
@@ -212,12 +231,20 @@ def memory_on_gpu(folder, residency):
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated() - before
     places = {tensor.device.type for tensor in state_of(optimizer)}
-    return allocated, sum(tensor.nbytes for tensor in state_of(optimizer)), places, norms, digest(chunks, optimizer)
+    return (
+        allocated,
+        sum(tensor.nbytes for tensor in state_of(optimizer)),
+        places,
+        norms,
+        digest(chunks, optimizer),
+    )
 
 
 @pytest.mark.gpu
 def test_the_device_is_free_of_it_between_updates(folder, gpu_ranks):
-    (device,), (host,) = (gpu_ranks.run(memory_on_gpu, 1, folder, residency) for residency in ("device", "host"))
+    (device,), (host,) = (
+        gpu_ranks.run(memory_on_gpu, 1, folder, residency) for residency in ("device", "host")
+    )
     assert (device[2], host[2]) == ({"cuda"}, {"cpu"})
     assert device[3:] == host[3:]
     assert device[0] - host[0] >= host[1], (device[:2], host[:2])

@@ -38,7 +38,9 @@ def test_planned_and_actual_memory_and_three_changes(files):
 
     device = DeviceMemory(total=2.0, free=0.05, allocated=1.2, peak=1.4, reserved=1.5)
     message = explained(files, device)
-    assert message.startswith("GPU memory is not enough on rank 0 when it asked for 0.50 GiB more\n  why: planned for ")
+    assert message.startswith(
+        "GPU memory is not enough on rank 0 when it asked for 0.50 GiB more\n  why: planned for "
+    )
     assert "student 0.00 + gradients 0.00 + optimizer 0.00 + teacher 0.00" in message
     assert "in use: tensors have 1.20 GiB (at most 1.40), torch's allocator holds 0.30 more" in message
     assert "CUDA, NCCL and other processes 0.45, 0.05 of 2.0 are free" in message
@@ -50,13 +52,17 @@ def test_the_changes_make_the_plan_smaller(files):
     assert message.startswith("GPU memory is not enough on rank 0\n") and "in use" not in message
     (planned,) = re.findall(r"planned for pipeline rank 0: ([\d.]+) GiB", message)
     changes = re.findall(r"  (\d)\. (--[^:]+): [\d.]+ ms, ([\d.]+) GiB", message)
-    assert [number for number, _, _ in changes] == ["1", "2", "3"] and all(float(need) < float(planned) for *_, need in changes)
+    assert [number for number, _, _ in changes] == ["1", "2", "3"] and all(
+        float(need) < float(planned) for *_, need in changes
+    )
 
 
 def test_the_pipeline_rank_of_a_rank(files):
     layout = ("--pipeline-model-parallel-size", "2", "--teacher-pipeline-layout", "2,1")
     for rank, stage in ((0, 0), (1, 0), (2, 1), (3, 1)):
-        assert f"planned for pipeline rank {stage}: " in explained(files, None, *layout, rank=rank, world_size=4)
+        assert f"planned for pipeline rank {stage}: " in explained(
+            files, None, *layout, rank=rank, world_size=4
+        )
 
 
 def without_memory(argv):
@@ -70,5 +76,7 @@ def without_memory(argv):
 def test_the_command_explains_torchs_error(files, ranks):
     ((exit_code, _, stderr),) = ranks.run(without_memory, 1, flags(files, "command"))
     error = stderr.partition("error: ")[2]
-    assert exit_code == 1 and error.startswith("GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n")
+    assert exit_code == 1 and error.startswith(
+        "GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n"
+    )
     assert "  do:  one of these" in error and "Traceback" not in error

@@ -48,10 +48,13 @@ def test_another_tokenizer_needs_xtoken(files, ranks):
     assert_refused(ranks, cross(files, "plain"), USAGE, *texts)
 
 
-@pytest.mark.parametrize("weights, text", [((0, 0), "the weights of all 2 teachers are 0"), ((1, 0), "teachers[1].weight 0")])
+@pytest.mark.parametrize(
+    "weights, text", [((0, 0), "the weights of all 2 teachers are 0"), ((1, 0), "teachers[1].weight 0")]
+)
 def test_teachers_without_weight(weights, text, files, ranks):
     teachers = [
-        {"hf": str(files / name), "weight": weight} for name, weight in zip(("teacher", "cross"), weights, strict=True)
+        {"hf": str(files / name), "weight": weight}
+        for name, weight in zip(("teacher", "cross"), weights, strict=True)
     ]
     teachers[1]["xtoken"] = {}
     (files / "weights.yaml").write_text(json.dumps({"teachers": teachers}))
@@ -73,7 +76,11 @@ def test_tokenizers_that_share_nothing(files, ranks):
 
 def test_projection_of_other_tokenizers(files, ranks):
     path = files / "projection.npz"
-    build_projection(open_tokenizer(str(files / "student")), open_tokenizer(str(files / "teacher")), cache_dir=files / "made")
+    build_projection(
+        open_tokenizer(str(files / "student")),
+        open_tokenizer(str(files / "teacher")),
+        cache_dir=files / "made",
+    )
     (made,) = (files / "made").iterdir()
     shutil.copy(made, path)
     argv = cross(files, "projection", *XTOKEN, "--xtoken-projection", path)
@@ -91,7 +98,9 @@ def test_half_of_a_surrogate_pair(files, ranks):
     assert_refused(ranks, argv, DATA, "half.jsonl", "half of a surrogate pair", world_size=2)
 
 
-@pytest.mark.parametrize("more", [(), ("--kd-divergence", "reverse_kl", "--kd-temperature", 2)], ids=["forward", "reverse T2"])
+@pytest.mark.parametrize(
+    "more", [(), ("--kd-divergence", "reverse_kl", "--kd-temperature", 2)], ids=["forward", "reverse T2"]
+)
 def test_the_same_tokenizer_gives_the_plain_loss(more, files, ranks):
     """Every token is a chunk of its own; no row of the heads is without a token."""
     size = len(PreTrainedTokenizerFast.from_pretrained(files / "student"))

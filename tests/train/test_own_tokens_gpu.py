@@ -33,7 +33,13 @@ def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     if flags:
         errors["cosine"] = cosine(files / "layout" / "gradients", files / "single" / "gradients")
         assert errors["cosine"] >= BF16_COSINE, errors
-    print(loss, layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"})
-    parts = ("loss", "evaluation") if flags else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+    print(
+        loss, layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"}
+    )
+    parts = (
+        ("loss", "evaluation")
+        if flags
+        else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+    )
     for part in parts:
         assert errors[part] <= (BF16_LOSS_TOLERANCE if flags else FP32_TOLERANCE), f"{part}: {errors}"

@@ -14,7 +14,9 @@ from tests.xtoken.small_tokenizers import train_byte_level
 UPDATES = 2  # the table has more
 PARTS = ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
 MIXED = [
-    layout for layout in LAYOUTS if layout.name in ("TP2 CP2 + sequence parallel, micro-batch 4", "PP2 VPP2, micro-batch 2")
+    layout
+    for layout in LAYOUTS
+    if layout.name in ("TP2 CP2 + sequence parallel, micro-batch 4", "PP2 VPP2, micro-batch 2")
 ]
 WEIGHING = (
     Layout("TP2 + sequence parallel, micro-batch 4", 2, tp=2, micro=4, flags=SP),
@@ -26,7 +28,11 @@ SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "PP2 CP2"
 
 def is_slow(loss, flags, layout):
     """What another case has parts of: each loss has one layout, each way of weighing too."""
-    others = loss in ("p_kl", "prefix_kl") or (flags == BY_ENTROPY and layout.cp > 1) or (flags == SELECT and layout.tp > 1)
+    others = (
+        loss in ("p_kl", "prefix_kl")
+        or (flags == BY_ENTROPY and layout.cp > 1)
+        or (flags == SELECT and layout.tp > 1)
+    )
     return layout.name in SLOW or (layout.pp > 1 and loss != "partition_kl") or others
 
 
@@ -45,7 +51,9 @@ def folder(tmp_path_factory):
     for teacher in settings["teachers"]:
         teacher.pop("weight", None)  # a selected teacher has it all
     # So sure of itself that its cross entropy is the lower one in three packs of eight.
-    make_model(folder / "loud", "llama", seed=2, vocab_size=460, hidden_size=72, tie_word_embeddings=True, scale=9.0)
+    make_model(
+        folder / "loud", "llama", seed=2, vocab_size=460, hidden_size=72, tie_word_embeddings=True, scale=9.0
+    )
     train_byte_level(vocab_size=450).save_pretrained(folder / "loud")
     settings["teachers"][0]["hf"] = str(folder / "loud")
     (folder / "equal_weights.yaml").write_text(json.dumps(settings))
@@ -61,7 +69,9 @@ def single(folder, ranks):
         if (loss, flags) not in cached:
             cached.clear()
             layout = SINGLE.with_flags(flags)
-            (cached[loss, flags],) = ranks.run(run_layout, 1, layout, folder, loss, folder / "single", UPDATES)
+            (cached[loss, flags],) = ranks.run(
+                run_layout, 1, layout, folder, loss, folder / "single", UPDATES
+            )
         return cached[loss, flags]
 
     return run
@@ -82,7 +92,9 @@ def single(folder, ranks):
 )
 def test_layout_equals_one_process(loss, flags, layout, folder, single, ranks):
     reference = single(loss, flags)
-    results = ranks.run(run_layout, layout.ranks, layout.with_flags(flags), folder, loss, folder / "layout", UPDATES)
+    results = ranks.run(
+        run_layout, layout.ranks, layout.with_flags(flags), folder, loss, folder / "layout", UPDATES
+    )
     errors = errors_of(results, folder, reference)
     for part in PARTS:
         assert errors[part] <= TOLERANCE, f"{part}: {errors}"

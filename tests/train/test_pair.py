@@ -63,7 +63,10 @@ def sent_elements(layout, student, teacher):
 
 @pytest.mark.parametrize(
     "tp, flags",
-    [pytest.param(1, (), id="TP1"), pytest.param(2, ("--sequence-parallel",), id="TP2 SP", marks=pytest.mark.slow)],
+    [
+        pytest.param(1, (), id="TP1"),
+        pytest.param(2, ("--sequence-parallel",), id="TP2 SP", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_on_the_wire(tp, flags, pair, ranks):
     """Forward T * (h_s + h_t), over tp with sequence parallelism; backward T * h_s. PP4: both neighbours are different."""
@@ -101,7 +104,9 @@ def teacher_traces(layout, student, teacher):
     return {
         "weights changed": weight_hash() != before,
         "rng touched": not torch.equal(torch.get_rng_state(), rng),
-        "gradients": sum(p.grad is not None or p.requires_grad for model in teachers for p in model.parameters()),
+        "gradients": sum(
+            p.grad is not None or p.requires_grad for model in teachers for p in model.parameters()
+        ),
         "in buffers": len(parameters & in_buffers),
         "in optimizer": len(parameters & in_optimizer),
         "in modules": sum("teacher" in name for chunk in engine.chunks for name, _ in chunk.named_modules()),
@@ -109,7 +114,9 @@ def teacher_traces(layout, student, teacher):
     }
 
 
-@pytest.mark.parametrize("layout", [Layout("one"), Layout("PP2 VPP2", 2, pp=2, vp=2)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", [Layout("one"), Layout("PP2 VPP2", 2, pp=2, vp=2)], ids=lambda layout: layout.name
+)
 def test_the_teacher_is_a_guest(layout, pair, ranks):
     for traces in ranks.run(teacher_traces, layout.ranks, layout, *pair):
         assert not any(traces.values()), traces
@@ -143,7 +150,9 @@ def peak_teacher_states(layout, student, teacher):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout("one"), Layout("PP2", 2, pp=2), Layout("PP2 VPP2", 2, pp=2, vp=2)], ids=lambda layout: layout.name
+    "layout",
+    [Layout("one"), Layout("PP2", 2, pp=2), Layout("PP2 VPP2", 2, pp=2, vp=2)],
+    ids=lambda layout: layout.name,
 )
 def test_one_microbatch_of_teacher_state(layout, pair, ranks):
     assert max(ranks.run(peak_teacher_states, layout.ranks, layout, *pair)) == 1
@@ -164,7 +173,12 @@ def test_ratio_0_is_plain_fine_tuning(pair, ranks, tmp_path):
     (a, gradients_a, no_teacher), (b, gradients_b, _) = (
         ranks.run(one_step, 1, Layout("sft"), student, t, "--kd-ratio", "0")[0] for t in (teacher, other)
     )
-    assert no_teacher and a.sums == b.sums and a.sums.token_sums()["kd"] == 0 and a.sums.token_sums()["loss"] == a.sums.ce
+    assert (
+        no_teacher
+        and a.sums == b.sums
+        and a.sums.token_sums()["kd"] == 0
+        and a.sums.token_sums()["loss"] == a.sums.ce
+    )
     assert all(torch.equal(gradients_a[name], gradients_b[name]) for name in gradients_a)
 
 

@@ -24,7 +24,10 @@ from tests.train.command import TEACHER, flags, make_files, run_main, write_reco
 from tools.preprocess_data import main as preprocess
 
 NOBODY = 65534  # user id
-TEXT, OTHER_TEXT = "the quick brown fox jumps over the lazy dog. ", "pack my box with five dozen liquor jugs. "
+TEXT, OTHER_TEXT = (
+    "the quick brown fox jumps over the lazy dog. ",
+    "pack my box with five dozen liquor jugs. ",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +51,17 @@ def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("a,b\n")
     argv = flags(
-        files, "refused", "--config", tmp_path / "run.yaml", "--save", files / "text.jsonl" / "checkpoints", *more,
-        student_hf=None, teacher_hf=None, data_path=tmp_path / "empty.jsonl",
-    )  # fmt: skip
+        files,
+        "refused",
+        "--config",
+        tmp_path / "run.yaml",
+        "--save",
+        files / "text.jsonl" / "checkpoints",
+        *more,
+        student_hf=None,
+        teacher_hf=None,
+        data_path=tmp_path / "empty.jsonl",
+    )
     settings = {
         "student": {"hf": str(files / "student")},
         "teachers": [{"hf": str(tmp_path / "stranger")}, {"hf": str(tmp_path / "nowhere")}],
@@ -107,7 +118,9 @@ def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
     add_special_token(padded, beyond=306)
     assert problems_of(flags(files, "padded", "--tokenizer-model", padded)) == []
     add_special_token(padded, beyond=306, is_padding=True)
-    (padding,) = problems_of(flags(files, "padded", "--kd-ratio", 0, "--tokenizer-model", padded, teacher_hf=None))
+    (padding,) = problems_of(
+        flags(files, "padded", "--kd-ratio", 0, "--tokenizer-model", padded, teacher_hf=None)
+    )
     assert "those of the student" in padding.what
 
 
@@ -135,7 +148,9 @@ def test_a_model_without_tokenizer(files, tmp_path):
     assert own.what == f"the teacher has no tokenizer in {bare}" and "copy tokenizer.json" in own.do
     (bare / "tokenizer.json").write_text("{")
     (damaged,) = problems_of(flags(files, "bare", "--xtoken-loss", "partition_kl", teacher_hf=bare))
-    assert damaged.what.startswith(f"the teacher's tokenizer, {bare}: no Hugging Face tokenizer could be loaded")
+    assert damaged.what.startswith(
+        f"the teacher's tokenizer, {bare}: no Hugging Face tokenizer could be loaded"
+    )
 
 
 def test_an_export_destroys_nothing(files, tmp_path):
@@ -149,23 +164,42 @@ def test_an_export_destroys_nothing(files, tmp_path):
 
 def test_where_the_tokenizer_of_exports_comes_from(files, tmp_path, spm_file):  # noqa: F811
     """What a user should know of it is said: it is another one than the student's, or comes without all its files."""
-    stranger, same = (add_tokenizer(tmp_path / name, text=text) for name, text in (("b", OTHER_TEXT), ("a", TEXT)))
+    stranger, same = (
+        add_tokenizer(tmp_path / name, text=text) for name, text in (("b", OTHER_TEXT), ("a", TEXT))
+    )
     wide = add_tokenizer(make_model(tmp_path / "wide", "qwen3", vocab_size=50257, num_hidden_layers=1))
     ranks_file = write_ranks(tmp_path)
     given = {  # flags -> source, start of each note
         (): (wide, []),
         ("--tokenizer-model", same): (same, []),
-        ("--tokenizer-model", stranger): (stranger, [f"note: --tokenizer-model {stranger} is not the tokenizer in "]),
+        ("--tokenizer-model", stranger): (
+            stranger,
+            [f"note: --tokenizer-model {stranger} is not the tokenizer in "],
+        ),
         ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", spm_file): (
             Path(spm_file),
-            [f"note: --tokenizer-model {spm_file} is not", f"note: exports get {spm_file} as tokenizer.model alone: "],
+            [
+                f"note: --tokenizer-model {spm_file} is not",
+                f"note: exports get {spm_file} as tokenizer.model alone: ",
+            ],
         ),
         ("--tokenizer-type", "TiktokenTokenizer", "--tokenizer-model", ranks_file): (
-            None, [f"note: --tokenizer-model {ranks_file} is not", "note: exports get no tokenizer: "]
+            None,
+            [f"note: --tokenizer-model {ranks_file} is not", "note: exports get no tokenizer: "],
         ),
-    }  # fmt: skip
+    }
     for more, (source, notes) in given.items():
-        argv = flags(files, "source", "--kd-ratio", 0, "--export-hf", tmp_path / "hf", *more, student_hf=wide, teacher_hf=None)
+        argv = flags(
+            files,
+            "source",
+            "--kd-ratio",
+            0,
+            "--export-hf",
+            tmp_path / "hf",
+            *more,
+            student_hf=wide,
+            teacher_hf=None,
+        )
         plan = plan_run(load_config(argv).config, 1)
         assert plan.assets == HFAssets(wide, source)
         assert len(plan.tokenizers.notes) == len(notes)
@@ -177,10 +211,17 @@ def test_where_the_tokenizer_of_exports_comes_from(files, tmp_path, spm_file):  
 
 def test_folders_without_checkpoints_are_named_with_their_flag(files, tmp_path):
     (student,) = problems_of(flags(files, "empty", "--student-load", tmp_path))
-    assert student.what == f"the student's folder {tmp_path} holds no checkpoint" and student.do.endswith(": --student-load")
-    (tmp_path / "run.yaml").write_text(json.dumps({"teachers": [{"hf": str(files / "teacher")}, {"load": str(tmp_path)}]}))
+    assert student.what == f"the student's folder {tmp_path} holds no checkpoint" and student.do.endswith(
+        ": --student-load"
+    )
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({"teachers": [{"hf": str(files / "teacher")}, {"load": str(tmp_path)}]})
+    )
     (teacher,) = problems_of(flags(files, "empty", "--config", tmp_path / "run.yaml", teacher_hf=None))
-    assert teacher.what.startswith("the teacher test_folders") and "--teacher-load, or load: of a teacher" in teacher.do
+    assert (
+        teacher.what.startswith("the teacher test_folders")
+        and "--teacher-load, or load: of a teacher" in teacher.do
+    )
 
 
 def test_conversations_for_a_tokenizer_without_chat_template(files, tmp_path):
@@ -188,10 +229,15 @@ def test_conversations_for_a_tokenizer_without_chat_template(files, tmp_path):
     chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
     path = write_records(tmp_path / "chat.jsonl", chat, chat)
     (student,) = problems_of(flags(files, "chat", data_path=path))
-    assert student.what == "the student's tokenizer has no chat template" and "--tokenizer-model" in student.do
+    assert (
+        student.what == "the student's tokenizer has no chat template" and "--tokenizer-model" in student.do
+    )
     assert student.why.startswith(f"--data-path {path} has conversations")
     student, teacher = problems_of(flags(files, "chat", "--xtoken-loss", "partition_kl", data_path=path))
-    assert teacher.what == "the teacher's tokenizer has no chat template" and "--tokenizer-model" not in teacher.do
+    assert (
+        teacher.what == "the teacher's tokenizer has no chat template"
+        and "--tokenizer-model" not in teacher.do
+    )
     assert problems_of(flags(files, "chat", "--max-bad-records", 2, data_path=path)) == []
 
 
@@ -203,7 +249,14 @@ def test_conversations_after_other_records(files, tmp_path):
 
 
 def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_path):
-    argv = ["--input", files / "text.jsonl", "--output-prefix", tmp_path / "corpus", "--tokenizer-model", files / "student"]
+    argv = [
+        "--input",
+        files / "text.jsonl",
+        "--output-prefix",
+        tmp_path / "corpus",
+        "--tokenizer-model",
+        files / "student",
+    ]
     assert preprocess([*map(str, argv)]) == 0
     own = flags(files, "own tokens", "--xtoken-loss", "partition_kl", data_path=tmp_path / "corpus")
     assert problems_of(own) == []
@@ -211,7 +264,9 @@ def test_tokenised_conversations_of_a_teacher_with_its_own_tokens(files, tmp_pat
     assert meta["kinds"] == ["text"]
     (tmp_path / "corpus.meta.json").write_text(json.dumps(meta | {"kinds": ["messages", "text"]}))
     (refused,) = problems_of(own)
-    assert refused.what.startswith(f"--data-path {tmp_path / 'corpus'} is a tokenised corpus of conversations")
+    assert refused.what.startswith(
+        f"--data-path {tmp_path / 'corpus'} is a tokenised corpus of conversations"
+    )
     assert problems_of(flags(files, "same tokens", data_path=tmp_path / "corpus")) == []
 
 
@@ -220,7 +275,9 @@ def test_a_tokenizer_without_eos(files, tmp_path):
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).exists():
             content = json.loads((folder / name).read_text())
-            (folder / name).write_text(json.dumps({key: value for key, value in content.items() if key != "eos_token"}))
+            (folder / name).write_text(
+                json.dumps({key: value for key, value in content.items() if key != "eos_token"})
+            )
     (endless,) = problems_of(flags(files, "endless", student_hf=folder, teacher_hf=folder))
     assert endless.what == "the tokenizer has no end-of-sequence token" and "--no-append-eod" in endless.do
     assert problems_of(flags(files, "endless", "--no-append-eod", student_hf=folder, teacher_hf=folder)) == []
@@ -247,7 +304,14 @@ def test_the_first_records_are_looked_at(records, text, files, tmp_path):
 
 def test_a_corpus_of_another_tokenizer_and_a_damaged_one(files, tmp_path):
     stranger = add_tokenizer(tmp_path, text=OTHER_TEXT)
-    argv = ["--input", files / "text.jsonl", "--output-prefix", tmp_path / "corpus", "--tokenizer-model", stranger]
+    argv = [
+        "--input",
+        files / "text.jsonl",
+        "--output-prefix",
+        tmp_path / "corpus",
+        "--tokenizer-model",
+        stranger,
+    ]
     assert preprocess([*map(str, argv)]) == 0
     (other,) = problems_of(flags(files, "corpus", data_path=tmp_path / "corpus"))
     assert other.what == f"--data-path {tmp_path / 'corpus'} was tokenised with another tokenizer"
@@ -262,7 +326,10 @@ Usage = namedtuple("Usage", "total used free")
 def test_everything_that_goes_to_one_disk_must_fit_there(files, tmp_path, monkeypatch):
     """The tiny student's checkpoint is 0.0x GiB and the text less: what is free decides, with what is cached left out."""
     argv = flags(files, "full", "--save", tmp_path / "a" / "b", data_cache_path=tmp_path / "cache")
-    writes = {write.what: write for write in disk.writes_of(load_config(argv).config, None, [str(files / "text.jsonl")])}
+    writes = {
+        write.what: write
+        for write in disk.writes_of(load_config(argv).config, None, [str(files / "text.jsonl")])
+    }
     text_bytes = writes["tokenised text"].num_bytes
     assert text_bytes == (files / "text.jsonl").stat().st_size // 3
     config = load_config(argv).config

@@ -28,10 +28,17 @@ def files(tmp_path_factory):
 
 def argv(files, run, *more):
     flags = {
-        "--student-hf": files / "student", "--teacher-hf": files / "teacher", "--data-path": files / "text.jsonl",
-        "--seq-length": 64, "--global-batch-size": 4, "--train-iters": STEPS, "--lr": 1e-3, "--lr-warmup-iters": 2,
-        "--save": files / run, "--data-cache-path": files / "cache",
-    }  # fmt: skip
+        "--student-hf": files / "student",
+        "--teacher-hf": files / "teacher",
+        "--data-path": files / "text.jsonl",
+        "--seq-length": 64,
+        "--global-batch-size": 4,
+        "--train-iters": STEPS,
+        "--lr": 1e-3,
+        "--lr-warmup-iters": 2,
+        "--save": files / run,
+        "--data-cache-path": files / "cache",
+    }
     return [str(word) for pair in flags.items() for word in pair] + [str(word) for word in more]
 
 
@@ -133,9 +140,16 @@ def test_resume_at_another_layout(first, second, more, files, ranks):
     saved, loaded = (load_file(files / name / "model.safetensors") for name in (f"{run} a", f"{run} b hf"))
     assert saved.keys() == loaded.keys() and all(torch.equal(saved[n], loaded[n]) for n in saved)
 
-    ranks.run(train_and_hash, world, argv(files, f"{run} c", *more, *layout, "--load", files / run), files / f"{run} c hf")
+    ranks.run(
+        train_and_hash,
+        world,
+        argv(files, f"{run} c", *more, *layout, "--load", files / run),
+        files / f"{run} c hf",
+    )
     ranks.run(train_and_hash, 1, argv(files, f"{run} whole", *more), files / f"{run} whole hf")
-    resumed, straight = (load_file(files / name / "model.safetensors") for name in (f"{run} c hf", f"{run} whole hf"))
+    resumed, straight = (
+        load_file(files / name / "model.safetensors") for name in (f"{run} c hf", f"{run} whole hf")
+    )
     for name in straight:
         assert (resumed[name] - straight[name]).norm() <= 1e-4 * straight[name].norm(), name
 
@@ -143,7 +157,9 @@ def test_resume_at_another_layout(first, second, more, files, ranks):
 def test_another_kind_of_optimizer_is_refused(files, ranks):
     ranks.run(train_and_hash, 1, argv(files, "kind", "--exit-interval", 1))
     with pytest.raises(AssertionError, match="holds a replicated optimizer, this run has a distributed one"):
-        ranks.run(train_and_hash, 1, argv(files, "kind", "--load", files / "kind", "--use-distributed-optimizer"))
+        ranks.run(
+            train_and_hash, 1, argv(files, "kind", "--load", files / "kind", "--use-distributed-optimizer")
+        )
 
 
 @pytest.mark.parametrize("first", [(), ("--bf16",)])
@@ -163,5 +179,7 @@ def test_checkpoint_holds_the_student_alone(files, ranks):
     folder = files / "alone" / "iter_0000001"
     tensors = dist_checkpointing.load_tensors_metadata(str(folder))
     assert tensors and not any("teacher" in name for name in tensors)
-    assert not any(72 in tensor.global_shape or tensor.global_shape[:1] == (6,) for tensor in tensors.values())
+    assert not any(
+        72 in tensor.global_shape or tensor.global_shape[:1] == (6,) for tensor in tensors.values()
+    )
     assert (files / "alone" / "latest_checkpointed_iteration.txt").read_text() == "1\n"

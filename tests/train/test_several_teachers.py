@@ -84,7 +84,9 @@ def peak_teacher_states(layout, files, repeats):
 
 @pytest.mark.parametrize("layout", [Layout("PP1"), Layout("PP2", 2, pp=2)], ids=lambda layout: layout.name)
 def test_teacher_states_alive_do_not_grow_with_the_global_batch(layout, files, ranks):
-    small, large = (ranks.run(peak_teacher_states, layout.ranks, layout, files, repeats) for repeats in (1, 4))
+    small, large = (
+        ranks.run(peak_teacher_states, layout.ranks, layout, files, repeats) for repeats in (1, 4)
+    )
     assert small == large == [2] * layout.ranks, "those of one micro-batch, on every stage"
 
 
@@ -100,8 +102,15 @@ def test_what_a_run_writes(files, ranks):
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     for name in ("training", "held-out"):
-        (index,) = (i for i, line in enumerate(lines) if line.startswith(f" {name} ") and "packs of 32 tokens, " in line)
-        assert lines[index + 1].startswith("   cross: packs of ") and "share of loss tokens in chunks" in lines[index + 1]
+        (index,) = (
+            i
+            for i, line in enumerate(lines)
+            if line.startswith(f" {name} ") and "packs of 32 tokens, " in line
+        )
+        assert (
+            lines[index + 1].startswith("   cross: packs of ")
+            and "share of loss tokens in chunks" in lines[index + 1]
+        )
     train = [record for record in read_metrics(files / "run") if record.get("split", "train") == "train"]
     assert len(train) == 2
     for record in read_metrics(files / "run"):
@@ -124,8 +133,16 @@ def test_resuming_is_bitwise(files, ranks):
         assert result.exit_code == 0, result.stderr
     ours, reference = read_weights(files / "rest hf"), read_weights(files / "whole hf")
     assert ours.keys() == reference.keys() and all(ours[name].equal(reference[name]) for name in ours)
-    losses = {record["iteration"]: record["loss"] for record in read_metrics(whole) if record.get("split", "train") == "train"}
-    resumed = {record["iteration"]: record["loss"] for record in read_metrics(rest) if record.get("split", "train") == "train"}
+    losses = {
+        record["iteration"]: record["loss"]
+        for record in read_metrics(whole)
+        if record.get("split", "train") == "train"
+    }
+    resumed = {
+        record["iteration"]: record["loss"]
+        for record in read_metrics(rest)
+        if record.get("split", "train") == "train"
+    }
     assert list(resumed) == [3, 4] and all(losses[iteration] == loss for iteration, loss in resumed.items())
 
 

@@ -42,7 +42,18 @@ def clean(files):
 def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
     """Train for `steps` with each of `faults` in turn; what the last checkpoint holds."""
     save = files / run
-    more = ("--train-iters", steps, "--save", save, "--load", save, "--save-interval", SAVE_EVERY, "--non-finite", "abort")
+    more = (
+        "--train-iters",
+        steps,
+        "--save",
+        save,
+        "--load",
+        save,
+        "--save-interval",
+        SAVE_EVERY,
+        "--non-finite",
+        "abort",
+    )
     argv = flags(files, run, *more)
     for fault in [*faults, ""]:
         ended = run_processes(files, argv, RANKS, MKD_FAULT=fault)
@@ -79,7 +90,11 @@ def test_soak(seed, files, clean):
     faults = []
     for start in range(0, SOAK_STEPS - FAULT_EVERY, FAULT_EVERY):
         point = place(chance, start + chance.randint(1, FAULT_EVERY))
-        kinds = ("kill", "error", "exit", "oom", "nan") if point.startswith("in_step") else ("kill", "error", "exit", "oom")
+        kinds = (
+            ("kill", "error", "exit", "oom", "nan")
+            if point.startswith("in_step")
+            else ("kill", "error", "exit", "oom")
+        )
         kinds += () if point.startswith("in_") else ("eio", "enospc")
         faults.append(f"{chance.choice(kinds)}@{point}")
     assert survive(files, f"soak {seed}", SOAK_STEPS, faults) == clean(SOAK_STEPS)

@@ -25,7 +25,9 @@ def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]
     generator = random.Random(seed)
     losses = []
     for step in range(steps):
-        wide = generator.gauss(0, 1) / math.sqrt(generator.gammavariate(3, 1 / 3))  # Student's t, 6 degrees of freedom
+        wide = generator.gauss(0, 1) / math.sqrt(
+            generator.gammavariate(3, 1 / 3)
+        )  # Student's t, 6 degrees of freedom
         losses.append((2 + 8 * math.exp(-step / 60)) * math.exp(noise * max(-4.0, min(4.0, wide))))
     return losses
 
@@ -94,11 +96,18 @@ def test_a_real_run_flags_its_spike_alone_and_names_the_samples(files, ranks):
     assert flagged == {41: 1} and lines[40]["loss"] > 5 * lines[39]["loss"]
     assert output.count("| loss spikes: 1 |") == 1
     samples = sorted(one for _, of_rank in results for one in of_rank)
-    assert f"the steps before it; samples of the step: {', '.join(map(str, samples))}\n" in output and len(samples) == 4
+    assert (
+        f"the steps before it; samples of the step: {', '.join(map(str, samples))}\n" in output
+        and len(samples) == 4
+    )
     (spike,) = map(json.loads, (files / "spike" / "loss_spikes.jsonl").read_text().splitlines())
-    assert spike["iteration"] == 41 and spike["loss"] == pytest.approx(lines[40]["loss"]) and spike["ratio"] > 5
+    assert (
+        spike["iteration"] == 41 and spike["loss"] == pytest.approx(lines[40]["loss"]) and spike["ratio"] > 5
+    )
     assert spike["sample_ids"] == samples and spike["documents"].keys() == set(map(str, samples))
-    assert all(min(documents) >= 0 for of_pack in spike["documents"].values() for documents in of_pack.values())
+    assert all(
+        min(documents) >= 0 for of_pack in spike["documents"].values() for documents in of_pack.values()
+    )
 
 
 @pytest.mark.slow

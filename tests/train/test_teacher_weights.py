@@ -37,7 +37,9 @@ def record_weights(flags, files, name):
     batches[0] = without_chunks(batches[0])
     recorded, heads, _, _, weights = record(engine, batches)
     shards = [load_file(path) for path in (files / "cross").glob("*.safetensors")]
-    (cross,) = (shard["model.embed_tokens.weight"] for shard in shards if "model.embed_tokens.weight" in shard)
+    (cross,) = (
+        shard["model.embed_tokens.weight"] for shard in shards if "model.embed_tokens.weight" in shard
+    )
     return recorded, [batch.teachers[0].chunks for batch in batches], weights, (cross, heads[2])
 
 

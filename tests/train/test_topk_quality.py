@@ -81,12 +81,23 @@ def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
         if layers not in wanted:
             wanted[layers] = run(layers, *teacher)
         if not out.exists():
-            argv = ["--out", str(out), "--k", str(k), "--logprob-dtype", dtype, *run_flags(files, layers, *teacher)]
+            argv = [
+                "--out",
+                str(out),
+                "--k",
+                str(k),
+                "--logprob-dtype",
+                dtype,
+                *run_flags(files, layers, *teacher),
+            ]
             (result,) = run_main(ranks, argv, command="tools.export_teacher_topk")
             assert result.exit_code == 0, result.stderr
         values = compared(run(layers, "--teacher-topk", out), wanted[layers])
         size = sum(path.stat().st_size for path in out.glob("*.parquet"))
-        print(f"\n{layers} layers, k = {k} {dtype}, {size} bytes: " + ", ".join(f"{n} {v:.6f}" for n, v in values.items()))
+        print(
+            f"\n{layers} layers, k = {k} {dtype}, {size} bytes: "
+            + ", ".join(f"{n} {v:.6f}" for n, v in values.items())
+        )
         assert 0 <= values["kd"] <= values["full kd"]
         assert values["teacher_ce"] <= 1e-5 and values["teacher_entropy"] <= 1e-5
         assert values["cosine"] >= 0.99

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.tiny_models import add_tokenizer, make_model
-from tests.train.command import TEACHER, flags, make_files, poison, read_metrics, read_weights, run_main, write_records
+from tests.train.command import (
+    TEACHER,
+    flags,
+    make_files,
+    poison,
+    read_metrics,
+    read_weights,
+    run_main,
+    write_records,
+)
 from tests.train.topk_files import DATA, export, exported, offline
 
 pytest.importorskip("pyarrow")
@@ -17,7 +26,16 @@ EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
 # An update is then proportional to the gradient: Adam's own makes full-size steps of the rounding of gradients near zero.
 LINEAR = ("--lr", 1, "--adam-eps", 1)
 T2 = ("--kd-temperature", 2)
-COMPARED = ("loss", "ce_loss", "kd_loss", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens", "grad_norm")
+COMPARED = (
+    "loss",
+    "ce_loss",
+    "kd_loss",
+    "teacher_ce",
+    "teacher_entropy",
+    "top1_agreement",
+    "num_loss_tokens",
+    "grad_norm",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,9 @@ def test_all_ids_give_the_run_with_the_teacher(context_parallel, files, ranks):
     hf = [str(files / f"{name} {context_parallel}") for name in ("online hf", "offline hf")]
     more = (*layout, *EVALUATED, *LINEAR, "--export-hf")
     online = trained(ranks, files, flags(files, "online", *DATA, *more, hf[0]), context_parallel)
-    assert_same_run(trained(ranks, files, offline(files, "full", full, *more, hf[1]), context_parallel), online)
+    assert_same_run(
+        trained(ranks, files, offline(files, "full", full, *more, hf[1]), context_parallel), online
+    )
 
 
 LAYOUTS = {
@@ -79,7 +99,9 @@ def single(cache, files, ranks):
     return trained(ranks, files, argv)
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * ("workers" in one)) for one in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("workers" in one)) for one in LAYOUTS]
+)
 def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
     world_size, layout = LAYOUTS[name]
     argv = offline(files, name, cache, *T2, *EVALUATED, *LINEAR, *layout, "--export-hf", files / f"{name} hf")
@@ -169,9 +191,12 @@ def test_other_weights(cache, files, ranks):
     poison(files / "teacher", files / "other teacher", 0.5)
     shutil.copytree(files / "teacher", files / "same teacher")
     assert_refused(
-        ranks, offline(files, "weights", cache, *T2, teacher_hf="other teacher"), 66,
-        f"is of other weights than {files / 'other teacher'}", f"it was exported from {files / 'teacher'}",
-    )  # fmt: skip
+        ranks,
+        offline(files, "weights", cache, *T2, teacher_hf="other teacher"),
+        66,
+        f"is of other weights than {files / 'other teacher'}",
+        f"it was exported from {files / 'teacher'}",
+    )
     (result,) = run_main(ranks, offline(files, "weights", cache, *T2, teacher_hf="same teacher"))
     assert result.exit_code == 0, result.stderr
 
@@ -180,7 +205,9 @@ def test_other_tokenizer(cache, files, ranks):
     make_model(files / "stranger", **TEACHER)
     add_tokenizer(files / "stranger", text="pack my box with five dozen liquor jugs. ")
     argv = offline(files, "tokenizer", cache, *T2, "--tokenizer-model", files / "stranger")
-    assert_refused(ranks, argv, 65, "the teacher cache", "is of another tokenizer", "ids stand for other strings")
+    assert_refused(
+        ranks, argv, 65, "the teacher cache", "is of another tokenizer", "ids stand for other strings"
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +222,9 @@ def test_other_tokenizer(cache, files, ranks):
     ],
 )
 def test_other_data_flags(more, text, cache, files, ranks):
-    assert_refused(ranks, offline(files, "data", cache, *T2, *more), 65, text, "export again into another folder")
+    assert_refused(
+        ranks, offline(files, "data", cache, *T2, *more), 65, text, "export again into another folder"
+    )
 
 
 def test_other_text(cache, files, ranks):
@@ -210,7 +239,11 @@ def test_other_text(cache, files, ranks):
 
 
 def test_other_temperature(cache, files, ranks):
-    texts = ("kd-temperature is 1.0, the teacher cache", "is at 2.0", "use --kd-temperature 2.0, or export again")
+    texts = (
+        "kd-temperature is 1.0, the teacher cache",
+        "is at 2.0",
+        "use --kd-temperature 2.0, or export again",
+    )
     assert_refused(ranks, offline(files, "temperature", cache), 64, *texts)
 
 
@@ -238,12 +271,16 @@ def test_a_run_goes_on_with_the_data_and_the_k_that_it_had(cache, files, ranks):
     refused = {"data.files": offline(files, "more", "other data", *more, data_path="half.jsonl")}
     refused |= {"loss.stored_k": offline(files, "more", "other k", *more)}
     for name, argv in refused.items():
-        assert_refused(ranks, argv, 66, "was saved by a run with other", f" {name} (", f"--accept-change {name}")
+        assert_refused(
+            ranks, argv, 66, "was saved by a run with other", f" {name} (", f"--accept-change {name}"
+        )
 
 
 def test_only_forward_kl(cache, files, ranks):
     texts = ("kd-divergence reverse_kl cannot be computed from --teacher-topk", "only their total is stored")
-    assert_refused(ranks, offline(files, "divergence", cache, *T2, "--kd-divergence", "reverse_kl"), 64, *texts)
+    assert_refused(
+        ranks, offline(files, "divergence", cache, *T2, "--kd-divergence", "reverse_kl"), 64, *texts
+    )
 
 
 def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
@@ -255,7 +292,13 @@ def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
     argv = offline(files, "no valid run", "no valid", *T2, *EVALUATED, *held_out)
     assert_refused(ranks, argv, 65, "has no valid data", "drop --eval-interval")
     (files / "no valid" / "train-00002.parquet").unlink()
-    assert_refused(ranks, offline(files, "part", "no valid", *T2, "--split", "1"), 65, "is incomplete", "it goes on where")
+    assert_refused(
+        ranks,
+        offline(files, "part", "no valid", *T2, "--split", "1"),
+        65,
+        "is incomplete",
+        "it goes on where",
+    )
 
 
 def test_a_smaller_student_needs_an_export_for_it(files, ranks):
@@ -265,6 +308,12 @@ def test_a_smaller_student_needs_an_export_for_it(files, ranks):
     exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)
     exported(ranks, files, "cache over 301", "--k", 8, student_hf="small")
     argv = offline(files, "small", "cache over 307", student_hf="small")
-    assert_refused(ranks, argv, 65, "is over 307 ids, the student has 301", "export again with this student's --student-hf")
+    assert_refused(
+        ranks,
+        argv,
+        65,
+        "is over 307 ids, the student has 301",
+        "export again with this student's --student-hf",
+    )
     (result,) = run_main(ranks, offline(files, "small", "cache over 301", student_hf="small"))
     assert result.exit_code == 0, result.stderr

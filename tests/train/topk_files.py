@@ -25,4 +25,6 @@ def exported(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) 
 
 def offline(files: Path, run: str, cache: str, *more, **paths) -> list[str]:
     """The command line of a short run from a cache, without a teacher."""
-    return flags(files, run, "--teacher-topk", str(files / cache), *DATA, *more, **({"teacher_hf": None} | paths))
+    return flags(
+        files, run, "--teacher-topk", str(files / cache), *DATA, *more, **({"teacher_hf": None} | paths)
+    )

@@ -63,7 +63,9 @@ def fetch_packages(folder: Path) -> Path:
             Path(scratch, "out").mkdir()
             subprocess.run(["apt-get", "download", *PACKAGES], cwd=scratch, check=True, capture_output=True)
             for archive in Path(scratch).glob("*.deb"):
-                subprocess.run(["dpkg-deb", "-x", archive, f"{scratch}/out/{archive.name.split('_')[0]}"], check=True)
+                subprocess.run(
+                    ["dpkg-deb", "-x", archive, f"{scratch}/out/{archive.name.split('_')[0]}"], check=True
+                )
             Path(scratch, "out").rename(out)
     return out
 
@@ -106,7 +108,9 @@ def check_all(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]) ->
             f"  {name}: token bytes join to the text in {exact[name]} documents, offsets decide in {len(texts) - exact[name]}"
         )
     total = sum(chunks_of.values())
-    print(f"{total} chunks of {len(PAIRS)} ordered pairs: 100% equal the plain walk and cover the same bytes on both sides")
+    print(
+        f"{total} chunks of {len(PAIRS)} ordered pairs: 100% equal the plain walk and cover the same bytes on both sides"
+    )
 
 
 def is_exact(tokenizer: Tokenizer, encoded: EncodedText, data: bytes) -> bool:
@@ -173,12 +177,18 @@ def compare_modes(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]
                 )
             )
             same, single, extra = same + len(exact & found), single + len(exact), extra + len(found - exact)
-    print(f"English prose: dp has {same} of {single} 1-1 chunks ({100 * same / single:.4f}%), and {extra} others")
+    print(
+        f"English prose: dp has {same} of {single} 1-1 chunks ({100 * same / single:.4f}%), and {extra} others"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=1000, metavar="N", help="at least this many (default 1000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents", type=int, default=1000, metavar="N", help="at least this many (default 1000)"
+    )
     count = parser.parse_args().documents
     with tempfile.TemporaryDirectory() as scratch:
         folder = downloads_folder(Path(scratch))

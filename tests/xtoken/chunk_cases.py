@@ -37,11 +37,16 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> Case:
         return Case(
-            *(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in (getattr(self, field.name) for field in fields(self)))
+            *(
+                t.to(dtype) if isinstance(t, torch.Tensor) else t
+                for t in (getattr(self, field.name) for field in fields(self))
+            )
         )
 
 
-def relation_of(student: int, teacher: int, common: int, seed: int = 0, whole_projection: bool = False) -> VocabularyRelation:
+def relation_of(
+    student: int, teacher: int, common: int, seed: int = 0, whole_projection: bool = False
+) -> VocabularyRelation:
     """A relation of vocabularies of these sizes with random common pairs, two relaxed ones and a random projection."""
     generator = np.random.default_rng(seed)
     more = 2 if min(student, teacher) >= common + 2 else 0
@@ -50,8 +55,12 @@ def relation_of(student: int, teacher: int, common: int, seed: int = 0, whole_pr
     rows = generator.integers(0, student, 4 * student)
     rows = np.concatenate([rows, np.arange(student)]) if whole_projection else rows[rows % 5 != 0]
     columns = generator.integers(0, teacher, len(rows))
-    projection = SparseMatrix.from_entries(rows, columns, generator.random(len(rows)) + 0.1, (student, teacher)).normalised()
-    nothing = Continuations(Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    projection = SparseMatrix.from_entries(
+        rows, columns, generator.random(len(rows)) + 0.1, (student, teacher)
+    ).normalised()
+    nothing = Continuations(
+        Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+    )
     pairs = students[:common][order], teachers[:common][order], students[common:], teachers[common:]
     starts = [generator.choice([-1, *pairs[0]], size) for size in (student, teacher)]
     for own, ids in zip(starts, pairs, strict=False):
@@ -59,7 +68,9 @@ def relation_of(student: int, teacher: int, common: int, seed: int = 0, whole_pr
     return VocabularyRelation(student, teacher, *pairs, projection, Spellings(nothing, nothing), *starts)
 
 
-def chunk_batch(relation: VocabularyRelation, counts: tuple[int, ...], seed: int) -> tuple[ChunkBatch, int, int]:
+def chunk_batch(
+    relation: VocabularyRelation, counts: tuple[int, ...], seed: int
+) -> tuple[ChunkBatch, int, int]:
     """(`counts[kind]` random chunks of each kind, rows of the student, rows of the teacher); some chunks of weight 0."""
     generator = np.random.default_rng(seed)
     kinds = np.repeat(np.arange(4), counts)
@@ -72,7 +83,9 @@ def chunk_batch(relation: VocabularyRelation, counts: tuple[int, ...], seed: int
     offsets = [np.concatenate([[0], np.cumsum(n)]) for n in sizes]
     totals = [int(n.sum()) + 3 for n in sizes]
     sides = [
-        ChunkSide(*(torch.from_numpy(a) for a in (generator.permutation(rows)[: len(label)], label, offset)), offset)
+        ChunkSide(
+            *(torch.from_numpy(a) for a in (generator.permutation(rows)[: len(label)], label, offset)), offset
+        )
         for rows, label, offset in zip(totals, labels, offsets, strict=True)
     ]
     supports = [support(i, kind, labels, offsets, vocabularies, generator) for i, kind in enumerate(kinds)]
@@ -81,10 +94,15 @@ def chunk_batch(relation: VocabularyRelation, counts: tuple[int, ...], seed: int
     weights = generator.random(len(kinds)).astype(np.float32)
     weights[generator.random(len(kinds)) < 0.25] = 0.0
     batch = ChunkBatch(
-        *sides, kinds.astype(np.int8), torch.from_numpy(weights), torch.zeros(len(kinds), dtype=torch.int64),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), torch.from_numpy(np.repeat(np.arange(len(kinds)), lengths)),
-        *(torch.from_numpy(ids) for ids in found), len(kinds),
-    )  # fmt: skip
+        *sides,
+        kinds.astype(np.int8),
+        torch.from_numpy(weights),
+        torch.zeros(len(kinds), dtype=torch.int64),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        torch.from_numpy(np.repeat(np.arange(len(kinds)), lengths)),
+        *(torch.from_numpy(ids) for ids in found),
+        len(kinds),
+    )
     return batch, *totals
 
 
@@ -95,7 +113,9 @@ def support(i, kind, labels, offsets, vocabularies, generator) -> list[np.ndarra
     last = [label[offset[i + 1] - 1] for label, offset in zip(labels, offsets, strict=True)]
     count = 0 if kind == 3 else generator.integers(0, 5)
     return [
-        np.concatenate([[one], np.setdiff1d(generator.permutation(v)[: 2 * count], [one])[:count]]).astype(np.int64)
+        np.concatenate([[one], np.setdiff1d(generator.permutation(v)[: 2 * count], [one])[:count]]).astype(
+            np.int64
+        )
         if count
         else np.array([one])
         for one, v in zip(last, vocabularies, strict=True)
@@ -103,7 +123,10 @@ def support(i, kind, labels, offsets, vocabularies, generator) -> list[np.ndarra
 
 
 def random_case(
-    counts: tuple[int, ...] = (7, 4, 4, 3), sizes=(37, 48, 45), relation: VocabularyRelation | None = None, seed: int = 0
+    counts: tuple[int, ...] = (7, 4, 4, 3),
+    sizes=(37, 48, 45),
+    relation: VocabularyRelation | None = None,
+    seed: int = 0,
 ) -> Case:
     """`sizes`: rows of the student's head, with padding, rows of the teacher's; the tokenizers have fewer by default."""
     student_rows, padded, teacher_rows = sizes
@@ -126,25 +149,38 @@ def expected(case: Case, **settings) -> tuple[dict[str, torch.Tensor], torch.Ten
     settings = ChunkLossSettings(**settings)
     hidden, weight = (t.double().requires_grad_() for t in (case.student_hidden, case.student_weight))
     students, teachers = len(weight[: case.student_rows]), len(case.teacher_weight)
-    pairs = [np.stack(case.relation.pairs(relaxed), axis=1).tolist() for relaxed in (False, settings.loss == "h_kl")]
+    pairs = [
+        np.stack(case.relation.pairs(relaxed), axis=1).tolist()
+        for relaxed in (False, settings.loss == "h_kl")
+    ]
     pairs = [[(s, t) for s, t in some if s < students and t < teachers] for some in pairs]
     matrix = torch.zeros(students, teachers, dtype=torch.float64)
     sparse = case.relation.projection
-    matrix[torch.from_numpy(sparse.rows), torch.from_numpy(sparse.columns)] = torch.from_numpy(sparse.values).double()
+    matrix[torch.from_numpy(sparse.rows), torch.from_numpy(sparse.columns)] = torch.from_numpy(
+        sparse.values
+    ).double()
     starts = case.relation.student_beginnings[:students], case.relation.teacher_beginnings[:teachers]
     beginnings = tuple(torch.full((n,), -1, dtype=torch.int64) for n in (students, teachers))
     for own, known in zip(beginnings, starts, strict=True):
         own[: len(known)] = torch.from_numpy(known)
     student_logits = hidden @ weight[:students].T
     teacher_logits = case.teacher_hidden.double() @ case.teacher_weight.double().T
-    values = dense_chunk_kd(student_logits, teacher_logits, case.chunks, DenseRelation(*pairs, matrix, beginnings), settings)
+    values = dense_chunk_kd(
+        student_logits, teacher_logits, case.chunks, DenseRelation(*pairs, matrix, beginnings), settings
+    )
     if values["loss"].requires_grad:
         values["loss"].backward()
     zeros = (torch.zeros_like(t) if t.grad is None else t.grad for t in (hidden, weight))
     return {name: value.detach() for name, value in values.items()}, *zeros
 
 
-def on_rank(case: Case, settings: dict, sequence_parallel: bool = False, announced: bool = True, chunk_rows: int | None = 5):
+def on_rank(
+    case: Case,
+    settings: dict,
+    sequence_parallel: bool = False,
+    announced: bool = True,
+    chunk_rows: int | None = 5,
+):
     """On one tensor-parallel rank: values, gradients (times 3) of its hidden states and its rows of the head."""
     detect()  # Megatron's mappings of sequence parallelism name CUDA
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -155,10 +191,19 @@ def on_rank(case: Case, settings: dict, sequence_parallel: bool = False, announc
     vocabulary, teacher_weight = vocabulary_of(case, settings, rank, size)
     factor = torch.tensor(3.0, dtype=hidden.dtype)
     output = fused_chunk_kd(
-        hidden, weight, teacher_hidden, teacher_weight, case.chunks, vocabulary=vocabulary, cp_group=None,
-        settings=ChunkLossSettings(**settings), tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel,
-        loss_gradient=factor if announced else None, chunk_rows=chunk_rows,
-    )  # fmt: skip
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        case.chunks,
+        vocabulary=vocabulary,
+        cp_group=None,
+        settings=ChunkLossSettings(**settings),
+        tp_group=dist.group.WORLD,
+        sequence_parallel=sequence_parallel,
+        loss_gradient=factor if announced else None,
+        chunk_rows=chunk_rows,
+    )
     (factor * output.loss).backward()
     return values(output), hidden.grad, weight.grad
 
@@ -194,14 +239,20 @@ def values(output: ChunkOutput) -> dict[str, torch.Tensor]:
     return {field.name: getattr(output, field.name).detach() for field in fields(output)}
 
 
-def assert_equals_reference(results, case: Case, settings: dict, tolerance: float, sequence_parallel: bool = False) -> None:
+def assert_equals_reference(
+    results, case: Case, settings: dict, tolerance: float, sequence_parallel: bool = False
+) -> None:
     """Every rank's values, the same bits on all, and the gathered gradients against the reference."""
     wanted, wanted_hidden, wanted_weight = expected(case, **settings)
     for got, _, _ in results:
         for name, value in wanted.items():
             assert torch.equal(got[name], results[0][0][name]), name
             torch.testing.assert_close(got[name].double(), value.double(), rtol=tolerance, atol=tolerance)
-    hiddens = [torch.cat([r[1] for r in results])[: len(wanted_hidden)]] if sequence_parallel else [r[1] for r in results]
+    hiddens = (
+        [torch.cat([r[1] for r in results])[: len(wanted_hidden)]]
+        if sequence_parallel
+        else [r[1] for r in results]
+    )
     for hidden in hiddens:
         assert_near(hidden, 3.0 * wanted_hidden, tolerance)
     assert_near(torch.cat([r[2] for r in results]), 3.0 * wanted_weight, tolerance)

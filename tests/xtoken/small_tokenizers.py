@@ -35,7 +35,11 @@ def train_byte_level(vocab_size: int = 900, reverse: bool = False) -> PreTrained
         show_progress=False,
     )
     backend.train_from_iterator(_half(reverse), trainer)
-    roles = {"eos_token": specials[0]} if reverse else {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    roles = (
+        {"eos_token": specials[0]}
+        if reverse
+        else {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
 
 
@@ -60,7 +64,9 @@ def byte_level(vocab_size: int = 900, reverse: bool = False) -> Tokenizer:
 
 @cache
 def sentence_piece(vocab_size: int = 900) -> Tokenizer:
-    return SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_proto=train_sentence_piece(vocab_size)))
+    return SentencePieceTokenizer(
+        sentencepiece.SentencePieceProcessor(model_proto=train_sentence_piece(vocab_size))
+    )
 
 
 def _half(reverse: bool) -> list[str]:

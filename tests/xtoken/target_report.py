@@ -30,7 +30,9 @@ KINDS = ("1-1", "1-N", "M-1", "M-N")
 COLUMNS = ("partition_kl", "prefix_kl", "teacher", "no twin")
 
 
-def targets(log_p: torch.Tensor, relation: VocabularyRelation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def targets(
+    log_p: torch.Tensor, relation: VocabularyRelation
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """From the teacher's [m, v_t]: (of each common token's twin, of all that begins with it [v_s, m], of no twin [m])."""
     p = log_p.exp().t()[: relation.teacher_size].contiguous()
     twins, begins = (torch.zeros(relation.student_size, p.shape[1]) for _ in range(2))
@@ -41,7 +43,9 @@ def targets(log_p: torch.Tensor, relation: VocabularyRelation) -> tuple[torch.Te
     return twins, begins, (1 - twins.sum(dim=0)).clamp(min=0)
 
 
-def rows_of(text: str, model, student, teacher, relation: VocabularyRelation) -> list[tuple[int, list[float]]]:
+def rows_of(
+    text: str, model, student, teacher, relation: VocabularyRelation
+) -> list[tuple[int, list[float]]]:
     """(kind, the columns of the table) of each chunk of a text but its first."""
     aligned = align(student, teacher, text)
     with torch.no_grad():
@@ -54,15 +58,27 @@ def rows_of(text: str, model, student, teacher, relation: VocabularyRelation) ->
         by_twin = twins[token, t - 1] if has_twin[token] else others[t - 1]
         by_start = begins[start, t - 1] if start >= 0 else others[t - 1]
         own = -log_p[t - 1, aligned.teacher_ids[t]]
-        values = [-float(p.clamp(min=1e-12).log()) for p in (by_twin, by_start)] + [float(own), float(others[t - 1])]
+        values = [-float(p.clamp(min=1e-12).log()) for p in (by_twin, by_start)] + [
+            float(own),
+            float(others[t - 1]),
+        ]
         found.append((2 * (s_end - s > 1) + (t_end - t > 1), values))
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", type=Path, required=True, help="folder of SmolLM2-135M-Instruct; made where it is missing")
-    parser.add_argument("--texts", type=Path, required=True, help=".jsonl with text, or prompt and completion")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--teacher",
+        type=Path,
+        required=True,
+        help="folder of SmolLM2-135M-Instruct; made where it is missing",
+    )
+    parser.add_argument(
+        "--texts", type=Path, required=True, help=".jsonl with text, or prompt and completion"
+    )
     parser.add_argument("--num-texts", type=int, default=60)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,7 +87,10 @@ def main() -> int:
     relation = relate(student, teacher)
     model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
     lines = args.texts.read_text(encoding="utf-8").splitlines()[: args.num_texts]
-    texts = ["".join(record.get(key, "") for key in ("text", "prompt", "completion")) for record in map(json.loads, lines)]
+    texts = [
+        "".join(record.get(key, "") for key in ("text", "prompt", "completion"))
+        for record in map(json.loads, lines)
+    ]
     rows = [row for text in texts for row in rows_of(text, model, student, teacher, relation)]
     kinds, values = np.array([kind for kind, _ in rows]), np.array([row for _, row in rows])
     print(f"{'chunks':10}{'number':>8}" + "".join(f"{name:>14}" for name in COLUMNS))

@@ -29,7 +29,9 @@ def spans(*ends, ids=None):
         span = span if end is None or end == span[1] else (span[1], end)
         starts.append(-1 if end is None else span[0])
         stops.append(-1 if end is None else end)
-    return EncodedText(np.arange(len(ends)) if ids is None else np.array(ids), np.array(starts), np.array(stops))
+    return EncodedText(
+        np.arange(len(ends)) if ids is None else np.array(ids), np.array(starts), np.array(stops)
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,10 @@ def test_chunks_decode_to_the_same_text(real_tokenizers, student, teacher):
         mine = b"".join(ours.token_bytes[i] for i in aligned.student_ids[a:b])
         other = b"".join(theirs.token_bytes[i] for i in aligned.teacher_ids[c:d])
         if not texts:
-            mine, other = mine.removeprefix(b" "), other.removeprefix(b" ")  # SentencePiece puts a blank before a text
+            mine, other = (
+                mine.removeprefix(b" "),
+                other.removeprefix(b" "),
+            )  # SentencePiece puts a blank before a text
         assert mine == other
         texts.append(mine)
     assert b"".join(texts) == text.encode() and len(texts) > 20
@@ -123,7 +128,9 @@ def test_chunks_decode_to_the_same_text(real_tokenizers, student, teacher):
 @pytest.mark.download
 def test_a_tokenizer_aligns_with_itself_one_to_one_and_is_found_by_path(real_tokenizers, tokenizer_paths):
     for name, tokenizer in real_tokenizers.items():
-        path = tokenizer_paths[name] if tokenizer_paths[name].is_file() else tokenizer  # a folder takes seconds to read
+        path = (
+            tokenizer_paths[name] if tokenizer_paths[name].is_file() else tokenizer
+        )  # a folder takes seconds to read
         aligned = align(path, tokenizer, "Same \u4f60 text, 123 tokens.")
         n = np.arange(len(aligned.student_ids))
         assert np.array_equal(aligned.chunks, np.stack([n, n + 1, n, n + 1], axis=1))
@@ -134,7 +141,8 @@ def with_bos_and_eos(bos, eos):
     hf = train_hf_tokenizer(specials=(eos, bos))
     hf.bos_token = bos
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A {eos}", special_tokens=[(token, hf.convert_tokens_to_ids(token)) for token in (bos, eos)]
+        single=f"{bos} $A {eos}",
+        special_tokens=[(token, hf.convert_tokens_to_ids(token)) for token in (bos, eos)],
     )
     return HuggingFaceTokenizer(hf)
 
@@ -144,19 +152,27 @@ def test_bos_and_eos_pair_by_role_not_by_text():
     for text, tokens in (("", 0), ("fox", 2)):
         aligned = align(student, teacher, text)
         n = tokens + 2
-        assert len(aligned.student_ids) == n and aligned.chunks.tolist() == [[i, i + 1, i, i + 1] for i in range(n)]
+        assert len(aligned.student_ids) == n and aligned.chunks.tolist() == [
+            [i, i + 1, i, i + 1] for i in range(n)
+        ]
     plain = HuggingFaceTokenizer(train_hf_tokenizer())
     assert align(student, plain, "fox").chunks.tolist() == [[i + 1, i + 2, i, i + 1] for i in range(2)]
 
 
 def test_a_transformers_tokenizer_and_an_empty_text(tokenizer, hf_dir):
     aligned = align(train_hf_tokenizer(), hf_dir, "")
-    assert isinstance(aligned, AlignedText) and aligned.chunks.shape == (0, 4) and len(aligned.student_ids) == 0
-    assert np.array_equal(align(train_hf_tokenizer(), hf_dir, "a fox").chunks[:, 0], np.arange(len(tokenizer.encode("a fox"))))
+    assert (
+        isinstance(aligned, AlignedText) and aligned.chunks.shape == (0, 4) and len(aligned.student_ids) == 0
+    )
+    assert np.array_equal(
+        align(train_hf_tokenizer(), hf_dir, "a fox").chunks[:, 0], np.arange(len(tokenizer.encode("a fox")))
+    )
 
 
 def test_a_lone_surrogate_is_refused(tokenizer, spm_file):
-    with pytest.raises(DataError, match="(?s)character 1 of the text is a lone surrogate .U.D800.*why:.*do: "):
+    with pytest.raises(
+        DataError, match="(?s)character 1 of the text is a lone surrogate .U.D800.*why:.*do: "
+    ):
         align(tokenizer, spm_file, "a\ud800b")
 
 

@@ -20,7 +20,9 @@ NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% 
 def chatml_with(content):
     """ChatML that writes `content` for the content of a message."""
     return (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + " + content + " + '<|im_end|>\n' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + "
+        + content
+        + " + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 
@@ -62,14 +64,22 @@ def test_answers_and_their_ends_under_different_templates():
     assert aligned.teacher_ids.tolist() == teacher.apply_chat_template(CHAT)[0]
     pairs = texts(aligned, student, teacher)
     assert [one for one, _ in pairs] == ["The quick brown fox.", "<|im_end|>", "Lazy \u4f60.", "<|im_end|>"]
-    assert [other.strip() for _, other in pairs] == ["The quick brown fox.", "<|endoftext|>", "Lazy \u4f60.", "<|endoftext|>"]
+    assert [other.strip() for _, other in pairs] == [
+        "The quick brown fox.",
+        "<|endoftext|>",
+        "Lazy \u4f60.",
+        "<|endoftext|>",
+    ]
 
 
 def test_blanks_around_an_answer_are_part_of_it_where_both_templates_keep_them():
     student, teacher = with_template(chatml_with("m['content']")), with_template(INSTRUCTION, vocab_size=300)
     chat = [CHAT[0], {"role": "assistant", "content": "\n The fox.\n\n"}]
     pairs = texts(align_chat(student, teacher, chat), student, teacher)
-    assert pairs[0][0] == "\n The fox.\n\n" and "".join(other for _, other in pairs[:-1]).strip(" ") == "\n The fox.\n\n"
+    assert (
+        pairs[0][0] == "\n The fox.\n\n"
+        and "".join(other for _, other in pairs[:-1]).strip(" ") == "\n The fox.\n\n"
+    )
     strips = with_template(DROPS_REASONING, vocab_size=300)
     assert texts(align_chat(student, strips, chat), student, strips)[0] == ("The fox.", "The fox.")
 
@@ -150,7 +160,10 @@ def test_completion():
 def test_qwen3_and_smollm2(real_tokenizers):
     student, teacher = real_tokenizers["smollm2"], real_tokenizers["qwen3"]
     pairs = texts(align_chat(student, teacher, [*REASONED, *CHAT[2:]]), student, teacher)
-    assert [one for one, _ in pairs] == ["The fox.<|im_end|>", "Lazy \u4f60.<|im_end|>"]  # Qwen3 drops earlier reasoning
+    assert [one for one, _ in pairs] == [
+        "The fox.<|im_end|>",
+        "Lazy \u4f60.<|im_end|>",
+    ]  # Qwen3 drops earlier reasoning
     assert all(one == other for one, other in pairs)
     pairs = texts(align_chat(student, teacher, REASONED), student, teacher)
     assert pairs == [(REASONED[1]["content"] + "<|im_end|>",) * 2]

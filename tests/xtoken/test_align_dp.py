@@ -71,12 +71,16 @@ def best_score(ours, theirs):
 def test_the_path_is_a_best_one(seed, kernel):
     generator = random.Random(seed)
     ours, theirs = (
-        ["".join(generator.choices("ab", k=generator.randint(1, 4))) for _ in range(generator.randint(1, 9))] for _ in "ab"
+        ["".join(generator.choices("ab", k=generator.randint(1, 4))) for _ in range(generator.randint(1, 9))]
+        for _ in "ab"
     )
     numbers = {text: i for i, text in enumerate({*ours, *theirs})}
     blocks = kernel(numbered(ours, numbers), numbered(theirs, numbers)).tolist()
     assert blocks[0][0] == blocks[0][2] == 0 and (blocks[-1][1], blocks[-1][3]) == (len(ours), len(theirs))
-    assert all(before[1] == after[0] and before[3] == after[2] for before, after in zip(blocks, blocks[1:], strict=False))
+    assert all(
+        before[1] == after[0] and before[3] == after[2]
+        for before, after in zip(blocks, blocks[1:], strict=False)
+    )
     assert score(blocks, ours, theirs) == best_score(ours, theirs)
 
 
@@ -112,7 +116,9 @@ def test_a_stretch_beyond_the_bound_is_cut_by_its_bytes(pair):
 
 
 @pytest.mark.download
-@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "mistral"), ("smollm2", "gpt2"), ("gpt2", "qwen3")])
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("qwen3", "mistral"), ("smollm2", "gpt2"), ("gpt2", "qwen3")]
+)
 def test_both_modes_agree_on_prose(real_tokenizers, student, teacher):
     ours, theirs = (real_tokenizers[name].encode_spans(PROSE) for name in (student, teacher))
     exact, found = align_spans(ours, theirs).tolist(), align_dp(ours, theirs, PROSE.encode()).tolist()

@@ -50,7 +50,9 @@ def counted(row: np.ndarray) -> Counter:
     return +Counter(dict(zip(KINDS, row.tolist(), strict=True)))
 
 
-@pytest.mark.parametrize("pair", [(byte_level, sentence_piece), (sentence_piece, byte_level), (byte_level, byte_level)])
+@pytest.mark.parametrize(
+    "pair", [(byte_level, sentence_piece), (sentence_piece, byte_level), (byte_level, byte_level)]
+)
 def test_counts_follow_the_definition(pair):
     student, teacher = (kind() for kind in pair)
     expected = Counter(), Counter(), Counter()
@@ -79,7 +81,10 @@ def test_classes_of_characters_and_tokens(name):
     result = audited(byte_level(), byte_level(), [text, f"  {text}"])
     blanks = 0 if name == "whitespace" else 2
     by_class = dict(zip(CLASSES, result.num_bytes.sum(1).tolist(), strict=True))
-    assert by_class[name] == 2 * len(text.encode()) + (2 - blanks) and sum(by_class.values()) == by_class[name] + blanks
+    assert (
+        by_class[name] == 2 * len(text.encode()) + (2 - blanks)
+        and sum(by_class.values()) == by_class[name] + blanks
+    )
     tokens = dict(zip(CLASSES, result.student_tokens.sum(1).tolist(), strict=True))
     blank_tokens = tokens["whitespace"] if name != "whitespace" else 0
     assert tokens[name] and tokens[name] + blank_tokens == sum(tokens.values())
@@ -92,7 +97,9 @@ def test_one_vocabulary_is_common_everywhere():
 
 def test_tokens_that_stand_for_no_text_are_special_and_dropped():
     with_bos = train_byte_level()
-    with_bos.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    with_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
     result = audited(HuggingFaceTokenizer(with_bos), sentence_piece(), TEXTS[4:])
     assert result.student_tokens[SPECIAL, DROPPED] == result.student_tokens[SPECIAL].sum() == len(TEXTS[4:])
     plain = audited(byte_level(), sentence_piece(), TEXTS[4:])
@@ -107,6 +114,15 @@ def test_an_empty_sample_has_no_shares_but_zeros():
 def test_the_table_shows_every_kind_and_class():
     result = audited(byte_level(), sentence_piece(), TEXTS)
     table = result.table()
-    for name in (*KINDS, "all bytes", "student tokens", "teacher tokens", "letters", "digits", "CJK", "whitespace"):
+    for name in (
+        *KINDS,
+        "all bytes",
+        "student tokens",
+        "teacher tokens",
+        "letters",
+        "digits",
+        "CJK",
+        "whitespace",
+    ):
         assert name in table
     assert f"{result.shares()['bytes']['1-1 common']:.4f}" in table and f"{len(TEXTS)} texts" in table

@@ -26,9 +26,13 @@ def test_common_pairs_and_real_columns(tp):
         assert vocabulary.student_real.flatten().nonzero().flatten().tolist() == list(range(37))
         assert vocabulary.teacher_real.sum() == 45
         pairs = set(zip(*(ids.tolist() for ids in RELATION.pairs()), strict=True))
-        students, teachers = (ids.flatten() for ids in torch.meshgrid(torch.arange(35), torch.arange(42), indexing="ij"))
+        students, teachers = (
+            ids.flatten() for ids in torch.meshgrid(torch.arange(35), torch.arange(42), indexing="ij")
+        )
         found = vocabulary.is_common_pair(students, vocabulary.teacher_places[teachers])
-        assert {(s, t) for s, t in zip(students[found].tolist(), teachers[found].tolist(), strict=True)} == pairs
+        assert {
+            (s, t) for s, t in zip(students[found].tolist(), teachers[found].tolist(), strict=True)
+        } == pairs
 
 
 def test_relaxed_pairs():
@@ -55,7 +59,9 @@ def test_projection_of_all_ranks_is_the_matrix(tp):
 def checked(classes: ClassMap, real: torch.Tensor) -> torch.Tensor:
     dense = classes.forward.to_dense()
     assert torch.equal(dense.T, classes.backward.to_dense())
-    torch.testing.assert_close(classes.lost, torch.where(real, 1.0 - dense.sum(dim=0), 0.0), rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(
+        classes.lost, torch.where(real, 1.0 - dense.sum(dim=0), 0.0), rtol=0.0, atol=1e-6
+    )
     return dense
 
 
@@ -63,8 +69,12 @@ def checked(classes: ClassMap, real: torch.Tensor) -> torch.Tensor:
 def test_beginnings_of_all_ranks_are_those_of_the_relation(tp):
     ranks = vocabularies(tp, loss="prefix_kl")
     maps = [v.projection for v in ranks]
-    student = torch.cat([checked(one.student, v.student_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1)
-    teacher = torch.cat([checked(one.teacher, v.teacher_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1)
+    student = torch.cat(
+        [checked(one.student, v.student_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1
+    )
+    teacher = torch.cat(
+        [checked(one.teacher, v.teacher_real[v.rank]) for one, v in zip(maps, ranks, strict=True)], dim=1
+    )
     for dense, places, wanted in (
         (student, torch.arange(37), RELATION.student_beginnings),
         (teacher, ranks[0].teacher_places, RELATION.teacher_beginnings),

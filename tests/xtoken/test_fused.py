@@ -51,7 +51,9 @@ def test_is_exact_in_float64(loss):
         (hidden, weight, *rest), shared = arguments(case, **settings)
         factor = torch.tensor(3.0, dtype=torch.float64)
         announced = factor if chunk_rows == 7 else None
-        output = fused_chunk_kd(hidden, weight, *rest, **shared, chunk_rows=chunk_rows, loss_gradient=announced)
+        output = fused_chunk_kd(
+            hidden, weight, *rest, **shared, chunk_rows=chunk_rows, loss_gradient=announced
+        )
         (factor * output.loss).backward()
         assert_equals_reference([(values(output), hidden.grad, weight.grad)], case, settings, tolerance)
 
@@ -66,19 +68,28 @@ def test_sequence_parallel(ranks):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_settings(ranks, tp):
     cases = [dict(exact_token_match_only=True), dict(top_k=3), dict(top_k=1000)]
-    cases += [dict(temperature_scaling="none", temperature=2.0), dict(loss="gold", common_weight=0.3, uncommon_weight=2.0)]
-    assert_all_equal_reference(ranks, tp, [(random_case(seed=2).to(torch.float32), settings) for settings in cases], 1e-5)
+    cases += [
+        dict(temperature_scaling="none", temperature=2.0),
+        dict(loss="gold", common_weight=0.3, uncommon_weight=2.0),
+    ]
+    assert_all_equal_reference(
+        ranks, tp, [(random_case(seed=2).to(torch.float32), settings) for settings in cases], 1e-5
+    )
 
 
 def test_exact_match_counts_only_common_pairs(ranks):
     case = random_case(seed=2)
-    ((got, _, _), (everything, _, _)) = ranks.run(each_on_rank, 1, [(case, dict(exact_token_match_only=True)), (case, {})])[0]
+    ((got, _, _), (everything, _, _)) = ranks.run(
+        each_on_rank, 1, [(case, dict(exact_token_match_only=True)), (case, {})]
+    )[0]
     assert 0 < got["num_chunks"] == got["num_one_to_one"] < everything["num_one_to_one"]
 
 
 def test_chain_of_the_first_token(ranks):
     case = random_case(seed=4).to(torch.float32)
-    cases = [(case, dict(loss=loss, chain_base="first", divergence="jsd")) for loss in ("gold", "h_kl", "uld")]
+    cases = [
+        (case, dict(loss=loss, chain_base="first", divergence="jsd")) for loss in ("gold", "h_kl", "uld")
+    ]
     assert_all_equal_reference(ranks, 2, cases, 1e-5)
 
 
@@ -118,12 +129,24 @@ def context_parallel_parts(case: Case, size: int) -> list[Case]:
         own = np.flatnonzero(owners == rank)
         pairs = np.isin(batch.support_chunks.numpy(), own)
         chunks = np.searchsorted(own, batch.support_chunks.numpy()[pairs])
-        support_offsets = np.concatenate([[0], np.cumsum(np.diff(batch.support_offsets)[own])]).astype(np.int64)
+        support_offsets = np.concatenate([[0], np.cumsum(np.diff(batch.support_offsets)[own])]).astype(
+            np.int64
+        )
         owned = ChunkBatch(
-            *sides, batch.kinds[own], batch.weights[own], batch.packs[own], support_offsets, torch.from_numpy(chunks),
-            batch.support_student[pairs], batch.support_teacher[pairs], batch.num_chunks,
-        )  # fmt: skip
-        hiddens = (h[rank * n : (rank + 1) * n] for h, n in zip((case.student_hidden, case.teacher_hidden), parts, strict=True))
+            *sides,
+            batch.kinds[own],
+            batch.weights[own],
+            batch.packs[own],
+            support_offsets,
+            torch.from_numpy(chunks),
+            batch.support_student[pairs],
+            batch.support_teacher[pairs],
+            batch.num_chunks,
+        )
+        hiddens = (
+            h[rank * n : (rank + 1) * n]
+            for h, n in zip((case.student_hidden, case.teacher_hidden), parts, strict=True)
+        )
         student, teacher = hiddens
         result.append(replace(case, student_hidden=student, teacher_hidden=teacher, chunks=owned))
     return result
@@ -133,7 +156,10 @@ def exchanged_side(side: ChunkSide, owners: np.ndarray, rank: int, size: int, pa
     """The tokens of the chunks that `rank` owns; the rows come from everywhere, by source."""
     counts = np.diff(side.host_offsets)
     rows, owner_of_row = side.rows.numpy(), np.repeat(owners, counts)
-    wanted = [[rows[(owner_of_row == to) & (rows // part == source)] for to in range(size)] for source in range(size)]
+    wanted = [
+        [rows[(owner_of_row == to) & (rows // part == source)] for to in range(size)]
+        for source in range(size)
+    ]
     received = np.concatenate([wanted[source][rank] for source in range(size)])
     own = owner_of_row == rank
     position = {row: i for i, row in enumerate(received.tolist())}
@@ -152,9 +178,17 @@ def on_context_rank(parts: list[Case], settings: dict):
     hidden, weight = (t.clone().requires_grad_() for t in (case.student_hidden, case.student_weight))
     vocabulary, teacher_weight = vocabulary_of(case, settings, 0, 1)
     output = fused_chunk_kd(
-        hidden, weight, case.teacher_hidden, teacher_weight, case.chunks, vocabulary=vocabulary, cp_group=dist.group.WORLD,
-        settings=ChunkLossSettings(**settings), tp_group=None, chunk_rows=4,
-    )  # fmt: skip
+        hidden,
+        weight,
+        case.teacher_hidden,
+        teacher_weight,
+        case.chunks,
+        vocabulary=vocabulary,
+        cp_group=dist.group.WORLD,
+        settings=ChunkLossSettings(**settings),
+        tp_group=None,
+        chunk_rows=4,
+    )
     output.loss.backward()
     return values(output), hidden.grad, weight.grad
 
@@ -175,7 +209,10 @@ def test_context_parallel(ranks, cp):
 
 def arguments(case: Case, **settings):
     vocabulary, teacher_weight = vocabulary_of(case, settings, 0, 1)
-    hidden, weight = case.student_hidden.clone().requires_grad_(), case.student_weight.clone().requires_grad_()
+    hidden, weight = (
+        case.student_hidden.clone().requires_grad_(),
+        case.student_weight.clone().requires_grad_(),
+    )
     shared = dict(vocabulary=vocabulary, settings=ChunkLossSettings(**settings), tp_group=None, cp_group=None)
     return (hidden, weight, case.teacher_hidden, teacher_weight, case.chunks), shared
 
@@ -234,4 +271,6 @@ def test_logits_of_one_slice_at_a_time():
     positional, shared = arguments(case)
     with Recorder() as recorder:
         fused_chunk_kd(*positional, **shared, chunk_rows=5).loss.backward()
-    assert recorder.largest[torch.float32] == max(5 * 48, case.student_weight.numel(), case.teacher_weight.numel())
+    assert recorder.largest[torch.float32] == max(
+        5 * 48, case.student_weight.numel(), case.teacher_weight.numel()
+    )

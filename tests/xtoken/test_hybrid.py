@@ -19,7 +19,9 @@ def problem(counts, loss, divergence="forward_kl", scale=3.0):
     case, generator = random_case((1, 0, 0, 0), (37, 48, 45), relation), torch.Generator().manual_seed(1)
     settings = ChunkLossSettings(loss=loss, divergence=divergence)
     call = LossCall(vocabulary_of(case, dict(loss=loss), 0, 1)[0], settings, rule_of(settings), None)
-    piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary)
+    piece = ChunkSlice.of(
+        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
+    )
     rows = (len(side.chunks) for side in (piece.student, piece.teacher))
     return *(scale * torch.randn(n, 48, generator=generator) for n in rows), piece, call
 

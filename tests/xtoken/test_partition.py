@@ -29,9 +29,16 @@ def run(case: Case, **settings):
     vocabulary, teacher_weight = vocabulary_of(case, {}, 0, 1)
     hidden, weight = (t.clone().requires_grad_() for t in (case.student_hidden, case.student_weight))
     output = fused_chunk_kd(
-        hidden, weight, case.teacher_hidden, teacher_weight, case.chunks, vocabulary=vocabulary, tp_group=None, cp_group=None,
+        hidden,
+        weight,
+        case.teacher_hidden,
+        teacher_weight,
+        case.chunks,
+        vocabulary=vocabulary,
+        tp_group=None,
+        cp_group=None,
         settings=ChunkLossSettings(**settings),
-    )  # fmt: skip
+    )
     output.loss.backward()
     return output, hidden.grad, weight.grad
 
@@ -52,13 +59,22 @@ def test_identical_tokenizers_have_the_plain_divergence_over_the_vocabulary(teac
             hidden, weight = (t.double().requires_grad_() for t in (case.student_hidden, case.student_weight))
             teacher_weight = case.teacher_weight.double()
             width = max(36, teacher_rows)
-            logits = [h @ torch.nn.functional.pad(w, (0, 0, 0, width - len(w))).T for h, w in (
-                (hidden[batch.student.rows], weight), (case.teacher_hidden.double()[batch.teacher.rows], teacher_weight)
-            )]  # fmt: skip
+            logits = [
+                h @ torch.nn.functional.pad(w, (0, 0, 0, width - len(w))).T
+                for h, w in (
+                    (hidden[batch.student.rows], weight),
+                    (case.teacher_hidden.double()[batch.teacher.rows], teacher_weight),
+                )
+            ]
             wanted = dense_kd(
-                *logits, batch.student.labels, batch.weights, student_vocab_size=30, teacher_vocab_size=teacher_rows,
-                kd_ratio=1.0, **settings,
-            )  # fmt: skip
+                *logits,
+                batch.student.labels,
+                batch.weights,
+                student_vocab_size=30,
+                teacher_vocab_size=teacher_rows,
+                kd_ratio=1.0,
+                **settings,
+            )
             wanted.loss.backward()
             torch.testing.assert_close(output.kd, wanted.kd.detach(), rtol=1e-12, atol=0.0)
             assert_near(of_hidden, hidden.grad, 1e-12)
@@ -76,7 +92,9 @@ def test_teacher_equal_to_student_is_zero_with_zero_gradient(divergence, dtype):
     sides = dict(student=case.chunks.student, teacher=case.chunks.student)
     same = type(case.chunks)(**{**vars(case.chunks), **sides})
     case = type(case)(**{**vars(case), "chunks": same})
-    case = type(case)(**{**vars(case), "teacher_hidden": case.student_hidden, "teacher_weight": case.student_weight})
+    case = type(case)(
+        **{**vars(case), "teacher_hidden": case.student_hidden, "teacher_weight": case.student_weight}
+    )
     output, of_hidden, of_weight = run(case, divergence=divergence, **MIXED)
     assert 0 <= output.kd < 1e-6
     assert max(of_hidden.abs().max(), of_weight.abs().max()) < 1e-6
@@ -94,7 +112,8 @@ def test_never_negative(divergence):
         piece = ChunkSlice.of(batch, range(sum(counts)), "last", call.vocabulary)
         sizes = (len(side.chunks) for side in (piece.student, piece.teacher))
         student, teacher = (
-            torch.randn(n, width, generator=generator) * 10 ** (4 * torch.rand(n, 1, generator=generator) - 2.2)
+            torch.randn(n, width, generator=generator)
+            * 10 ** (4 * torch.rand(n, 1, generator=generator) - 2.2)
             for n, width in zip(sizes, (48, 48), strict=True)
         )
         if piece.kind == ONE_TO_ONE:
@@ -112,7 +131,9 @@ def test_small_rests_do_not_cancel(counts):
     relation, generator = relation_of(35, 42, 20), torch.Generator().manual_seed(1)
     call = call_of(random_case((1, 0, 0, 0), (37, 48, 45), relation))
     piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(50), "last", call.vocabulary)
-    student, teacher = (torch.randn(len(side.chunks), 48, generator=generator) for side in (piece.student, piece.teacher))
+    student, teacher = (
+        torch.randn(len(side.chunks), 48, generator=generator) for side in (piece.student, piece.teacher)
+    )
     student[torch.arange(len(student)), piece.student.places] += 15.0
     teacher[torch.arange(len(teacher)), piece.teacher.places] += 13.0
     exact = student.double()

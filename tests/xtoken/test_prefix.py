@@ -19,7 +19,9 @@ def problem(relation, sizes, counts, divergence="forward_kl"):
     settings = ChunkLossSettings(loss="prefix_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
     call = LossCall(vocabulary_of(case, dict(loss="prefix_kl"), 0, 1)[0], settings, rule_of(settings), None)
-    return ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary), call
+    return ChunkSlice.of(
+        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
+    ), call
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -51,7 +53,9 @@ def test_a_teacher_of_longer_tokens_is_met_by_their_beginnings():
     """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin with."""
     relation = relation_of(37, 45, 20)
     piece, call = problem(relation, (37, 48, 45), (1, 0, 0, 0))
-    longer = np.flatnonzero((relation.teacher_beginnings >= 0) & ~np.isin(np.arange(45), relation.common_teacher))
+    longer = np.flatnonzero(
+        (relation.teacher_beginnings >= 0) & ~np.isin(np.arange(45), relation.common_teacher)
+    )
     masses = torch.rand(len(longer), generator=torch.Generator().manual_seed(1)) + 0.1
     teacher, student = torch.full((1, 48), -60.0), torch.full((1, 48), -60.0)
     teacher[0, call.vocabulary.teacher_places[torch.from_numpy(longer)]] = masses.log()

@@ -19,7 +19,9 @@ def problem(relation, sizes, counts, divergence="forward_kl"):
     settings = ChunkLossSettings(loss="p_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
     call = LossCall(vocabulary_of(case, dict(loss="p_kl"), 0, 1)[0], settings, rule_of(settings), None)
-    return ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary), call
+    return ChunkSlice.of(
+        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
+    ), call
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -39,7 +41,9 @@ def test_never_negative(divergence, whole):
 def test_a_permutation_of_the_student_is_at_no_distance():
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     relation = relation_of(40, 40, 10)
-    relation = relation.with_projection(SparseMatrix.from_entries(range(40), order.numpy(), [1.0] * 40, (40, 40)))
+    relation = relation.with_projection(
+        SparseMatrix.from_entries(range(40), order.numpy(), [1.0] * 40, (40, 40))
+    )
     piece, call = problem(relation, (40, 40, 40), (6, 0, 0, 0))
     student, teacher = torch.randn(6, 40), torch.empty(6, 40)
     teacher[:, call.vocabulary.teacher_places[order]] = student

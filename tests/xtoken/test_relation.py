@@ -25,14 +25,18 @@ def check_common(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRel
     """Against all pairs of bytes: every byte string that both know is common, once, and nothing else but the roles is."""
     students, teachers = relation.pairs()
     assert (np.diff(students) > 0).all() and len(set(teachers.tolist())) == len(teachers)
-    roles = {(student.roles[role], teacher.roles[role]) for role in student.roles.keys() & teacher.roles.keys()}
+    roles = {
+        (student.roles[role], teacher.roles[role]) for role in student.roles.keys() & teacher.roles.keys()
+    }
     found = set()
     for pair in zip(students.tolist(), teachers.tolist(), strict=True):
         if pair not in roles:
             assert student.token_bytes[pair[0]] == teacher.token_bytes[pair[1]] is not None
             found.add(student.token_bytes[pair[0]])
     assert found == (set(student.token_bytes) & set(teacher.token_bytes)) - {None, b""}
-    assert {student.roles["eos"]: teacher.roles["eos"]}.items() <= dict(zip(students, teachers, strict=True)).items()
+    assert {student.roles["eos"]: teacher.roles["eos"]}.items() <= dict(
+        zip(students, teachers, strict=True)
+    ).items()
 
 
 def check_projection(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
@@ -44,7 +48,9 @@ def check_projection(student: Tokenizer, teacher: Tokenizer, relation: Vocabular
     sums = matrix.row_sums()
     np.testing.assert_allclose(sums[filled], 1.0, atol=1e-6)
     assert not sums[~filled].any() and np.isfinite(matrix.values).all() and (matrix.values > 0).all()
-    roles = {(student.roles[role], teacher.roles[role]) for role in student.roles.keys() & teacher.roles.keys()}
+    roles = {
+        (student.roles[role], teacher.roles[role]) for role in student.roles.keys() & teacher.roles.keys()
+    }
     for row, column in zip(matrix.rows.tolist(), matrix.columns.tolist(), strict=True):
         if (row, column) not in roles:
             ours, theirs = student.token_bytes[row], teacher.token_bytes[column]
@@ -74,7 +80,9 @@ def test_small_tokenizers(pair):
     check_beginnings(student, teacher, relation)
     for s, t in zip(*relation.pairs(), strict=True):
         assert relation.projection.row(s) == {t: 1.0}
-    expected = [i for i, own in enumerate(student.token_bytes) if own is None and i not in relation.common_student]
+    expected = [
+        i for i, own in enumerate(student.token_bytes) if own is None and i not in relation.common_student
+    ]
     assert relation.projection.empty_rows.tolist() == expected  # byte tokens write everything
 
 
@@ -93,7 +101,11 @@ def test_relaxed_pairs_come_on_top_and_stay_one_to_one():
     student, teacher = SMALL_PAIRS["byte level <- SentencePiece"]()
     relation = relate(student, teacher)
     students, teachers = relation.pairs(relaxed=True)
-    assert len(students) == len(relation.common_student) + len(relation.relaxed_student) > len(relation.common_student)
+    assert (
+        len(students)
+        == len(relation.common_student) + len(relation.relaxed_student)
+        > len(relation.common_student)
+    )
     assert (np.diff(students) > 0).all() and len(set(teachers.tolist())) == len(teachers)
     strict = dict(zip(*(ids.tolist() for ids in relation.pairs()), strict=True))
     assert strict.items() < dict(zip(students.tolist(), teachers.tolist(), strict=True)).items()
@@ -159,7 +171,9 @@ def test_a_tokenizer_that_loses_bytes_is_refused():
     assert error.value.why and error.value.do
 
 
-@pytest.mark.parametrize("bad", [{"stages": ()}, {"stages": ("cut",)}, {"stages": ("exact", "fuzzy")}, {"top_k": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"stages": ()}, {"stages": ("cut",)}, {"stages": ("exact", "fuzzy")}, {"top_k": 0}]
+)
 def test_settings_that_make_no_matrix_are_refused(bad):
     with pytest.raises(UsageError) as error:
         ProjectionSettings(**bad)

@@ -44,7 +44,9 @@ def test_what_is_read_is_what_was_built(tmp_path):
     written = file.stat().st_mtime_ns
     assert_same(built, build_projection(student, teacher, cache_dir=tmp_path / "cache"))
     assert_same(built, build_projection(student, teacher))
-    assert file.stat().st_mtime_ns == written and [file] == list((tmp_path / "cache").iterdir())  # read, nothing left behind
+    assert file.stat().st_mtime_ns == written and [file] == list(
+        (tmp_path / "cache").iterdir()
+    )  # read, nothing left behind
 
 
 def test_tokenizers_directions_and_settings_have_files_of_their_own(tmp_path):
@@ -52,7 +54,9 @@ def test_tokenizers_directions_and_settings_have_files_of_their_own(tmp_path):
     for student, teacher in ((ours, theirs), (theirs, ours), (ours, sentence_piece(700))):
         build_projection(student, teacher, cache_dir=tmp_path)
     build_projection(byte_level(), sentence_piece(), cache_dir=tmp_path, settings=ProjectionSettings(top_k=2))
-    build_projection(byte_level(), sentence_piece(), cache_dir=tmp_path, settings=ProjectionSettings(("exact", "special")))
+    build_projection(
+        byte_level(), sentence_piece(), cache_dir=tmp_path, settings=ProjectionSettings(("exact", "special"))
+    )
     assert len(list(tmp_path.glob("*.npz"))) == 5
 
 
@@ -74,8 +78,13 @@ def test_the_published_form_replaces_the_matrix_alone(tmp_path):
 def test_a_failed_write_leaves_no_file(tmp_path):
     (tmp_path / "relation.npz").mkdir()  # cannot be replaced by a file
     with pytest.raises(OSError):
-        save_relation(tmp_path / "relation.npz", relate(byte_level(), sentence_piece()), byte_level(), sentence_piece(),
-                      ProjectionSettings())  # fmt: skip
+        save_relation(
+            tmp_path / "relation.npz",
+            relate(byte_level(), sentence_piece()),
+            byte_level(),
+            sentence_piece(),
+            ProjectionSettings(),
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["relation.npz"]
 
 
@@ -92,7 +101,9 @@ def test_a_failed_write_leaves_no_file(tmp_path):
 def test_files_of_other_sizes_are_refused(tmp_path, changes, why):
     with pytest.raises(UsageError) as error:
         build_projection(byte_level(), sentence_piece(), projection=stored(tmp_path, **changes))
-    assert "relation.npz does not fit this run" in error.value.what and why in error.value.why and error.value.do
+    assert (
+        "relation.npz does not fit this run" in error.value.what and why in error.value.why and error.value.do
+    )
 
 
 def test_a_file_of_other_tokenizers_is_refused(tmp_path):

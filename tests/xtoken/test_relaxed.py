@@ -6,14 +6,19 @@ from mkd.xtoken.relaxed import relaxed_pairs
 
 
 def pairs(student: list[str], teacher: list[str]) -> dict[str, str]:
-    found = relaxed_pairs({s.encode(): i for i, s in enumerate(student)}, {t.encode(): i for i, t in enumerate(teacher)})
+    found = relaxed_pairs(
+        {s.encode(): i for i, s in enumerate(student)}, {t.encode(): i for i, t in enumerate(teacher)}
+    )
     return {student[s]: teacher[t] for s, t in found.items()}
 
 
 def test_unicode_form_leading_space_and_case_are_ignored():
     assert pairs(["e\u0301", " dog", "Cat", "\uff11", "x"], ["\u00e9", "dog", " cat", "1", "y"]) == {
-        "e\u0301": "\u00e9", " dog": "dog", "Cat": " cat", "\uff11": "1"
-    }  # fmt: skip
+        "e\u0301": "\u00e9",
+        " dog": "dog",
+        "Cat": " cat",
+        "\uff11": "1",
+    }
 
 
 def test_closer_variants_pair_first_and_each_token_once():

@@ -18,7 +18,10 @@ def test_ranges(most):
     assert [i for part in ranges for i in part] == list(range(sum(COUNTS)))
     for part in ranges:
         assert len(set(batch.kinds[part.start : part.stop])) == 1
-        rows = [side.host_offsets[part.stop] - side.host_offsets[part.start] for side in (batch.student, batch.teacher)]
+        rows = [
+            side.host_offsets[part.stop] - side.host_offsets[part.start]
+            for side in (batch.student, batch.teacher)
+        ]
         assert len(part) == 1 or max(rows) <= most
 
 

@@ -40,11 +40,16 @@ def test_spellings_are_what_the_other_tokenizer_writes(pair):
     assert len(one_to_many) > 20 and len(many_to_one) > 20
     for prefix, expected in one_to_many.items():
         students, lasts = spellings.one_to_many(prefix)
-        assert set(zip(students.tolist(), lasts.tolist(), strict=True)) == expected and students.dtype == np.int64
+        assert (
+            set(zip(students.tolist(), lasts.tolist(), strict=True)) == expected
+            and students.dtype == np.int64
+        )
     for prefix, expected in many_to_one.items():
         lasts, teachers = spellings.many_to_one(prefix)
         assert set(zip(teachers.tolist(), lasts.tolist(), strict=True)) == expected
-    assert len(spellings.students.prefixes) == len(one_to_many) and len(spellings.teachers.prefixes) == len(many_to_one)
+    assert len(spellings.students.prefixes) == len(one_to_many) and len(spellings.teachers.prefixes) == len(
+        many_to_one
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -85,5 +90,9 @@ def test_of_ids_with_the_same_bytes_the_tokenizer_writes_one():
 
 def test_pieces_keep_empty_sequences():
     pieces = Pieces.of([(1, 2), (), (3,)])
-    assert [pieces[i] for i in range(len(pieces))] == [(1, 2), (), (3,)] and pieces.lengths.tolist() == [2, 0, 1]
+    assert [pieces[i] for i in range(len(pieces))] == [(1, 2), (), (3,)] and pieces.lengths.tolist() == [
+        2,
+        0,
+        1,
+    ]
     assert len(Pieces.of([])) == 0

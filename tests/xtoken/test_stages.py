@@ -23,11 +23,16 @@ def test_multi_token_map_weighs_the_first_piece_most():
     assert matrix.row(0) == pytest.approx({3: 0.9 / 0.99, 1: 0.09 / 0.99, 4: 0.09 / 0.99})
     assert matrix.row(1) == pytest.approx({4: 0.9 / 0.99})  # by the reverse pass alone
     assert matrix.row(2) == pytest.approx({2: (0.9 + 0.09) / 0.999, 1: 0.009 / 0.999})
-    assert matrix.row(3) == pytest.approx(dict(enumerate(weights / weights.sum())))  # the fifth piece is left out
+    assert matrix.row(3) == pytest.approx(
+        dict(enumerate(weights / weights.sum()))
+    )  # the fifth piece is left out
 
 
 def test_special_tokens_pair_by_role():
-    student, teacher = {"bos": 7, "eos": 8, "end_of_turn": 9, "pad": 8}, {"eos": 1, "end_of_turn": 1, "pad": 2, "unk": 0}
+    student, teacher = (
+        {"bos": 7, "eos": 8, "end_of_turn": 9, "pad": 8},
+        {"eos": 1, "end_of_turn": 1, "pad": 2, "unk": 0},
+    )
     matrix = special_map(student, teacher, (10, 3))
     assert {i: matrix.row(i) for i in range(10) if matrix.row(i)} == {8: {1: 1.0}, 9: {1: 1.0}}
     both = special_map({"eos": 4, "end_of_turn": 4, "pad": 4}, {"eos": 1, "end_of_turn": 2, "pad": 0}, (5, 3))

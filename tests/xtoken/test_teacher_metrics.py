@@ -20,7 +20,13 @@ def test_first_choices_agree_only_on_common_tokens():
     common = call.common.nonzero().squeeze(1)
     other = (call.student_real & call.teacher_real[:48] & ~call.common).nonzero().squeeze(1)[0]
     student, teacher = torch.zeros(5, 48), torch.zeros(5, 48)
-    columns = ((common[0], common[0]), (common[0], common[1]), (other, other), (other, common[0]), (common[2], common[2]))
+    columns = (
+        (common[0], common[0]),
+        (common[0], common[1]),
+        (other, other),
+        (other, common[0]),
+        (common[2], common[2]),
+    )
     for row, (ours, theirs) in enumerate(columns):
         student[row, ours] = teacher[row, theirs] = 1.0
     counts = torch.tensor([True, True, True, True, False])  # the last one would agree, and has no weight

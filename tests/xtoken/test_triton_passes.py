@@ -30,8 +30,13 @@ def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = 
     common = torch.arange(student, device=device) % 3 != 0
     common[-1], common[: student // 10] = False, False
     student_real, teacher_real = (torch.arange(w, device=device) % 7 != 5 for w in (student, teacher))
-    student_real, teacher_real = student_real | common, teacher_real | torch.nn.functional.pad(common, (0, teacher - student))
-    vocabulary = SimpleNamespace(rank=0, student_real=student_real[None], teacher_real=teacher_real[None], common=common[None])
+    student_real, teacher_real = (
+        student_real | common,
+        teacher_real | torch.nn.functional.pad(common, (0, teacher - student)),
+    )
+    vocabulary = SimpleNamespace(
+        rank=0, student_real=student_real[None], teacher_real=teacher_real[None], common=common[None]
+    )
     settings = ChunkLossSettings(**settings)
     return LossCall(vocabulary, settings, rule_of(settings), None)
 
@@ -40,7 +45,9 @@ def logits_of(call: LossCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """[n, w_s], [n, w_t]: alike in some rows, one of them peaked, NaN where there is no row of the model."""
     codes = call.student_codes, call.teacher_codes
     generator = torch.Generator().manual_seed(0)
-    student, teacher = (3 * torch.randn(ROWS, len(code), generator=generator).to(code.device) for code in codes)
+    student, teacher = (
+        3 * torch.randn(ROWS, len(code), generator=generator).to(code.device) for code in codes
+    )
     teacher[:4, : student.shape[1]] = student[:4] + 1e-3 * teacher[:4, : student.shape[1]]
     student[4, 777] = 60.0
     for values, code in zip((student, teacher), codes, strict=True):
@@ -50,10 +57,16 @@ def logits_of(call: LossCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def lowest_of(teacher: torch.Tensor, call: LossCall) -> torch.Tensor | None:
     top_k, width = call.settings.top_k, len(call.common)
-    return None if top_k is None else teacher[:, :width].masked_fill(~call.common, LOWEST).topk(top_k, dim=1).values[:, -1]
+    return (
+        None
+        if top_k is None
+        else teacher[:, :width].masked_fill(~call.common, LOWEST).topk(top_k, dim=1).values[:, -1]
+    )
 
 
-def passes_of(call: LossCall, passes, dtype: torch.dtype, logits: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def passes_of(
+    call: LossCall, passes, dtype: torch.dtype, logits: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Everything that the passes make, from logits in this dtype; gradients in float64."""
     student, teacher = (values.to(dtype, copy=True) for values in logits)
     lowest, compute = lowest_of(teacher, call), torch.float64 if dtype == torch.float64 else torch.float32
@@ -65,8 +78,13 @@ def passes_of(call: LossCall, passes, dtype: torch.dtype, logits: tuple[torch.Te
     found["teacher"] = passes.token_statistics(teacher, call.teacher_codes)
     found["largest"] = passes.largest(student, call.student_codes)
     of_support, of_chain = student.clone(), student.clone()
-    passes.write_support_gradient(of_support, teacher, lowest, totals, (row_values, row_values.flip(0)), row_values, call)
-    own = torch.tensor([0, 1, 1, 3], device=rows.device), torch.tensor([1, 2, student.shape[1], 6], device=rows.device)
+    passes.write_support_gradient(
+        of_support, teacher, lowest, totals, (row_values, row_values.flip(0)), row_values, call
+    )
+    own = (
+        torch.tensor([0, 1, 1, 3], device=rows.device),
+        torch.tensor([1, 2, student.shape[1], 6], device=rows.device),
+    )
     passes.fill(of_chain, *own, torch.full((4,), LOWEST, dtype=compute, device=rows.device))
     found["chain"] = passes.log_sums(of_chain, call.student_codes, call)
     passes.write_softmax_gradient(of_chain, call.student_codes, totals[0], row_values, call)
@@ -82,7 +100,10 @@ def assert_passes_agree(settings: dict, dtype: torch.dtype, passes, device: str,
         scale = value[value.isfinite()].abs().amax() if name.startswith("of_") else 1.0
         tolerance = 1e-2 if name.startswith("of_") and dtype == torch.bfloat16 else 2e-6
         close = torch.isclose(
-            ours[name].double(), value, rtol=tolerance if name.startswith("of_") else 1e-5, atol=tolerance * scale
+            ours[name].double(),
+            value,
+            rtol=tolerance if name.startswith("of_") else 1e-5,
+            atol=tolerance * scale,
         )
         assert close.all(), (name, settings, float((ours[name].double() - value).abs().max()))
 
@@ -105,10 +126,18 @@ def test_a_loss_on_a_gpu(settings):
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         own = [t.detach().to(device, dtype).requires_grad_() for t in (hidden, weight)]
-        others = teacher_hidden.to(device, dtype), teacher_weight.to(device, dtype), chunks.map(methodcaller("to", device))
+        others = (
+            teacher_hidden.to(device, dtype),
+            teacher_weight.to(device, dtype),
+            chunks.map(methodcaller("to", device)),
+        )
         moved = shared | dict(vocabulary=shared["vocabulary"].to(device))
         output = fused_chunk_kd(*own, *others, **moved, fp32_logits=True)
         output.loss.backward()
-        results.append((output.loss.detach(), output.teacher_ce, output.top1_agreement, *(t.grad for t in own)))
+        results.append(
+            (output.loss.detach(), output.teacher_ce, output.top1_agreement, *(t.grad for t in own))
+        )
     for ours, exact in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(ours.double().cpu(), exact.double(), rtol=1e-4, atol=1e-5 * float(exact.abs().max()))
+        torch.testing.assert_close(
+            ours.double().cpu(), exact.double(), rtol=1e-4, atol=1e-5 * float(exact.abs().max())
+        )
