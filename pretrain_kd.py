@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from mkd.train.main import leave, main
+from mkd.run.main import leave, main
 
 if __name__ == "__main__":
     leave(main(sys.argv[1:], signals_afterwards=signal.SIG_IGN))

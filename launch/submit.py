@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
-from mkd.config.validate import validate
 from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, returns_exit_code
+from mkd.plan.checks.validate import validate
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for

@@ -29,9 +29,9 @@ from mkd.data.joining import join_texts  # noqa: E402
 from mkd.errors import DataError, returns_exit_code  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from mkd.xtoken.audit import audit  # noqa: E402
-from mkd.xtoken.relation import STAGES, ProjectionSettings, VocabularyRelation  # noqa: E402
-from mkd.xtoken.relation_cache import build_projection, save_relation  # noqa: E402
+from mkd.xtoken.vocabulary.audit import audit  # noqa: E402
+from mkd.xtoken.vocabulary.relation import STAGES, ProjectionSettings, VocabularyRelation  # noqa: E402
+from mkd.xtoken.vocabulary.relation_cache import build_projection, save_relation  # noqa: E402
 
 SHOWN_ROWS = 8
 

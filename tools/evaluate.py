@@ -73,8 +73,8 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.data.eval_tasks import read_tasks
-    from mkd.train.eval_alone import evaluate_student
+    from mkd.evaluation.tasks import read_tasks
+    from mkd.run.eval_alone import evaluate_student
 
     tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
     say = (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

@@ -72,7 +72,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets
-    from mkd.train.topk_export import ExportSettings, export_teacher
+    from mkd.run.topk_export import ExportSettings, export_teacher
 
     settings = ExportSettings(args.out, args.k, args.logprob_dtype, args.samples_per_shard)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -37,7 +37,7 @@ from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
 from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
-from mkd.xtoken.align_view import view_alignment  # noqa: E402
+from mkd.xtoken.align.align_view import view_alignment  # noqa: E402
 from tools.plot_run import new_figure, save_figure  # noqa: E402
 
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.checkpoint.hf_assets import HFAssets  # noqa: E402
+from mkd.checkpoint.hf.hf_assets import HFAssets  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402

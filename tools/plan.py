@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mkd.config.flags import FlagParser, whole_number
-from mkd.config.forecast import describe, forecast_of
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.config.validate import validate
 from mkd.errors import CheckpointError, ErrorList, MkdError, returns_exit_code
+from mkd.plan.checks.validate import validate
+from mkd.plan.config_forecast import describe, forecast_of
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape

@@ -37,7 +37,7 @@ from mkd.checkpoint.folders import (
     position_of,
     read_state,
 )
-from mkd.checkpoint.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
 from mkd.checkpoint.saving import Contents, Save
 from mkd.checkpoint.verifying import verify

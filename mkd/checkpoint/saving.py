@@ -37,7 +37,7 @@ from mkd.checkpoint.folders import (
     remove_stumps,
     write_pointer,
 )
-from mkd.checkpoint.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
@@ -126,3 +129,24 @@ class TeacherConfig:
         choices=RESIDENCIES,
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
+
+
+def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
+    """A name for each teacher : its own, else that of its folder, else `teacher0`.
+
+    A folder's name that another teacher has already gets the teacher's number; names that were given are never changed.
+    """
+    names: list[str] = []
+    given = [teacher.name for teacher in teachers if teacher.name]
+    for index, teacher in enumerate(teachers):
+        source = PurePath(teacher.hf or teacher.load or teacher.topk or "").name
+        name = teacher.name or re.sub(r"[^\w.-]+", "-", source) or f"teacher{index}"
+        is_taken = not teacher.name and name in names + given
+        names.append(f"{name}-{index}" if is_taken else name)
+    return tuple(names)
+
+
+def teacher_roles(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
+    """What texts call the teachers: `teacher`, with its name where there are several."""
+    names = teacher_names(teachers)
+    return ("teacher",) if len(names) == 1 else tuple(f"teacher {name}" for name in names)

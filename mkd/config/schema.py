@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mkd.config.models import DIVERGENCES, RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig, option
-from mkd.plan.teachers import teacher_names
 
 __all__ = [
     "CheckpointConfig",
@@ -23,7 +22,6 @@ __all__ = [
     "TeacherConfig",
     "TrainingConfig",
     "XTokenConfig",
-    "teacher_names",
 ]
 
 

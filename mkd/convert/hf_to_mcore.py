@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from mkd.checkpoint.distributed import POINTER, TrainingPosition, TrainingState, save_checkpoint
-from mkd.checkpoint.hf_assets import HFAssets
-from mkd.checkpoint.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.convert.models import DTYPES, join, load_from_hf
 from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape

@@ -9,9 +9,9 @@ from megatron.core import dist_checkpointing
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
-from mkd.checkpoint.hf_assets import HFAssets
-from mkd.checkpoint.hf_reader import resolve_hf
-from mkd.checkpoint.hf_writer import export_hf
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_reader import resolve_hf
+from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
 from mkd.convert.models import DTYPES, build_model, join
 from mkd.errors import CheckpointError

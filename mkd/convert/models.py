@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
 from mkd.errors import UsageError
 from mkd.models.builder import build_chunks
 from mkd.models.language_model import LanguageModel

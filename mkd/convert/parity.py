@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
-from mkd.checkpoint.hf_reader import resolve_hf
+from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.convert.mcore_to_hf import locate
 from mkd.convert.models import build_model, load_from_hf
 from mkd.errors import CheckpointError, UsageError

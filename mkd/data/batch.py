@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.teacher_batch import TeacherBatch, TeacherPack, collate_teacher
-from mkd.data.teacher_rows import TeacherRows
+from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack, collate_teacher
+from mkd.data.stored.teacher_rows import TeacherRows
 from mkd.data.thd import as_row, cumulative, position_ids
 from mkd.parallel.zigzag import context_parallel_rows
 

@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mkd.data.attach_teachers import attach_teachers
+from mkd.data.aligned.attach_teachers import attach_teachers
+from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
+from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
 from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
-from mkd.data.teacher_store_builder import cached_teacher_store, refused_documents
-from mkd.data.teacher_text import TeacherText
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from mkd.data.aligned.teacher_side import StudentPack, TeacherSide
+from mkd.data.aligned.teacher_summary import summarise_teacher
 from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
-from mkd.data.teacher_side import StudentPack, TeacherSide
-from mkd.data.teacher_summary import summarise_teacher
 from mkd.errors import DataError
 
 SUMMARISED_PACKS = 64  # enough for proportions; one takes milliseconds

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.mixture import mixture_logits
-from mkd.losses.objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums

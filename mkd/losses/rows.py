@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.losses import torch_rows
-from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.statistics import MergedStatistics, add_terms, gather_statistics
 
 

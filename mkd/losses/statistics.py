@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.softmax import Normaliser, RowSoftmax
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from torch import Tensor
 
-from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.softmax import ShardRows, ShardSoftmax, compute_dtype, real_columns
 from mkd.losses.statistics import MergedStatistics, merge_statistics
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from mkd.losses.divergences import JensenShannon, KLMixture
-from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.softmax import RowSoftmax
 from mkd.losses.statistics import MergedStatistics
 from mkd.losses.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel

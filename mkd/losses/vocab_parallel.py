@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.losses.objective import KDObjective, KDOutput, VocabShard
+from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import weighted_sums

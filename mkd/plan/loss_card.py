@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mkd.config.models import teacher_names
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.teachers import teacher_names
 
 FORMULAS = {
     "forward_kl": "KL(p_t || p_s)",
@@ -109,7 +109,7 @@ def _formula(config: Any, student: ModelShape) -> Iterator[tuple[str, str]]:
 
 
 def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
-    kd, settings, names = config.kd, config.teachers, teacher_names(config)
+    kd, settings, names = config.kd, config.teachers, teacher_names(config.teachers)
     if len(settings) > 1:
         weights = (
             "static"

@@ -15,9 +15,9 @@ from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import take_riders
 from mkd.train.sums import LossSums, TeacherSums, report, report_size
-from mkd.train.teacher_loss import TeacherLoss, compare, use_heads
-from mkd.train.teacher_weights import pack_weights
-from mkd.train.topk_objective import topk_loss
+from mkd.train.teachers.stored import topk_loss
+from mkd.train.teachers.teacher_loss import TeacherLoss, compare, use_heads
+from mkd.train.teachers.weights import pack_weights
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
+from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
-from mkd.data.teacher_batch import TeacherBatch
 from mkd.models.packed import packed_documents
 from mkd.models.stage import DistillationStage, StageInput
 from mkd.parallel.context import ParallelContext

@@ -18,7 +18,7 @@ from mkd.train.objective import Objective
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
-from mkd.train.teacher_loss import TeacherLoss
+from mkd.train.teachers.teacher_loss import TeacherLoss
 
 
 @dataclass(frozen=True)

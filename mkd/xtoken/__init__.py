@@ -1,5 +1,5 @@
 """Cross-tokenizer distillation: alignment of two tokenizations, vocabulary relation, chunk losses."""
 
-from mkd.xtoken.align import AlignedText, align, align_spans
-from mkd.xtoken.align_chat import align_chat, align_completion
-from mkd.xtoken.relation_cache import build_projection
+from mkd.xtoken.align.align_chat import align_chat, align_completion
+from mkd.xtoken.align.align_text import AlignedText, align, align_spans
+from mkd.xtoken.vocabulary.relation_cache import build_projection

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
+from mkd.xtoken.chunk_passes import passes_for
 from mkd.xtoken.loss_call import LossCall, log_rest, log_split
-from mkd.xtoken.passes import passes_for
 from mkd.xtoken.segments import log_sum_exp_by, sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
 

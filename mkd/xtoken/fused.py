@@ -14,18 +14,18 @@ from mkd.losses.softmax import compute_dtype
 from mkd.parallel.exchange import exchange_rows
 from mkd.plan.head import head_chunk_rows
 from mkd.xtoken.chains import chains
-from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.class_rules import rule_of
-from mkd.xtoken.hybrid import hybrid
 from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.partition import one_to_one
 from mkd.xtoken.prefix import prefix_kl
 from mkd.xtoken.projected import projected
+from mkd.xtoken.published.hybrid import hybrid
+from mkd.xtoken.published.sorted_l1 import uld
 from mkd.xtoken.slices import ChunkSlice, slice_ranges
-from mkd.xtoken.sorted_l1 import uld
 from mkd.xtoken.teacher_metrics import slice_metrics
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 LOSS_FUNCTIONS = {
     "partition_kl": chains,

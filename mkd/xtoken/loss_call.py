@@ -13,9 +13,9 @@ from torch import Tensor
 from mkd.losses.softmax import LOWEST, compute_dtype
 from mkd.losses.statistics import gather_statistics
 from mkd.losses.torch_rows import clear_rows
-from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.class_rules import ClassRule
 from mkd.xtoken.loss_settings import ChunkLossSettings
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 # Stands for ln 0 where a difference with it must stay finite: exp of it is 0, and 0 times it is 0.
 FLOOR = -1e4

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mkd.errors import UsageError
-from mkd.losses.objective import TEMPERATURE_SCALINGS
+from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 
 LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")

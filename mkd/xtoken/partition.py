@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.losses.torch_rows import row_chunks
+from mkd.xtoken.chunk_passes import passes_for
 from mkd.xtoken.loss_call import LossCall, log_split
-from mkd.xtoken.passes import passes_for
 
 
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:

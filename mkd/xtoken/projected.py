@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.xtoken.chunk_vocabulary import ClassMap
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_sum_exp, write_scaled
 from mkd.xtoken.segments import sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
+from mkd.xtoken.vocabulary.chunk_vocabulary import ClassMap
 
 
 def projected(

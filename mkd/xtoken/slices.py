@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mkd.xtoken.chunk_passes import passes_for
 from mkd.xtoken.chunks import ONE_TO_ONE
 from mkd.xtoken.loss_call import LossCall, at_columns
-from mkd.xtoken.passes import passes_for
 from mkd.xtoken.slices import ChunkSlice
 
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from mkd.checkpoint.hf_assets import HFAssets
-from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
-from mkd.checkpoint.hf_writer import export_hf
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError
 from mkd.models.builder import build_chunks
 from mkd.models.transformer_config import ModelOptions

@@ -6,8 +6,8 @@ import pytest
 
 from mkd.config.load import format_config, load_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
-from mkd.config.validate import validate
 from mkd.errors import ErrorList
+from mkd.plan.checks.validate import validate
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32, "two_teachers.yaml": 8}

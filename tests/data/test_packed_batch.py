@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.batch import Pack, collate, empty_pack
-from mkd.data.teacher_batch import PackChunks, TeacherPack
 
 
 def pack_of(lengths, spans, sample_id=0):

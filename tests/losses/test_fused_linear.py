@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mkd.losses import fused_linear_kd, vocab_parallel_kd
-from mkd.losses.reference import dense_kd
+from mkd.losses.dense_reference import dense_kd
 from mkd.platform import detect
 from tests.losses.test_vocab_parallel import assert_close, values
 from tests.losses.test_vocab_parallel_cost import Recorder

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mkd.losses import fused_linear_kd
+from mkd.losses.dense_reference import dense_kd
 from mkd.losses.mixture import mixture_logits
-from mkd.losses.reference import dense_kd
 
 SHARES = (0.2, 0.5, 0.3)
 VOCAB, WIDTH, ROWS = 37, 40, 11

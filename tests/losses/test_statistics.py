@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.losses.objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.rows import row_losses
 from mkd.losses.torch_rows import local_statistics, merge_statistics, write_gradient
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mkd.losses import torch_rows, vocab_parallel_kd
-from mkd.losses.objective import KDObjective, VocabShard
-from mkd.losses.reference import dense_kd
+from mkd.losses.dense_reference import dense_kd
+from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.rows import passes_for
 
 pytestmark = pytest.mark.gpu

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mkd.bench.machine import Machine
-from mkd.bench.measure import Arm, time_arms
-from mkd.bench.report import table
 from mkd.platform import detect, make_deterministic
+from tools.benchmarks.machine import Machine
+from tools.benchmarks.measure import Arm, time_arms
+from tools.benchmarks.report import table
 
 GIB = 2**30
 BASE = "device"
@@ -45,9 +45,9 @@ class Measured:
 
 
 def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, context) -> Measured:
-    from mkd.bench.random_engine import PairSettings, random_engine
-    from mkd.bench.synthetic_documents import ChatLengths, full_pack
     from mkd.train.step import train_step
+    from tools.benchmarks.random_engine import PairSettings, random_engine
+    from tools.benchmarks.synthetic_documents import ChatLengths, full_pack
 
     flags = ("--lr", "1e-4", *(("--deterministic-mode",) if args.deterministic else ()), *flags)
     settings = PairSettings(
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--student", default="qwen3-1.7b", help="a shape of mkd/bench/shapes.py")
+    parser.add_argument("--student", default="qwen3-1.7b", help="a shape of tools/benchmarks/shapes.py")
     parser.add_argument("--teacher", default="qwen3-8b", help="likewise")
     parser.add_argument("--seq-length", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--num-microbatches", type=int, default=4, help="of a step")
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     if args.deterministic:
         make_deterministic()
     platform = detect()
-    from mkd.bench.random_engine import PairSettings, parallel_context
+    from tools.benchmarks.random_engine import PairSettings, parallel_context
 
     dtype = torch.bfloat16 if platform.is_cuda else torch.float32
     machine = Machine(platform.device, dtype, args.rounds, seed=0, compile=False)

@@ -33,7 +33,7 @@ def pack(lengths, padding, padding_joins_document=False, device=None):
 
 def load_model(folder, tp, sequence_parallel=False):
     """One mkd model over all ranks of this world, weights from `folder`."""
-    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

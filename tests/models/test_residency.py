@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.bench.measure import Arm, peak_bytes
 from tests.models.test_hf_parity import load_model, pack
 from tests.tiny_models import make_model
+from tools.benchmarks.measure import Arm, peak_bytes
 
 LENGTHS, NUM_LAYERS = (23, 1, 40), 5  # an odd number: a layer's slot changes from micro-batch to micro-batch
 
@@ -132,7 +132,7 @@ def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks
 
 def virtual_stages(folder):
     """Outputs of one rank's two chunks, called in the order of an interleaved schedule and out of it."""
-    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.residency import HostResidency
     from mkd.models.transformer_config import ModelOptions

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 def build(folder, transformer_engine):
     """(context, a frozen model in bf16 with its weights)."""
-    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext

@@ -40,7 +40,7 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 @torch.no_grad()
 def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=False):
     """[tokens, v] fp32 on the CPU, of one pack that holds all documents (token ids; random ones if not given)."""
-    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.losses.fused_linear import head_logits
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions

@@ -65,10 +65,10 @@ def stopped(argv, in_step):
     from mkd.errors import Preempted
     from mkd.operations.signals import Signals
     from mkd.platform import detect
-    from mkd.train.loop import train
-    from mkd.train.main import end
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import train
+    from mkd.run.main import end
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     config, signals = load_config(argv).config, Signals()
     lock = Path(config.checkpoint.save or "nowhere") / "writer.lock"
@@ -143,9 +143,9 @@ def phases_of_publishing(argv):
     """Phases of the watchdog in which the run asked whether a save in the background can be published."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.train.loop import train
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import train
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     with Ending() as ending:
         run = build_run(plan_run(load_config(argv).config, 1), detect(), ending=ending)

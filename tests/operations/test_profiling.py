@@ -11,10 +11,10 @@ import pytest
 
 from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
 from mkd.errors import Preempted
-from mkd.losses.objective import TEMPERATURE_SCALINGS
+from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 from mkd.operations.profiling import Profiler, profile_problems
 from mkd.plan.loss_card import Term
-from mkd.train.teacher_loss import TeacherLoss
+from mkd.train.teachers.teacher_loss import TeacherLoss
 from tests.train.command import flags, make_files, run_main
 
 
@@ -123,8 +123,8 @@ def fail_in_build(argv):
     from mkd.config.load import load_config
     from mkd.operations.ending import Ending
     from mkd.platform import detect
-    from mkd.train import setup
-    from mkd.train.plan import plan_run
+    from mkd.run import setup
+    from mkd.run.run_plan import plan_run
 
     def build_engine(*args):
         raise torch.OutOfMemoryError("models")

@@ -35,8 +35,8 @@ def held_bytes(layout: Layout, student, teacher):
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.build_engine import build_engine
-    from mkd.train.plan import plan_run
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
     from mkd.train.step import train_step
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)

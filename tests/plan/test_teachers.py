@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.config.schema import XTokenConfig, teacher_names
-from mkd.plan.teachers import Teacher, plan_teachers, teacher_roles
+from mkd.config.models import XTokenConfig, teacher_names, teacher_roles
+from mkd.plan.teachers import Teacher, plan_teachers
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
 
 
@@ -19,12 +19,12 @@ from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
     ],
 )
 def test_names(teachers, names):
-    assert teacher_names(several(*teachers)) == names
+    assert teacher_names(several(*teachers).teachers) == names
 
 
 def test_a_single_teacher_needs_no_name():
-    assert teacher_roles(several({})) == ("teacher",)
-    assert teacher_roles(several({}, {"name": "b"})) == ("teacher t0", "teacher b")
+    assert teacher_roles(several({}).teachers) == ("teacher",)
+    assert teacher_roles(several({}, {"name": "b"}).teachers) == ("teacher t0", "teacher b")
 
 
 def test_what_a_plan_knows_of_teachers():

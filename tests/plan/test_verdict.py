@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
-from mkd.config.forecast import describe, forecast_of
 from mkd.errors import ErrorList
+from mkd.plan.config_forecast import describe, forecast_of
 from mkd.plan.cost import HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB
 from mkd.plan.verdict import SHOWN, fullest_rank

@@ -8,13 +8,13 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.config.schema import CheckpointConfig
-from mkd.config.validate import validate
-from mkd.data.eval_tasks import read_tasks
-from mkd.train.eval_alone import without_training
-from mkd.train.topk_export import teacher_as_student
+from mkd.evaluation.tasks import read_tasks
+from mkd.plan.checks.validate import validate
+from mkd.run.eval_alone import without_training
+from mkd.run.topk_export import teacher_as_student
+from tests.evaluation.eval_reference import reference_scores, write_tasks
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import run_main
-from tests.train.eval_reference import reference_scores, write_tasks
 
 
 @pytest.fixture(scope="module")

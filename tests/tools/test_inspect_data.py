@@ -18,7 +18,7 @@ from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
-from mkd.xtoken.align_view import COLOURS, RESET, view_alignment
+from mkd.xtoken.align.align_view import COLOURS, RESET, view_alignment
 from tests.tokenizers.trained import train_hf_tokenizer
 from tools.inspect_data import main
 

@@ -67,12 +67,12 @@ def flags(files: Path, run: str, *more, **paths) -> list[str]:
     return [str(word) for pair in words for word in pair]
 
 
-def run_main(ranks, argv: list[str], world_size: int = 1, command: str = "mkd.train.main") -> list[Result]:
+def run_main(ranks, argv: list[str], world_size: int = 1, command: str = "mkd.run.main") -> list[Result]:
     """Results of the command, the `main` of a module, on every rank of a world."""
     return [Result(*values) for values in ranks.run(call_main, world_size, argv, command)]
 
 
-def call_main(argv: list[str], command: str = "mkd.train.main") -> tuple[int, str, str]:
+def call_main(argv: list[str], command: str = "mkd.run.main") -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command on this rank of the pool, in the environment that torchrun would make.
 
     A run that ends well leaves the process group; the pool wants to leave one too.

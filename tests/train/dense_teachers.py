@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mkd.losses.reference import dense_kd
+from mkd.losses.dense_reference import dense_kd
 from tests.tiny_models import make_model
 from tests.train.invariance import Layout, make_pair, microbatches
 
@@ -50,8 +50,8 @@ def build(layout: Layout, config: Path):
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.build_engine import build_engine
-    from mkd.train.plan import plan_run
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
 
     argv = layout.argv(config.parent / "student", config)[4:] + ["--config", str(config)]
     plan = plan_run(load_config(argv).config, layout.ranks)
@@ -91,7 +91,7 @@ class _Recorder:
 
     def __call__(self, stage, batch, hidden):
         from mkd.parallel.pipeline import attach_riders, take_riders
-        from mkd.train.teacher_weights import pack_weights
+        from mkd.train.teachers.weights import pack_weights
 
         riders, leaf = take_riders(hidden), hidden.detach().requires_grad_()
         loss, tokens, sums = self.objective(stage, batch, attach_riders(leaf, riders))

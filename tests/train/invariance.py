@@ -190,8 +190,8 @@ def run_layout(
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.build_engine import build_engine
-    from mkd.train.plan import plan_run
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
 
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(
@@ -210,9 +210,9 @@ def measure(
     engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES
 ) -> dict:
     """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
-    from mkd.checkpoint.hf_assets import HFAssets
-    from mkd.checkpoint.hf_writer import export_hf
-    from mkd.train.evaluate import evaluate
+    from mkd.checkpoint.hf.hf_assets import HFAssets
+    from mkd.checkpoint.hf.hf_writer import export_hf
+    from mkd.evaluation.evaluate import evaluate
     from mkd.train.step import train_step, training_objective
 
     export = dict(context=engine.context, assets=HFAssets.of(student))

@@ -88,11 +88,11 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
     from mkd.platform import detect
+    from mkd.run.build_engine import build_engine
+    from mkd.run.cross_tokenizer import find_own_tokens, with_seq_lengths
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import join
     from mkd.tokenizers.load import load_tokenizer
-    from mkd.train.build_engine import build_engine
-    from mkd.train.own_tokens import find_own_tokens, with_seq_lengths
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import join
 
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models are those of the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]

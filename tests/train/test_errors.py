@@ -50,7 +50,7 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
         "tvd",
         "--num-experts",
     ]
-    code = "import sys, mkd.train.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
+    code = "import sys, mkd.run.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
         done = subprocess.run(
             [sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -366,9 +366,9 @@ def hash_around_failure(argv):
     from mkd.config.load import load_config
     from mkd.errors import NonFiniteError
     from mkd.platform import detect
-    from mkd.train.loop import train
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import train
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())
     before = _hash(run.engine.chunks)

@@ -60,9 +60,9 @@ def steps_of(argv, fault=None):
 
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.train.loop import one_step
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import one_step
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     os.environ.pop("MKD_FAULT", None)
     if fault:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.losses.reference import dense_kd
+from mkd.losses.dense_reference import dense_kd
 from tests.train.dense_teachers import (
     VOCAB_SIZES,
     Recorded,

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 def build(folder, flags):
     """(context, DDP-wrapped chunks, optimizer, what a checkpoint holds) of a student alone."""
     from mkd.checkpoint.distributed import TrainingState
-    from mkd.checkpoint.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.config.load import load_config
     from mkd.models.builder import build_chunks, join_stages
     from mkd.models.transformer_config import ModelOptions

@@ -24,8 +24,8 @@ def build(layout, student, teacher, *more):
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.build_engine import build_engine
-    from mkd.train.plan import plan_run
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
 
     plan = plan_run(load_config([*layout.argv(student, teacher), *more]).config, layout.ranks)
     context = ParallelContext.create(
@@ -81,7 +81,7 @@ def test_what_is_on_the_wire(tp, flags, pair, ranks):
 
 def teacher_traces(layout, student, teacher):
     """What three steps and an evaluation do to the teacher, and what of it is alive on the last stage between them."""
-    from mkd.train.evaluate import evaluate
+    from mkd.evaluation.evaluate import evaluate
 
     context, engine, state = build(layout, student, teacher)
     teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]

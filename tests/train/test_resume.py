@@ -48,10 +48,10 @@ def train_and_hash(arguments, export=None):
 
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.train.loop import train
-    from mkd.train.main import export as export_student
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import train
+    from mkd.run.main import export as export_student
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     world_size = torch.distributed.get_world_size()
     run = build_run(plan_run(load_config(arguments).config, world_size), detect())
@@ -76,9 +76,9 @@ def train_and_hash(arguments, export=None):
 def train_and_save(arguments):
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.train.loop import train
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import train
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(arguments).config, 1), detect())
     train(run)

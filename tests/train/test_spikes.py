@@ -61,9 +61,9 @@ def train_with_a_broken_weight(argv, step):
     """A run whose final norm is made 40 times larger for one step; what it prints, and this rank's samples of that step."""
     from mkd.config.load import load_config
     from mkd.platform import detect
-    from mkd.train.loop import one_step
-    from mkd.train.plan import plan_run
-    from mkd.train.setup import build_run
+    from mkd.run.loop import one_step
+    from mkd.run.run_plan import plan_run
+    from mkd.run.setup import build_run
 
     samples, world_size = [], torch.distributed.get_world_size()
     with contextlib.redirect_stdout(io.StringIO()) as output:

@@ -39,9 +39,9 @@ def gradient(argv, out) -> dict[str, float]:
     from mkd.data.loader import TrainStream
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
-    from mkd.train.build_data import build_data
-    from mkd.train.build_engine import build_engine
-    from mkd.train.plan import plan_run
+    from mkd.run.build_data import build_data
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
     from mkd.train.step import training_objective
 
     plan = plan_run(load_config(argv).config, 1)

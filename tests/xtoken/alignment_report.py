@@ -26,7 +26,7 @@ from statistics import median
 from mkd.tokenizers.spans import EncodedText
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken import align_spans
-from mkd.xtoken.align_dp import align_dp
+from mkd.xtoken.published.align_dp import align_dp
 from tests.xtoken.brute_force import check_chunks, check_spans, random_text, walk
 from tests.xtoken.real_tokenizers import NAMES, downloads_folder, load_real
 

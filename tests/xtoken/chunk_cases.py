@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from mkd.platform import detect
-from mkd.xtoken.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.chunk_reference import DenseRelation, dense_chunk_kd
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 from mkd.xtoken.fused import ChunkOutput, fused_chunk_kd
 from mkd.xtoken.loss_settings import ChunkLossSettings
-from mkd.xtoken.reference import DenseRelation, dense_chunk_kd
-from mkd.xtoken.relation import VocabularyRelation
-from mkd.xtoken.slots import TeacherSlots
-from mkd.xtoken.sparse import SparseMatrix
-from mkd.xtoken.spelling import Continuations, Pieces, Spellings
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
+from mkd.xtoken.vocabulary.relation import VocabularyRelation
+from mkd.xtoken.vocabulary.slots import TeacherSlots
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
+from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
 
 STUDENT_SIZE, TEACHER_SIZE = 6, 5  # of hidden states
 SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of each kind

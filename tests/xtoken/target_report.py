@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mkd.tokenizers.load import open_tokenizer
-from mkd.xtoken.align import align
-from mkd.xtoken.relation import VocabularyRelation, relate
+from mkd.xtoken.align.align_text import align
+from mkd.xtoken.vocabulary.relation import VocabularyRelation, relate
 from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers
 from tools.fetch_smollm2 import fetch_smollm2
 

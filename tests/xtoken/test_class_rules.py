@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mkd.xtoken.chunk_reference import divergence as dense_divergence
 from mkd.xtoken.class_rules import KLRule, kl_terms, rule_of
 from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
-from mkd.xtoken.reference import divergence as dense_divergence
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.losses.reference import dense_kd
+from mkd.losses.dense_reference import dense_kd
 from mkd.xtoken.chains import chains
 from mkd.xtoken.chunks import ONE_TO_ONE
 from mkd.xtoken.class_rules import rule_of

@@ -10,7 +10,7 @@ from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
 from mkd.xtoken.projected import projected
 from mkd.xtoken.slices import ChunkSlice
-from mkd.xtoken.sparse import SparseMatrix
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
 
 

@@ -1,0 +1,332 @@
+"""Hugging Face checkpoints in: each rank streams only the slices of the `.safetensors` files that it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mkd.checkpoint.hf.hf_names import EMBEDDING, LM_HEAD, TensorMap, find_map, hf_tensor_shapes
+from mkd.errors import CheckpointError, ErrorList
+from mkd.plan.model_shape import ModelShape
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+HUB_PATTERNS = (
+    "model*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+)
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json already says
+
+
+def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """A local model folder as it is; anything else is a hub id (`org/name`), whose files are downloaded into the hub's cache.
+
+    Raises `CheckpointError` when it is neither.
+    """
+    folder = Path(directory_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(str(directory_or_id), allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be downloaded",
+            reason[0],
+            "check the path, or download the model where there is a network and pass its folder",
+        ) from error
+
+
+def contained_file(directory: Path, name: str) -> Path:
+    """`directory/name`, if the file it leads to belongs to that folder or to the same model of a hub cache.
+
+    In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files are links to
+    `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a private file.
+    """
+    home = directory.resolve()
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        home = home.parent.parent
+    path = directory / name
+    target = path.resolve()
+    if not target.is_relative_to(home):
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside the model's folder",
+            "a downloaded model must not read other files of this machine",
+            "copy the file into the model's folder if you trust it",
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about a tensor without reading its data."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' spelling: F32, BF16, ...
+
+
+class HFCheckpoint:
+    """The tensors of a model folder: one `model.safetensors`, or shards with an index.
+
+    Opening it reads headers only. `bytes_read` counts the tensor data handed out since.
+    Raises `CheckpointError` (several as one `ErrorList`) for a folder that is incomplete, damaged or not to be trusted.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.bytes_read = 0
+        weight_map = self._weight_map()
+        self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
+        self.headers = self._read_headers(weight_map)
+
+    def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
+        """Rows (`dim` 0) or columns (`dim` 1) `start .. start + length` of a tensor, in the dtype on disk, on the CPU."""
+        data = self._files[self.headers[tensor].file].get_slice(tensor)
+        part = data[start : start + length] if dim == 0 else data[:, start : start + length]
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+    def _weight_map(self) -> dict[str, str] | None:
+        """Tensor name -> file name as the index says; None for a single file, which wins as it does in transformers."""
+        if (self.directory / SINGLE_FILE).exists():
+            return None
+        if not (self.directory / INDEX_FILE).exists():
+            raise self._no_weights()
+        path = contained_file(self.directory, INDEX_FILE)
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            entries = list(weight_map.items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not an index of safetensors shards: {error!r}",
+                'it must hold {"weight_map": {tensor name: file name}}',
+                "download it again",
+            ) from None
+        problems = [
+            _unsafe_entry(path, tensor, file) for tensor, file in entries if not _is_safe_basename(file)
+        ]
+        if not entries:
+            problems = [CheckpointError(f"{path} lists no tensors", "", "download it again")]
+        _raise_all(problems)
+        return weight_map
+
+    def _no_weights(self) -> CheckpointError:
+        pickles = sorted(path.name for path in self.directory.glob("pytorch_model*.bin"))
+        if pickles:
+            return CheckpointError(
+                f"{self.directory} holds {pickles[0]} but no .safetensors file",
+                "loading a .bin file can run code that is hidden in it, so mkd reads safetensors only",
+                "convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
+            )
+        return CheckpointError(
+            f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}",
+            "the weights of a Hugging Face model are in these files",
+            "pass the folder that save_pretrained() or a hub download made",
+        )
+
+    def _open_files(self, names: list[str]) -> dict[str, safe_open]:
+        files, problems = {}, []
+        for name in names:
+            path = self.directory / name
+            try:
+                files[name] = safe_open(contained_file(self.directory, name), framework="pt", device="cpu")
+            except CheckpointError as error:
+                problems.append(error)
+            except FileNotFoundError:
+                problems.append(
+                    CheckpointError(
+                        f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again"
+                    )
+                )
+            except (SafetensorError, OSError, RuntimeError) as error:  # a loop of links
+                why = "the file is damaged, cut short or not readable"
+                problems.append(
+                    CheckpointError(f"{path} cannot be opened: {error}", why, "download it again")
+                )
+        _raise_all(problems)
+        return files
+
+    def _read_headers(self, weight_map: dict[str, str] | None) -> dict[str, TensorHeader]:
+        stored = {name: set(file.keys()) for name, file in self._files.items()}
+        if weight_map is None:
+            weight_map = dict.fromkeys(sorted(stored[SINGLE_FILE]), SINGLE_FILE)
+        _raise_all(
+            [
+                CheckpointError(
+                    f"{self.directory / file} has no tensor {tensor}",
+                    f"{INDEX_FILE} lists it there",
+                    "download both again",
+                )
+                for tensor, file in weight_map.items()
+                if tensor not in stored[file]
+            ]
+        )
+        headers = {}
+        for tensor, file in weight_map.items():
+            data = self._files[file].get_slice(tensor)
+            headers[tensor] = TensorHeader(file, tuple(data.get_shape()), data.get_dtype())
+        return headers
+
+
+def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
+    """Compare names, shapes and dtypes on disk with `shape`, from headers only. Raises `ErrorList` with every problem.
+
+    `tensor_prefix` stands before every name on disk; other tensors are then not looked at.
+    """
+    expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
+    found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
+    allowed = (
+        {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]} if shape.tie_word_embeddings else {}
+    )
+    where, problems = checkpoint.directory, []
+    for name in expected.keys() - found.keys():
+        problems.append(
+            CheckpointError(
+                f"{where}: tensor {name} is missing", "config.json calls for it", "download the model again"
+            )
+        )
+    for name in found.keys() - expected.keys() - allowed.keys():
+        if not DERIVED_TENSOR.fullmatch(name):
+            why = f"a {shape.family} model as config.json describes it has no such weight: leaving it out changes the model"
+            problems.append(
+                CheckpointError(
+                    f"{where}: tensor {name} is not expected", why, "check config.json against the weights"
+                )
+            )
+    for name, full in (expected | allowed).items():
+        problems += _header_problems(where, name, full, found.get(name))
+    _raise_all(sorted(problems, key=str))
+
+
+def _header_problems(
+    where: Path, name: str, full: tuple[int, ...], header: TensorHeader | None
+) -> Iterator[CheckpointError]:
+    if header is None:
+        return
+    if header.shape != full:
+        yield CheckpointError(
+            f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}",
+            "config.json gives the sizes",
+            "check config.json against the weights",
+        )
+    if header.dtype not in FLOAT_DTYPES:
+        yield CheckpointError(
+            f"{where}: tensor {name} is stored as {header.dtype}",
+            f"mkd reads unquantised weights: {', '.join(sorted(FLOAT_DTYPES))}",
+            "use the original checkpoint of this model",
+        )
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model_chunk: nn.Module,  # one pipeline chunk; its parameters are overwritten in place, dtype and device kept
+    shape: ModelShape,
+    checkpoint: HFCheckpoint,
+    *,
+    first_layer: int,  # index in the whole model of the chunk's layer 0
+    tp_rank: int,
+    tp_size: int,
+    tensor_prefix: str = "",
+) -> None:
+    """Fill a chunk from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
+
+    The headers are checked before any weight is read. Raises `CheckpointError` for a parameter without a source or a
+    tensor of the chunk's layers without a parameter, and for a tied model whose stored head differs from its embedding.
+    """
+    check_hf_checkpoint(shape, checkpoint, tensor_prefix)
+    parameters = dict(model_chunk.named_parameters())
+    for name, tensor_map in map_chunk(parameters, shape, first_layer, tp_size).items():
+        parameter, dim = parameters[name].data, tensor_map.rule.dim
+        pieces = tensor_map.pieces(parameter.size(dim), tp_rank, tp_size)
+        if sum(piece.length for piece in pieces) < parameter.size(dim):
+            parameter.zero_()
+        for piece in pieces:
+            source = checkpoint.read(tensor_prefix + piece.tensor, dim, piece.tensor_start, piece.length)
+            parameter.narrow(dim, piece.shard_start, piece.length).copy_(source)
+            if (
+                piece.tensor == EMBEDDING
+                and shape.tie_word_embeddings
+                and tensor_prefix + LM_HEAD in checkpoint.headers
+            ):
+                head = checkpoint.read(tensor_prefix + LM_HEAD, dim, piece.tensor_start, piece.length)
+                _check_tied(checkpoint, source, head)
+
+
+def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> None:
+    if not torch.equal(embedding, head):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {LM_HEAD} differs from {EMBEDDING}",
+            "config.json ties them (tie_word_embeddings), so one of the two would be lost",
+            "set tie_word_embeddings to false in config.json, or remove the tensor that does not belong",
+        )
+
+
+def map_chunk(
+    parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
+) -> dict[str, TensorMap]:
+    """The map of every parameter of a pipeline chunk. Raises `CheckpointError`s for whatever one side lacks."""
+    maps = {name: find_map(shape, name, first_layer) for name in parameters}
+    problems = [
+        CheckpointError(
+            f"parameter {name} {list(parameters[name].shape)} has no source in a {shape.family} checkpoint",
+            "model and config.json differ (biases, norms, sizes or number of layers)",
+            "build the model from the checkpoint's own config.json",
+        )
+        for name, tensor_map in maps.items()
+        if tensor_map is None or not tensor_map.fits(tuple(parameters[name].shape), tp_size)
+    ]
+    _raise_all(problems)
+    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
+    layers = {layer_of(tensor) for tensor in covered} - {None}
+    problems = [
+        CheckpointError(f"the model has no parameter for tensor {tensor}", "it would be left out silently")
+        for tensor in hf_tensor_shapes(shape)
+        if layer_of(tensor) in layers and tensor not in covered
+    ]
+    _raise_all(problems)
+    return maps
+
+
+def layer_of(tensor: str) -> int | None:
+    """The layer index in a Hugging Face tensor name; None outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", tensor)
+    return None if match is None else int(match.group(1))
+
+
+def _is_safe_basename(file: object) -> bool:
+    return (
+        isinstance(file, str)
+        and file.endswith(".safetensors")
+        and not file.startswith(".")
+        and not any(character in file for character in "/\\\0")
+    )
+
+
+def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: weight_map sends tensor {tensor} to {file!r}",
+        "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere on this machine",
+        "do not use this checkpoint unless you know who made it",
+    )
+
+
+def _raise_all(problems: list[CheckpointError]) -> None:
+    """Raise one problem as itself and several as an `ErrorList`."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ErrorList(problems)

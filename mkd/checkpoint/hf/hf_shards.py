@@ -1,0 +1,119 @@
+"""Safetensors shards of an exported model: planned from shapes alone, then written as a stream, one tensor at a time.
+
+The format (https://huggingface.co/docs/safetensors) is a little-endian uint64 header length, a JSON header with the
+offsets of every tensor, and the data in that order. Offsets follow from the plan, so that neither a shard nor the model
+is ever in memory, and files are created with the user's umask.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
+from mkd.errors import UsageError
+from mkd.plan.model_shape import ModelShape
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+PARTIAL_SUFFIX = ".partial"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name and its tensors (name -> shape) in order."""
+
+    file: str
+    tensors: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Which file holds which tensor; the same for every parallel layout."""
+
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(_num_bytes(full, self.dtype) for shard in self.shards for full in shard.tensors.values())
+
+    @property
+    def last_file(self) -> str:
+        """The file whose appearance makes the export visible to readers."""
+        return SINGLE_FILE if len(self.shards) == 1 else INDEX_FILE
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, full shape) in the order in which `write_shards` wants them."""
+        for shard in self.shards:
+            yield from shard.tensors.items()
+
+    def index(self) -> str:
+        """The text of the index file."""
+        weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
+        content = {
+            "metadata": {"total_size": self.total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+
+def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_000_000_000) -> ExportPlan:
+    """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data (a larger tensor stands alone)."""
+    if dtype not in DTYPE_NAMES:
+        known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
+        raise UsageError(
+            f"cannot export {dtype}", "Hugging Face weights are floating point", f"use one of {known}"
+        )
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, full in hf_tensor_shapes(shape).items():
+        size = _num_bytes(full, dtype)
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = full
+        filled += size
+    if len(groups) == 1:
+        return ExportPlan(dtype, (Shard(SINGLE_FILE, groups[0]),))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    return ExportPlan(dtype, tuple(Shard(name, group) for name, group in zip(names, groups, strict=True)))
+
+
+def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
+    """Write every shard under a partial name. `tensors` are on the CPU, in the plan's order, shapes and dtype."""
+    stream = iter(tensors)
+    for shard in plan.shards:
+        with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:
+            file.write(_header(shard, plan.dtype))
+            for name, full in shard.tensors.items():
+                tensor = next(stream)
+                assert tuple(tensor.shape) == full and tensor.dtype == plan.dtype, name
+                file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _header(shard: Shard, dtype: torch.dtype) -> bytes:
+    """Header length and header, padded with spaces so that the data is aligned to 8 bytes."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, full in shard.tensors.items():
+        end = offset + _num_bytes(full, dtype)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(full), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _num_bytes(full: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(full) * dtype.itemsize

@@ -1,0 +1,251 @@
+"""Hugging Face checkpoints out: the chunks of all ranks become one folder, the same bytes whatever the layout.
+
+Tensors travel one at a time to global rank 0, which streams them to disk: within the tensor-parallel group by broadcast,
+between pipeline stages by one send. Padding (vocabulary rows, attention groups) is dropped before anything is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.hf.hf_names import Piece, find_map
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_chunk
+from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
+from mkd.errors import CheckpointError, MkdError
+from mkd.parallel.context import ParallelContext
+from mkd.plan.model_shape import ModelShape
+
+SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a tensor can be found: a pipeline rank, its parameter there, and the length of each shard of it."""
+
+    pp_rank: int
+    parameter: str
+    chunk: int
+    first_layer: int
+    shard_length: int
+
+
+def export_hf(
+    model_chunks: list[
+        tuple[nn.Module, int]
+    ],  # this rank's chunks, each with the model's index of its layer 0
+    shape: ModelShape,
+    out_dir: str | Path,
+    *,
+    context: ParallelContext,
+    assets: HFAssets,  # of the same model: its configuration, and the tokenizer that goes with it
+    dtype: torch.dtype | None = None,  # of the files; default: of the parameters
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write the model as a Hugging Face folder. Collective: all ranks call it; the first data-parallel replica takes part.
+
+    A model that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
+    `CheckpointError` on every rank when the folder cannot be written or `assets` describe another model.
+    """
+    out_dir = Path(out_dir)
+    _raise_everywhere(context, _prepare(shape, out_dir, assets) if context.rank == 0 else None)
+    plan = export_plan(shape, dtype or next(model_chunks[0][0].parameters()).dtype, max_shard_bytes)
+    sources = _Sources(model_chunks, shape, context)
+    sources.check(plan)
+    problem = None
+    if context.dp_rank == 0 and context.cp_rank == 0:
+        stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
+        problem = _write(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
+    _raise_everywhere(context, problem)
+
+
+class _Sources:
+    """Finds and fetches Hugging Face tensors from the chunks of all pipeline stages."""
+
+    def __init__(
+        self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext
+    ):
+        self.shape, self.context = shape, context
+        self.parameters = [dict(chunk.named_parameters()) for chunk, _ in model_chunks]
+        try:
+            mine = self._owned([first_layer for _, first_layer in model_chunks])
+        except MkdError as error:  # told to the other stages: they must not wait
+            mine = error
+        stages: list[dict[str, Owner] | MkdError] = [mine] * context.pp_size
+        dist.all_gather_object(stages, mine, group=context.pp_group)
+        self.owners: dict[str, Owner] = {}
+        for stage in stages:
+            if isinstance(stage, MkdError):
+                raise stage
+            self.owners = stage | self.owners  # a tied embedding is on two stages: the first one counts
+
+    def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
+        owned: dict[str, Owner] = {}
+        for chunk, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
+            for name, tensor_map in map_chunk(
+                parameters, self.shape, first_layer, self.context.tp_size
+            ).items():
+                length = parameters[name].size(tensor_map.rule.dim)
+                owner = Owner(self.context.pp_rank, name, chunk, first_layer, length)
+                for tensor in tensor_map.tensors:
+                    owned.setdefault(tensor, owner)
+        return owned
+
+    def check(self, plan: ExportPlan) -> None:
+        missing = [name for name, _ in plan.tensors() if name not in self.owners]
+        if missing:
+            raise CheckpointError(
+                f"no pipeline stage holds {', '.join(missing[:5])}"
+                + (" and others" if len(missing) > 5 else ""),
+                "the export would be incomplete",
+                "export the model with the configuration that it was built from",
+            )
+
+    def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """The whole tensor on global rank 0 (CPU); None elsewhere. Collective over the first replica's ranks."""
+        owner, context = self.owners[tensor], self.context
+        tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
+        dim = tensor_map.rule.dim
+        whole = torch.empty(full, dtype=dtype) if context.rank == 0 else None
+        holders = 1 if tensor_map.rule.replicated else context.tp_size
+        on_stage = context.pp_rank == owner.pp_rank and context.tp_rank < holders
+        for tp_rank in range(holders):
+            pieces = tensor_map.pieces(owner.shard_length, tp_rank, context.tp_size)
+            pieces = [piece for piece in pieces if piece.tensor == tensor]
+            if not pieces or not (on_stage or context.rank == 0):
+                continue
+            if on_stage and context.tp_rank == tp_rank:
+                shard = self.parameters[owner.chunk][owner.parameter].detach()
+                slices = [shard.narrow(dim, piece.shard_start, piece.length) for piece in pieces]
+                part = torch.cat(slices, dim).to(dtype)
+            else:
+                length = sum(piece.length for piece in pieces)
+                part_shape = [length if axis == dim else size for axis, size in enumerate(full)]
+                part = torch.empty(part_shape, dtype=dtype, device=context.device)
+            self._bring_to_rank_0(part, owner.pp_rank, tp_rank if holders > 1 else None)
+            if whole is not None:
+                _scatter(part.cpu(), pieces, whole, dim)
+        return whole
+
+    def _bring_to_rank_0(self, part: Tensor, pp_rank: int, tp_rank: int | None) -> None:
+        """Fill `part` on rank 0 from tensor-parallel rank `tp_rank` (None: all have it) of stage `pp_rank`, in place.
+
+        Messages are bytes, which every backend carries for every dtype.
+        """
+        context, message = self.context, part.flatten().view(torch.uint8)
+        if context.pp_rank == pp_rank and tp_rank is not None:
+            dist.broadcast(message, dist.get_global_rank(context.tp_group, tp_rank), group=context.tp_group)
+        if pp_rank == 0 or context.tp_rank != 0:
+            return
+        if context.pp_rank == pp_rank:
+            dist.send(message, dist.get_global_rank(context.pp_group, 0), group=context.pp_group)
+        else:
+            dist.recv(message, dist.get_global_rank(context.pp_group, pp_rank), group=context.pp_group)
+
+
+def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None:
+    start = 0
+    for piece in pieces:
+        whole.narrow(dim, piece.tensor_start, piece.length).copy_(part.narrow(dim, start, piece.length))
+        start += piece.length
+
+
+def _write(
+    plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
+) -> CheckpointError | None:
+    """Write all files on rank 0. A failure is returned, after the other ranks have been heard out: they must not wait."""
+    try:
+        write_shards(plan, stream, out_dir)
+        _publish(plan, out_dir, assets)
+    except OSError as error:
+        _drain(stream)
+        for file in out_dir.glob(f"model*{PARTIAL_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        return CheckpointError(
+            f"the Hugging Face export to {out_dir} failed: {error}",
+            f"it needs {plan.total_bytes / 2**30:.2f} GiB",
+            "make room or choose another folder; the training checkpoint is not affected",
+        )
+    return None
+
+
+def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
+    """Swap the finished files in. In between the folder has no index, so that no reader sees a mixture."""
+    for name in (INDEX_FILE, SINGLE_FILE):
+        (out_dir / name).unlink(missing_ok=True)
+    for file in list(out_dir.iterdir()):
+        if SHARD_FILE.fullmatch(file.name):
+            file.unlink()
+    assets.copy_to(out_dir)
+    (out_dir / "config.json").write_text(_config_text(assets.model, plan.dtype), encoding="utf-8")
+    for shard in plan.shards:
+        (out_dir / (shard.file + PARTIAL_SUFFIX)).replace(out_dir / shard.file)
+    if plan.last_file == INDEX_FILE:
+        partial = out_dir / (INDEX_FILE + PARTIAL_SUFFIX)
+        partial.write_text(plan.index(), encoding="utf-8")
+        partial.replace(out_dir / INDEX_FILE)
+
+
+def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
+    """The model's configuration with the dtype that is written, under the key that it uses itself."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
+    """Everything that can be wrong before tensors move: the first problem, or None."""
+    try:
+        reference = ModelShape.from_hf_dir(assets.model)
+        for name, path in assets.files().items():
+            if path != assets.tokenizer:  # which its user has named
+                contained_file(path.parents[name.count("/")], name)
+    except Exception as error:  # carried to all ranks and raised there
+        return error
+    differences = reference.differences(shape)
+    if differences:
+        return CheckpointError(
+            f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}",
+            "the export takes its config.json from there",
+            "pass the Hugging Face folder that the model was built from",
+        )
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        overwritten = next(filter(out_dir.samefile, assets.folders), None)
+        if overwritten is not None:
+            what = f"the export would overwrite {overwritten}"
+            return CheckpointError(
+                what, "its configuration or its tokenizer is copied from there", "choose another folder"
+            )
+        probe = out_dir / f"model{PARTIAL_SUFFIX}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        return CheckpointError(
+            f"cannot write to {out_dir}: {error}", "the export goes there", "choose another folder"
+        )
+    return None
+
+
+def _drain(stream: Iterator[Tensor | None]) -> None:
+    for _ in stream:
+        pass
+
+
+def _raise_everywhere(context: ParallelContext, problem: Exception | None) -> None:
+    """Raise global rank 0's problem on all ranks. A broadcast: also the point where all ranks meet."""
+    problem = context.broadcast_object(problem)
+    if problem is not None:
+        problem.on_all_ranks = True
+        raise problem

@@ -1,0 +1,232 @@
+"""Records and tokenised documents in the tokens of a student and of a teacher, with the chunks they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mkd.data.aligned.teacher_store import chunk_marks
+from mkd.data.documents import Record, Row, encode_record, parse_row, require_eos
+from mkd.data.encoding import each_row
+from mkd.data.store import TokenStore
+from mkd.errors import MkdError
+from mkd.tokenizers.spans import EncodedText
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.xtoken.align.align_chat import align_chat, align_completion
+from mkd.xtoken.align.align_text import AlignedText, align, aligner
+
+DOCUMENTS_PER_CHUNK = 64
+SHARED_ROLES = (
+    "bos",
+    "eos",
+    "end_of_turn",
+    "unk",
+    "pad",
+)  # a token with several roles counts as the first of them
+
+
+@dataclass(frozen=True)
+class AlignedChunk:
+    """Consecutive documents one after the other on both sides. The teacher's side of one that it refuses is empty."""
+
+    student_ids: np.ndarray  # [n] int32
+    teacher_ids: np.ndarray  # [m] int32
+    student_marks: np.ndarray  # [n] uint8, see teacher_store.py
+    teacher_marks: np.ndarray  # [m] uint8
+    student_lengths: np.ndarray  # [documents] int64
+    teacher_lengths: np.ndarray  # [documents] int64
+    refused: np.ndarray  # [r] int64, the documents that the teacher refuses
+    errors: list[MkdError]  # why it does, or of a file that cannot be read on
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student's and a teacher's tokenizer and how their tokens are aligned. Can be pickled for workers."""
+
+    student: Tokenizer
+    teacher: Tokenizer
+    alignment: str
+    reasoning: bool
+    append_eod: bool
+
+
+@dataclass(frozen=True)
+class RowAligner:
+    """Rows of files to aligned documents: those, and the student's ids, that `encode_record` makes of them."""
+
+    pair: Pair
+
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedChunk:
+        if isinstance(rows, MkdError):
+            return _chunk([], [rows])
+        documents, refused, errors = [], [], []
+        for row in rows[1]:
+            aligned, wrong = each_row((rows[0], [row]), self._align)
+            if wrong:  # by the student too, whose corpus has left it out, or by the teacher alone
+                aligned, _ = each_row((rows[0], [row]), self._without_teacher)
+                refused += [len(documents)] * len(aligned)
+                errors += wrong * len(aligned)
+            documents += aligned
+        return _chunk(documents, errors, refused)
+
+    def _align(self, row: Row) -> AlignedText:
+        return align_record(parse_row(row), self.pair)
+
+    def _without_teacher(self, row: Row) -> AlignedText:
+        ids = encode_record(parse_row(row), self.pair.student, self.pair.append_eod).ids
+        return AlignedText(ids, np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class StoreAligner:
+    """Ranges of documents of a tokenised corpus, whose text nobody has, to aligned documents."""
+
+    store: TokenStore
+    pair: Pair
+
+    def __call__(self, documents: range) -> AlignedChunk:
+        return _chunk([self._align(*self.store.document(index)) for index in documents], [])
+
+    def _align(self, ids: np.ndarray, loss: np.ndarray) -> AlignedText:
+        return align_ids(ids, self.pair, completion=int(loss.argmax()) if len(loss) else 0)
+
+
+@dataclass(frozen=True)
+class DocumentRanges:
+    """The documents of a corpus in chunks."""
+
+    num_documents: int
+
+    def __iter__(self) -> Iterator[range]:
+        documents = range(self.num_documents)
+        return (documents[first : first + DOCUMENTS_PER_CHUNK] for first in documents[::DOCUMENTS_PER_CHUNK])
+
+
+def align_record(record: Record, pair: Pair) -> AlignedText:
+    """Both sides of a record; the EOS tokens that end text and completions are a chunk of their own.
+
+    A teacher without EOS leaves the student's in no chunk.
+    """
+    student, teacher = pair.student, pair.teacher
+    if record.kind == "messages":
+        return align_chat(student, teacher, record.values[0], reasoning=pair.reasoning, mode=pair.alignment)
+    if record.kind == "prompt-completion":
+        aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
+    else:
+        aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
+    return _with_eos(aligned, pair) if pair.append_eod else aligned
+
+
+def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
+    """Without the EOS that a tokenizer's own configuration adds: whether it ends a document is for append_eod to say."""
+    sides = []
+    for ids, tokenizer in ((aligned.student_ids, pair.student), (aligned.teacher_ids, pair.teacher)):
+        sides.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids)
+    whole = (aligned.chunks[:, 1] <= len(sides[0])) & (aligned.chunks[:, 3] <= len(sides[1]))
+    return AlignedText(*sides, aligned.chunks[whole])
+
+
+def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
+    n, m = len(aligned.student_ids), len(aligned.teacher_ids)
+    student_ids = np.append(aligned.student_ids, require_eos(pair.student))
+    if pair.teacher.eos_id is None:
+        return AlignedText(student_ids, aligned.teacher_ids, aligned.chunks)
+    chunks = np.concatenate([aligned.chunks, [[n, n + 1, m, m + 1]]])
+    return AlignedText(student_ids, np.append(aligned.teacher_ids, pair.teacher.eos_id), chunks)
+
+
+def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
+    """A tokenised document and the teacher's tokens of the text in it, its prompt apart from its `completion` (first token).
+
+    Tokens that are no text become the teacher's token of the same role, if it has one. Tokens with invalid UTF-8, and
+    other tokens that are no text, are in no chunk, and the teacher reads only what is before and behind them.
+    """
+    roles, token_bytes = _shared_roles(pair), pair.student.token_bytes
+    contents = [token_bytes[i] for i in ids.tolist()]
+    teacher_parts, chunk_parts, num_teacher = [], [], 0
+    for first, last in _runs(contents, completion):
+        if contents[first] is None:
+            teacher_ids, chunks = _align_roles(ids[first:last].tolist(), roles)
+        else:
+            teacher_ids, chunks = _align_run(contents[first:last], pair, starts_document=not num_teacher)
+        teacher_parts.append(teacher_ids)
+        chunk_parts.append(chunks + [first, first, num_teacher, num_teacher])
+        num_teacher += len(teacher_ids)
+    none = np.zeros(0, dtype=np.int64)
+    return AlignedText(
+        ids, np.concatenate([none, *teacher_parts]), np.concatenate([none.reshape(0, 4), *chunk_parts])
+    )
+
+
+def _shared_roles(pair: Pair) -> Mapping[int, int]:
+    """Student id -> teacher id of the tokens that have the same role."""
+    ours, theirs = pair.student.roles, pair.teacher.roles
+    return {ours[role]: theirs[role] for role in reversed(SHARED_ROLES) if role in ours and role in theirs}
+
+
+def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of the longest runs of tokens that are text (valid UTF-8) or that are none; others are left out.
+
+    No run goes over the token `cut`.
+    """
+    borders = [
+        i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)
+    ]
+    for first, last in zip([0, *borders], [*borders, len(contents)], strict=True):
+        if first < last and contents[first] is None:
+            yield first, last
+        else:
+            yield from _valid_runs(contents[first:last], first)
+
+
+def _valid_runs(contents: list[bytes], first: int) -> Iterator[tuple[int, int]]:
+    """The parts of a run that are left when tokens with invalid UTF-8 are taken out, each valid by itself."""
+    while contents:
+        try:
+            b"".join(contents).decode("utf-8")
+        except UnicodeDecodeError as error:
+            ends = np.cumsum([len(content) for content in contents])
+            begin, end = np.searchsorted(ends, [error.start, error.end - 1], side="right").tolist()
+            yield from _valid_runs(contents[:begin], first)
+            contents, first = contents[end + 1 :], first + end + 1
+        else:
+            yield first, first + len(contents)
+            return
+
+
+def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(teacher ids, chunks) of tokens that are no text."""
+    places = np.array([place for place, token in enumerate(ids) if token in roles], dtype=np.int64)
+    twins = np.array([roles[ids[place]] for place in places], dtype=np.int64)
+    ranges = np.arange(len(twins))
+    return twins, np.stack([places, places + 1, ranges, ranges + 1], axis=1)
+
+
+def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(teacher ids, chunks) of a run of text; BOS, where the teacher adds it, only at the start of the document."""
+    text = b"".join(contents).decode("utf-8")
+    ends = np.cumsum([len(content) for content in contents])
+    student = EncodedText(np.zeros(len(ends), dtype=np.int64), np.append(0, ends[:-1]), ends)
+    teacher = pair.teacher.encode_spans(text, continuation=not starts_document)
+    while len(teacher) and teacher.ends[-1] < 0:  # an EOS of the tokenizer's own: the text may go on
+        teacher = EncodedText(teacher.ids[:-1], teacher.starts[:-1], teacher.ends[:-1])
+    return teacher.ids, aligner(pair.alignment, text)(student, teacher)
+
+
+def _chunk(
+    documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()
+) -> AlignedChunk:
+    documents = list(documents)
+    sides = {}
+    for side, column in (("student", 0), ("teacher", 2)):
+        ids = [getattr(document, f"{side}_ids") for document in documents]
+        marks = [
+            chunk_marks(len(own), document.chunks[:, column], document.chunks[:, column + 1])
+            for own, document in zip(ids, documents, strict=True)
+        ]
+        sides[f"{side}_ids"] = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+        sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
+        sides[f"{side}_lengths"] = np.array([len(own) for own in ids], dtype=np.int64)
+    return AlignedChunk(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)

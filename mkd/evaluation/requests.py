@@ -1,0 +1,176 @@
+"""From prompts and continuations to token ids, and from these to packs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.data.batch import Pack, PackedBatch, collate, empty_pack
+from mkd.data.packing import pack_pieces, padded_lengths
+from mkd.errors import DataError
+from mkd.evaluation.tasks import Pair
+from mkd.parallel.zigzag import context_parallel_rows
+from mkd.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document `inputs`."""
+
+    inputs: np.ndarray  # [n] int32, all ids but the last
+    labels: np.ndarray  # [m] int32, the continuation; m <= n
+    is_truncated: bool  # the prompt lost its beginning
+
+
+def encode_pairs(
+    pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int
+) -> list[Request]:
+    """The ids of each prompt + continuation as one text; a continuation starts where they leave the ids of the prompt alone.
+
+    Tokens may span the border: those count as the continuation's, with the few bytes of the prompt in them. A prompt without
+    tokens becomes the end-of-text token, which stands between documents in training. A prompt that does not fit loses its
+    beginning, though not the token that the tokenizer puts before every text. Raises DataError for a continuation that does
+    not fit, or for ids that the model does not know.
+    """
+    requests: list[Request] = []
+    before_all = _encode(tokenizer, "")
+    prompt, prompt_ids = "", before_all
+    for pair in pairs:
+        if pair.prompt != prompt:
+            prompt, prompt_ids = pair.prompt, _encode(tokenizer, pair.prompt)
+        whole = _encode(tokenizer, pair.prompt + pair.continuation)
+        start, lead = _common_prefix(prompt_ids, whole), _common_prefix(before_all, whole)
+        if start == 0 and tokenizer.eos_id is not None:
+            whole, start = np.concatenate([[tokenizer.eos_id], whole]), 1
+        requests.append(_cut(pair, whole, start, lead, seq_length, vocab_size))
+    return requests
+
+
+def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
+    """The request of `ids` whose continuation begins at `start`; the first `lead` ids and the last ones are kept."""
+    length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
+    if start == 0 or length == 0:
+        why = "it adds no token to its prompt" if start else "its first token has nothing before it"
+        raise DataError(
+            f"{pair.place}: the continuation cannot be scored", why, "repair or remove the record"
+        )
+    if length > room:
+        why = f"its document has room for {room}: it is not divided"
+        raise DataError(
+            f"{pair.place}: the continuation has {length} tokens",
+            why,
+            "raise --seq-length, or remove the record",
+        )
+    if ids.max() >= vocab_size:
+        why = f"the model has {vocab_size} vocabulary rows"
+        raise DataError(f"{pair.place}: token id {ids.max()}", why, "use the model's own tokenizer")
+    is_truncated = len(ids) > seq_length + 1
+    if is_truncated:
+        ids = np.concatenate([ids[:lead], ids[len(ids) - (seq_length + 1 - lead) :]])
+    ids = ids.astype(np.int32)
+    return Request(ids[:-1], ids[-length:], is_truncated)
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """int64 [n], without the EOS that some tokenizers put behind every text."""
+    ids = tokenizer.encode(text)
+    return np.array(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids, dtype=np.int64)
+
+
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """How many ids both begin with."""
+    shorter = min(len(first), len(second))
+    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(differing[0]) if len(differing) else shorter
+
+
+@dataclass(frozen=True)
+class RequestPack:
+    """A pack of documents, and what is scored in it: the label `labels[i]` at position `rows[i]`, for request `requests[i]`."""
+
+    pack: Pack
+    rows: np.ndarray  # [n] int64, ascending
+    labels: np.ndarray  # [n] int64
+    requests: np.ndarray  # [n] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBatch(PackedBatch):
+    """A micro-batch of such packs (see `RequestPack`); nothing in it has loss. Several labels may belong to one row."""
+
+    score_rows: Tensor  # [n] int64, of the t positions
+    score_labels: Tensor  # [n] int64
+    score_requests: Tensor  # [n] int64
+
+    def context_parallel_shard(self, rank: int, size: int) -> RequestBatch:
+        """As for every batch; rows are those of the part that `rank` of `size` holds."""
+        if size == 1:
+            return self
+        held = context_parallel_rows(self.cu_seqlens_padded, rank, size)
+        places = torch.searchsorted(held, self.score_rows).clamp(max=len(held) - 1)
+        mine = held[places] == self.score_rows
+        scored = dict(score_labels=self.score_labels[mine], score_requests=self.score_requests[mine])
+        return replace(super().context_parallel_shard(rank, size), score_rows=places[mine], **scored)
+
+
+class RequestPacks:
+    """The documents of all requests in packs of `seq_length` tokens (best fit, decreasing), made one at a time.
+
+    Requests with the same inputs share a document: the letters of a question cost one forward pass.
+    """
+
+    def __init__(self, requests: Sequence[Request], seq_length: int, document_multiple: int, pad_id: int):
+        assert seq_length % document_multiple == 0
+        same_inputs: dict[bytes, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            same_inputs[request.inputs.tobytes()].append(number)
+        self._requests, self._documents = requests, list(same_inputs.values())
+        lengths = np.array([len(requests[numbers[0]].inputs) for numbers in self._documents], dtype=np.int64)
+        self._spans = padded_lengths(lengths, document_multiple)
+        self._packs = pack_pieces(self._spans, seq_length, "bfd")
+        self._seq_length, self._pad_id = seq_length, pad_id
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> RequestPack:
+        """Pack `index`; beyond the last one, a pack of padding."""
+        pack = empty_pack(self._seq_length, self._pad_id)
+        if index >= len(self):
+            nothing = np.zeros(0, dtype=np.int64)
+            return RequestPack(pack, nothing, nothing, nothing)
+        documents = self._packs.of(index)
+        spans = self._spans[documents].copy()
+        spans[-1] += self._seq_length - spans.sum()  # the tail of the pack is padding of its last document
+        scored, lengths = [], []
+        for start, document in zip(np.cumsum(spans) - spans, documents, strict=True):
+            inputs = self._requests[self._documents[document][0]].inputs
+            stop = start + len(inputs)
+            pack.tokens[start:stop] = inputs
+            lengths.append(len(inputs))
+            for number in self._documents[document]:
+                labels = self._requests[number].labels
+                scored.append([np.arange(stop - len(labels), stop), labels, np.full(len(labels), number)])
+        rows, labels, requests = (
+            np.concatenate(column).astype(np.int64) for column in zip(*scored, strict=True)
+        )
+        pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index)
+        return RequestPack(pack, rows, labels, requests)
+
+
+def collate_requests(packs: Sequence[RequestPack]) -> RequestBatch:
+    """The packs one after the other as one micro-batch."""
+    batch = collate([pack.pack for pack in packs])
+    offsets = np.cumsum([0, *(len(pack.pack.tokens) for pack in packs[:-1])])
+    columns = (
+        [pack.rows + offset for pack, offset in zip(packs, offsets, strict=True)],
+        [pack.labels for pack in packs],
+        [pack.requests for pack in packs],
+    )
+    rows, labels, requests = (torch.from_numpy(np.concatenate(column)) for column in columns)
+    return RequestBatch(**vars(batch), score_rows=rows, score_labels=labels, score_requests=requests)

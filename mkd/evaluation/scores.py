@@ -1,0 +1,142 @@
+"""Log-likelihoods of requests under every layout: one model, its pipeline schedule, forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from mkd.data.loader import BatchLayout
+from mkd.errors import NonFiniteError
+from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate_requests
+from mkd.losses.scores import token_scores
+from mkd.models.builder import join_stages
+from mkd.models.language_model import LanguageModel
+from mkd.models.stage import DistillationStage
+from mkd.operations.stopping import Interruptible, Stopper
+from mkd.parallel.context import ParallelContext
+from mkd.plan.batch import document_multiple
+from mkd.train.schedule import PipelineSchedule
+
+MICROBATCHES_PER_STAGE = 16  # of one call of the schedule: so many that filling the pipeline costs little
+
+
+@dataclass(frozen=True)
+class RequestBatches:
+    """The micro-batches of this rank that score all requests, call of the schedule by call."""
+
+    requests: Sequence[Request]
+    packs: RequestPacks
+    context: ParallelContext
+    micro_batch_size: int  # packs
+    seq_length: int  # tokens of a pack
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        context: ParallelContext,
+        micro_batch_size: int,
+        seq_length: int,
+        pad_id: int,
+    ) -> RequestBatches:
+        packs = RequestPacks(requests, seq_length, document_multiple(context.cp_size), pad_id)
+        return cls(requests, packs, context, micro_batch_size, seq_length)
+
+    def __iter__(self) -> Iterator[list[RequestBatch]]:
+        """Lists of as many micro-batches on every rank; padding fills up the last one."""
+        context = self.context
+        packs_at_once = self.micro_batch_size * context.dp_size
+        unit = (
+            context.pp_size if context.virtual_stages > 1 else 1
+        )  # interleaving wants whole groups of micro-batches
+        left = -(-len(self.packs) // (packs_at_once * unit)) * unit
+        first = 0
+        while left:
+            count = min(left, MICROBATCHES_PER_STAGE * context.pp_size)
+            samples = np.arange(first, first + count * packs_at_once)
+            layout = BatchLayout(self.micro_batch_size, len(samples), context.dp_rank, context.dp_size)
+            yield [self._microbatch(row) for row in layout.microbatches(samples).tolist()]
+            first, left = first + len(samples), left - count
+
+    def _microbatch(self, samples: list[int]) -> RequestBatch:
+        batch = collate_requests([self.packs[sample] for sample in samples])
+        return batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size).to(
+            self.context.device
+        )
+
+
+@torch.no_grad()
+def log_likelihoods(
+    models: Sequence[LanguageModel], batches: RequestBatches, stopper: Stopper | None = None
+) -> np.ndarray | None:
+    """Sum of ln p over the continuation of each request, fp64 [requests], equal on every rank and for every layout.
+
+    `models` are the chunks of one model on this rank; no other model runs. Collective (one all-reduce SUM of the result over
+    data and context parallelism, one over the pipeline). None where all ranks agree to stop before a call of the schedule.
+    Raises NonFiniteError, on every rank, for predictions that are not finite.
+    """
+    context = batches.context
+    schedule = PipelineSchedule(
+        context,
+        P2PCommunicator(context.pp_group, models[0].config),
+        batches.micro_batch_size * batches.seq_length,
+    )
+    were_training = [model.training for model in models]
+    stages = [stage.eval() for stage in join_stages(models)]
+    scorer = _Scorer(context, torch.zeros(len(batches.requests), dtype=torch.float64, device=context.device))
+    calls = Interruptible(batches, stopper)
+    for microbatches in calls:
+        schedule.run(stages, microbatches, scorer, forward_only=True)
+    for model, was_training in zip(models, were_training, strict=True):
+        model.train(was_training)
+    if calls.stop:
+        return None
+    dist.all_reduce(scorer.scores, group=context.dp_cp_group)
+    dist.all_reduce(scorer.scores, group=context.pp_group)
+    scores = scorer.scores.cpu().numpy()
+    not_finite = np.count_nonzero(~np.isfinite(scores))
+    if not_finite:
+        raise NonFiniteError(
+            f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite",
+            "no metric can be made of them",
+            "check the model's weights, for example with tools/check_parity.py",
+        )
+    return scores
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """Stands where the objective stands in training: adds up the log-probabilities of the last stage's micro-batches."""
+
+    context: ParallelContext
+    scores: Tensor  # [requests] fp64, of this rank
+    num_sums: int = 0  # the schedule has nothing to add up
+
+    def __call__(
+        self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Megatron's loss callback, with nothing to differentiate and nothing to report."""
+        model = stage.student
+        scores = model.use_head(
+            lambda weight: token_scores(
+                hidden.squeeze(1),
+                weight,
+                batch.score_rows,
+                batch.score_labels,
+                tp_group=self.context.tp_group,
+                vocab_size=model.shape.vocab_size,
+                sequence_parallel=model.config.sequence_parallel,
+            )
+        )
+        self.scores.index_add_(0, batch.score_requests, scores.label.double())
+        return (
+            hidden.new_zeros(()),
+            torch.zeros((), dtype=torch.int),
+            hidden.new_zeros(0, dtype=torch.float64),
+        )

@@ -1,0 +1,158 @@
+"""Held-out tasks during training: encoded once, scored at every evaluation, reported beside the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from megatron.core.utils import get_attr_wrapped_model
+
+from mkd.checkpoint.distributed import TrainingPosition
+from mkd.config.schema import Config
+from mkd.errors import ErrorList, MkdError
+from mkd.evaluation.requests import encode_pairs
+from mkd.evaluation.scores import RequestBatches, log_likelihoods
+from mkd.evaluation.tasks import Task, read_tasks
+from mkd.models.language_model import LanguageModel
+from mkd.operations.stopping import Stopper
+from mkd.parallel.context import ParallelContext
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.train.report import Reporter
+from mkd.train.step import Engine
+
+
+def tasks_of(config: Config) -> list[Task]:
+    """The tasks that `config` names. Raises one ErrorList with the first problem of every file, from the files alone."""
+    data = config.data
+    return read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot)
+
+
+def task_problems(config: Config) -> list[MkdError]:
+    """What is wrong with the files of tasks, for the list of everything that is wrong with a run."""
+    try:
+        tasks_of(config)
+    except ErrorList as error:
+        return error.errors
+    return []
+
+
+@dataclass(frozen=True)
+class TaskEvaluator:
+    """Tasks in the ids of one tokenizer, ready to be scored by models that read it."""
+
+    tasks: tuple[Task, ...]
+    borders: tuple[int, ...]  # task i has the requests [borders[i], borders[i + 1])
+    batches: RequestBatches
+
+    @classmethod
+    def build(
+        cls,
+        tasks: Sequence[Task],
+        tokenizer: Tokenizer,
+        context: ParallelContext,
+        *,
+        vocab_size: int,  # token ids that every model that will be evaluated knows
+        seq_length: int,  # tokens of a pack
+        micro_batch_size: int,  # packs
+    ) -> TaskEvaluator:
+        """Raises DataError with file and line for what cannot be scored."""
+        encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size) for task in tasks]
+        borders = tuple(accumulate(map(len, encoded), initial=0))
+        requests = [request for of_task in encoded for request in of_task]
+        batches = RequestBatches.of(requests, context, micro_batch_size, seq_length, tokenizer.pad_id)
+        return cls(tuple(tasks), borders, batches)
+
+    def describe(self) -> list[str]:
+        """One line per task: its size, and how many prompts lost their beginning."""
+        lines = []
+        for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
+            cut = sum(request.is_truncated for request in self.batches.requests[first:last])
+            lines.append(
+                f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens"
+            )
+        return lines
+
+    def evaluate(
+        self, models: Sequence[LanguageModel], label: str = "", stopper: Stopper | None = None
+    ) -> dict[str, float] | None:
+        """`eval/<task>/<label><metric>` of the model whose chunks on this rank are `models`. Collective, equal on all ranks.
+
+        None where `stopper`, asked between batches, has stopped it.
+        """
+        scores = log_likelihoods(models, self.batches, stopper)
+        if scores is None:
+            return None
+        num_tokens = np.array([len(request.labels) for request in self.batches.requests])
+        return {
+            f"eval/{task.name}/{label}{metric}": value
+            for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True)
+            for metric, value in task.metrics(scores[first:last], num_tokens[first:last]).items()
+        }
+
+
+def build_tasks(
+    config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
+) -> TaskEvaluator | None:
+    """The tasks of a run in the ids of its student's `tokenizer`; None where nothing is to be evaluated.
+
+    Raises DataError as `TaskEvaluator.build`.
+    """
+    tasks = tasks_of(config)
+    if not (tasks and config.training.eval_interval):
+        return None
+    sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
+    return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
+
+
+def evaluate_tasks(
+    evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
+) -> dict[str, float] | None:
+    """Metrics of the student of a run, None if it was stopped; its teachers do not run."""
+    with engine.parameters_gathered():
+        return evaluator.evaluate(
+            [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper
+        )
+
+
+def evaluate_teachers(
+    evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
+) -> dict[str, float] | None:
+    """Metrics `eval/<task>/<teacher>/...` of the running teachers that read the student's tokens; they never change.
+
+    None if it was stopped.
+    """
+    metrics: dict[str, float] = {}
+    stages = [
+        get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks
+    ]  # of each virtual stage, its teachers
+    for teacher, models in zip(
+        engine.teachers, zip(*stages, strict=True), strict=False
+    ):  # a stored teacher has no model
+        if teacher.has_own_tokens:
+            continue
+        of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
+        if of_teacher is None:
+            return None
+        metrics |= of_teacher
+    return metrics
+
+
+def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[str, float]) -> None:
+    """One record with `split: "tasks"`, and one line."""
+    place = dict(
+        iteration=position.iteration,
+        consumed_samples=position.consumed_samples,
+        consumed_tokens=position.consumed_tokens,
+    )
+    reporter.logger.write({**place, **metrics, "split": "tasks"})
+    reporter.note(task_line(position.iteration, metrics))
+
+
+def task_line(iteration: int, metrics: dict[str, float]) -> str:
+    """What a person reads: every metric but the counts."""
+    shown = [
+        f"{key.removeprefix('eval/')}: {value:.6E}" for key, value in metrics.items() if "/num_" not in key
+    ]
+    return " | ".join([f"task results at iteration {iteration}", *shown]) + " |"

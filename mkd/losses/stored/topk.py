@@ -1,0 +1,182 @@
+"""Cross entropy + distillation from a teacher's stored top-k log-probabilities, on logits split over the vocabulary.
+
+Communication: forward, one all-gather of [10, n] row statistics over the tensor-parallel group; backward, none. Memory: the
+student's logits are kept until backward; temporaries are a few row chunks and [n, k] tensors, never [n, w] in the compute
+dtype. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mkd.errors import UsageError
+from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard, require_columns
+from mkd.losses.softmax import Normaliser, compute_dtype
+from mkd.losses.statistics import gather_statistics
+from mkd.losses.stored.topk_statistics import (
+    TeacherBuckets,
+    ce_gradient,
+    ce_statistics,
+    kd_gradient,
+    kd_statistics,
+    merge_kd,
+)
+from mkd.losses.torch_rows import row_chunks
+
+
+def vocab_parallel_topk_kd(
+    student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
+    teacher_ids: Tensor
+    | None,  # [..., k] int32/int64, distinct global ids below both real sizes; not read at kd_ratio 0
+    teacher_logprobs: Tensor
+    | None,  # [..., k] float, the teacher's log-probabilities of these ids at `temperature`
+    labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
+    loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
+    *,
+    tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
+    student_vocab_size: int,
+    teacher_vocab_size: int
+    | None = None,  # ids that the log-probabilities are normalised over; None: the student's
+    kd_ratio: float = 0.5,
+    temperature: float = 1.0,
+    temperature_scaling: str = "squared",
+    with_ce_metric: bool = False,
+    teacher_metrics: Tensor
+    | None = None,  # [..., 2] float, the teacher's cross entropy and entropy, to be summed
+    overwrite_student_logits: bool = False,
+) -> KDOutput:
+    """The contract of `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and all other shared ids.
+
+    KD is never negative, at most the full forward KL, and equal to it where the ids are the whole shared vocabulary; see
+    `topk_statistics` for the formulas. The log-probabilities belong to one temperature, that of their export: the mass of
+    the rest bucket at another one does not follow from them. CE is over the student's real ids at T = 1.
+
+    Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels hold.
+    Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
+    """
+    objective = KDObjective(
+        kd_ratio=kd_ratio,
+        temperature=temperature,
+        temperature_scaling=temperature_scaling,
+        divergence="forward_kl",
+        with_ce_metric=with_ce_metric,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=student_vocab_size if teacher_vocab_size is None else teacher_vocab_size,
+    )
+    ids, logprobs = _teacher_rows(objective, teacher_ids, teacher_logprobs, student_logits.shape[:-1])
+    width = student_logits.shape[-1]
+    mask = loss_mask.reshape(-1).to(compute_dtype(student_logits))
+    loss, sums = _VocabParallelTopKKD.apply(
+        student_logits.reshape(-1, width),
+        ids,
+        logprobs,
+        labels.reshape(-1),
+        mask,
+        _shard(width, tp_group, objective),
+        objective,
+        tp_group,
+        overwrite_student_logits,
+    )
+    metrics = (
+        (None, None)
+        if teacher_metrics is None
+        else teacher_metrics.reshape(-1, 2).to(mask.dtype).unbind(dim=1)
+    )
+    return KDOutput(
+        loss=loss, teacher_ce=_total(metrics[0], mask), teacher_entropy=_total(metrics[1], mask), **sums
+    )
+
+
+def _teacher_rows(
+    objective: KDObjective, ids: Tensor | None, logprobs: Tensor | None, rows: torch.Size
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both as [n, k]; None where the objective has no teacher."""
+    if not objective.uses_teacher:
+        return None, None
+    if ids is None or logprobs is None:
+        raise UsageError(
+            f"kd-ratio is {objective.kd_ratio} but there are no ids or log-probabilities of a teacher",
+            "the divergence compares the student with the teacher",
+            "give the loss a teacher, or set kd-ratio to 0",
+        )
+    assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (
+        tuple(ids.shape),
+        tuple(logprobs.shape),
+        tuple(rows),
+    )
+    assert 0 < ids.shape[-1] <= objective.num_shared_ids, "more ids than both models have"
+    return ids.reshape(-1, ids.shape[-1]), logprobs.reshape(-1, ids.shape[-1])
+
+
+def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
+    rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    require_columns("student_vocab_size", objective.student_vocab_size, width * size)
+    return VocabShard.of(width, rank, size, objective)
+
+
+class _VocabParallelTopKKD(torch.autograd.Function):
+    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`); chunked over rows inside."""
+
+    @staticmethod
+    def forward(ctx, student, ids, logprobs, labels, loss_mask, shard, objective, tp_group, overwrite):
+        chunks = []
+        for rows in row_chunks(student):
+            chunk = {}
+            if objective.uses_teacher:
+                teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
+                chunk |= kd_statistics(student[rows], ids[rows], teacher, shard, objective)
+            if objective.measures_ce:
+                chunk |= ce_statistics(student[rows], labels[rows], shard)
+            chunks.append(chunk)
+        local = torch.cat([torch.stack(list(chunk.values())) for chunk in chunks], dim=1)
+        gathered = dict(zip(chunks[0], gather_statistics(local, tp_group).unbind(dim=1), strict=True))
+        ctx.kd = ctx.ce = None
+        values: dict[str, Tensor | None] = {"ce": None, "kd": None, "top1_agreement": None}
+        if objective.uses_teacher:
+            ctx.kd = merge_kd(gathered, objective)
+            values |= {"kd": objective.scale * ctx.kd.value, "top1_agreement": ctx.kd.top1_agreement}
+        if objective.measures_ce:
+            ctx.ce = Normaliser.merge(gathered["ce_max"], gathered["ce_sum"], 1.0)
+            values["ce"] = ctx.ce.log_sum - (gathered["ce_label"].amax(dim=0) - ctx.ce.maximum)
+        ctx.save_for_backward(student, ids, logprobs, labels, loss_mask)
+        ctx.shard, ctx.objective, ctx.overwrite = shard, objective, overwrite
+        sums = {name: _total(value, loss_mask) for name, value in values.items()}
+        sums["num_loss_tokens"] = (loss_mask != 0).sum()
+        ratio = objective.kd_ratio
+        parts = [(1.0 - ratio) * sums["ce"]] if objective.uses_ce else []
+        parts += [ratio * sums["kd"]] if objective.uses_teacher else []
+        return sum(parts), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, loss_gradient, _):
+        student, ids, logprobs, labels, loss_mask = ctx.saved_tensors
+        shard, objective, ratio = ctx.shard, ctx.objective, ctx.objective.kd_ratio
+        row_weight = loss_mask * loss_gradient
+        no_loss = (loss_mask == 0)[:, None]
+        result = student.detach() if ctx.overwrite else torch.empty_like(student)
+        for rows in row_chunks(student):
+            chunk = torch.zeros(student[rows].shape, dtype=loss_mask.dtype, device=student.device)
+            if objective.uses_teacher:
+                teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
+                weight = row_weight[rows] * (ratio * objective.scale)
+                kd = kd_gradient(
+                    student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight, shard, objective
+                )
+                chunk[:, : kd.shape[1]] += kd
+            if objective.uses_ce:
+                ce = ce_gradient(
+                    student[rows], labels[rows], ctx.ce, rows, row_weight[rows] * (1.0 - ratio), shard
+                )
+                chunk[:, : ce.shape[1]] += ce
+            # A weight of zero is not enough: a masked row may hold NaN.
+            result[rows] = chunk.masked_fill_(no_loss[rows], 0.0)
+        return result, None, None, None, None, None, None, None, None
+
+
+def _total(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
+    """Sum over rows [n], weighted by the mask; what a masked row holds does not count."""
+    return None if values is None else torch.where(loss_mask != 0, loss_mask * values, 0.0).sum()

@@ -1,0 +1,77 @@
+"""Builds the data sets of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mkd.data.build import open_datasets
+from mkd.errors import DataError, Preempted
+from mkd.operations.folders import cache_folder, log_folder
+from mkd.operations.shared_build import SharedBuild, leave_preempted
+from mkd.operations.signals import Signals
+from mkd.operations.watchdog import Watchdog
+from mkd.parallel.context import ParallelContext
+from mkd.plan.batch import document_multiple
+from mkd.platform import usable_cores
+from mkd.run.cross_tokenizer import OwnTokens
+from mkd.run.run_plan import Plan
+
+QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
+MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them would wait for that
+
+
+def build_data(
+    plan: Plan,
+    context: ParallelContext,
+    own_tokens: Sequence[OwnTokens | None] = (),  # of each teacher
+    signals: Signals | None = None,
+    watchdog: Watchdog | None = None,
+):
+    """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective.
+
+    Raises Preempted, on all ranks, where `signals` of one have come while files were tokenised.
+    """
+    watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
+    build = SharedBuild(context, signals or Signals(), watchdog)
+    try:
+        return _open(plan, context, own_tokens, build)
+    except Preempted as stop:
+        if context.rank == 0:
+            leave_preempted(plan.config.checkpoint.save, stop)
+        raise
+
+
+def _open(plan: Plan, context: ParallelContext, own_tokens: Sequence[OwnTokens | None], build: SharedBuild):
+    data, tokenizer = plan.config.data, plan.tokenizers.student
+    train_set, valid_set = open_datasets(
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        split=data.split,
+        tokenizer=tokenizer,
+        seq_length=plan.config.training.seq_length,
+        document_multiple=document_multiple(context.cp_size),
+        vocab_size=min(source.shape.vocab_size for source in plan.same_vocabulary),
+        pack=data.pack,
+        overlong=data.overlong,
+        append_eod=data.append_eod,
+        cache_dir=str(cache_folder(plan.config)),
+        characters_per_sample=data.characters_per_sample,
+        max_bad_records=data.max_bad_records,
+        quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
+        teachers=[own and own.text for own in own_tokens],
+        is_builder=context.rank == 0,
+        share=build.share,
+        progress=build.progress,
+        workers=min(MAX_WORKERS, usable_cores()),
+    )
+    has_tasks = data.eval_multiple_choice or data.eval_completions
+    if valid_set is None and plan.config.training.eval_interval and not has_tasks:
+        raise DataError(
+            f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
+            "--eval-interval asks for evaluations",
+            "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
+        )
+    if plan.stored_teacher is not None:
+        held_out = valid_set if plan.config.training.eval_interval else None
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
+    return train_set, valid_set

@@ -1,0 +1,55 @@
+"""The files of a model of the run, found and read as far as no weights are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.folders import HF_FOLDER, find_checkpoint, require_same_model
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
+from mkd.config.schema import StudentConfig, TeacherConfig
+from mkd.errors import CheckpointError, MkdError
+from mkd.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where one model comes from: its shape and small files, and its weights."""
+
+    shape: ModelShape
+    assets: Path  # folder with config.json and, mostly, tokenizer files
+    hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
+    load: Path | None  # ... or of a Megatron checkpoint folder
+
+
+def locate_model(
+    problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
+) -> ModelSource | None:
+    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
+    if not (source.hf or source.load):
+        return None
+    try:
+        if source.load is None:
+            folder = resolve_hf(source.hf)
+            shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
+            check_hf_checkpoint(shape, checkpoint)
+            return ModelSource(shape, folder, checkpoint, None)
+        folder = find_checkpoint(Path(source.load))
+        if folder is None:
+            place = (
+                "--student-load"
+                if isinstance(source, StudentConfig)
+                else "--teacher-load, or load: of a teacher in a file"
+            )
+            raise CheckpointError(
+                f"the {role}'s folder {source.load} holds no checkpoint",
+                "its weights are read from there",
+                f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
+            )
+        assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
+        shape = ModelShape.from_hf_dir(assets)
+        require_same_model(folder, shape)
+        return ModelSource(shape, assets, None, folder)
+    except MkdError as error:
+        problems.append(error)
+        return None

@@ -1,0 +1,277 @@
+"""What of tokenizers, data and the export's folder would end a run, found before processes meet and weights are read.
+
+All ranks look at the same few files, so that all refuse the run together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from mkd.checkpoint.hf.hf_assets import SENTENCEPIECE_ASSET, TOKENIZER_PATTERNS
+from mkd.checkpoint.hf.hf_reader import resolve_hf
+from mkd.config.models import teacher_roles
+from mkd.config.schema import CheckpointConfig, Config
+from mkd.data.build import require_file, require_text, require_vocabulary
+from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
+from mkd.data.sources import find_prefix, is_raw, parse_blend
+from mkd.data.store import TokenStore
+from mkd.errors import DataError, MkdError, UsageError
+from mkd.run.model_source import ModelSource
+from mkd.tokenizers.hugging_face import has_tokenizer
+from mkd.tokenizers.load import load_tokenizer, open_tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer
+
+LOOKED_AT = 16  # records of each raw file, and more where more may be bad
+CORPUS_SUFFIXES = (".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """Opened once, for the checks and for the run."""
+
+    student: Tokenizer
+    teachers: tuple[
+        Tokenizer | None, ...
+    ]  # one for every teacher that runs; None for those that read the student's tokens
+    source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
+    notes: tuple[str, ...]  # what its user should know of it
+
+
+def open_tokenizers(
+    problems: list[MkdError],
+    config: Config,
+    student: ModelSource | None,
+    teachers: Sequence[ModelSource | None],
+) -> Tokenizers | None:
+    """The tokenizers of a run, compared with its models and each other; None where the student's cannot be opened.
+
+    What is wrong is added to `problems`. A model that is None is one already.
+    """
+    name = config.data.tokenizer_model or (student and str(student.assets))
+    if name is None:
+        return None
+    tokenizer = _attempt(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
+    if tokenizer is None:
+        return None
+    if student is not None:
+        problems += wider_than_head(tokenizer, config, "student", student)
+    own: list[Tokenizer | None] = []
+    for role, settings, source in zip(
+        teacher_roles(config.teachers), config.teachers, teachers, strict=False
+    ):
+        if source is None or settings.xtoken is None:
+            own.append(None)
+            problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
+        else:
+            own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
+    files = _attempt(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
+    unchecked = [
+        f"note: the {role}'s folder {source.assets} has no tokenizer, so that its ids are taken for the student's unchecked"
+        for role, settings, source in zip(
+            teacher_roles(config.teachers), config.teachers, teachers, strict=False
+        )
+        if source is not None and settings.xtoken is None and not has_tokenizer(source.assets)
+    ]
+    return Tokenizers(tokenizer, tuple(own), files, (*unchecked, *_notes(tokenizer, config, student)))
+
+
+def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
+    """What `HFAssets` copies of the tokenizer of that name. Raises CheckpointError where it cannot be had from the hub."""
+    if tokenizer_type == "TiktokenTokenizer":
+        return None
+    return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_PATTERNS)
+
+
+def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) -> Iterator[str]:
+    """On a --tokenizer-model that is not in the student's folder, and what is written of it."""
+    name, kind = config.data.tokenizer_model, config.data.tokenizer_type
+    if name is None:
+        return
+    if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
+        with suppress(UsageError):  # the student's own need not be readable: it is not used
+            difference = tokenizer.vocabulary_difference(
+                load_tokenizer("HuggingFaceTokenizer", str(student.assets))
+            )
+            if difference is not None:
+                yield f"note: --tokenizer-model {name} is not the tokenizer in {student.assets}, ids differ: {difference}"
+    if not (config.checkpoint.save or config.checkpoint.export_hf):
+        return
+    if kind == "SentencePieceTokenizer":
+        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone: without its settings transformers may make other ids"
+    elif kind == "TiktokenTokenizer":
+        yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
+
+
+def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
+    """That of a teacher with tokens of its own. Raises UsageError, which says whose it is."""
+    if not has_tokenizer(teacher.assets):
+        raise UsageError(
+            f"the {role} has no tokenizer in {teacher.assets}",
+            "it is compared with the student on the same text (xtoken), which it reads in tokens of its own",
+            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
+            "remove its xtoken settings",
+        )
+    try:
+        return open_tokenizer(str(teacher.assets))
+    except UsageError as error:
+        raise UsageError(f"the {role}'s tokenizer, {error.what}", error.why, error.do) from error
+
+
+def same_vocabulary_problems(
+    tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource
+) -> list[MkdError]:
+    """Of a teacher that reads the ids of `tokenizer`."""
+    problems: list[MkdError] = []
+    _attempt(problems, lambda: require_same_tokenizer(tokenizer, teacher))
+    return problems or list(wider_than_head(tokenizer, config, role, teacher))
+
+
+def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
+    """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
+    if not has_tokenizer(teacher.assets):
+        return  # nothing to compare: a teacher of bare weights is taken at its user's word
+    difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
+    if difference is not None:
+        raise UsageError(
+            f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
+            "distillation compares the two models id by id",
+            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+        )
+
+
+def wider_than_head(
+    tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
+) -> Iterator[UsageError]:
+    """Special tokens beyond the model are fine until the data has them, unless every pack may have them."""
+    rows = model.shape.vocab_size
+    if tokenizer.vocab_size <= rows:
+        return
+    used = [i for string, i in tokenizer.vocabulary.items() if string not in tokenizer.special_tokens]
+    used += [
+        tokenizer.pad_id,
+        *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else []),
+    ]
+    if max(used) >= rows:
+        yield UsageError(
+            f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
+            "text would become ids that the model has no embedding for",
+            f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
+        )
+
+
+def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
+    """Path -> flag of every corpus; a flag that is no list of paths and weights is added to `problems`."""
+    found: dict[str, str] = {}
+    for flag, values in (
+        ("--data-path", config.data.data_path),
+        ("--valid-data-path", config.data.valid_data_path),
+    ):
+        blend = (
+            _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+        )
+        found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
+    return found
+
+
+def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
+    """What is wrong with each corpus (path -> flag): nothing there, of an unknown kind, without records, damaged, of other ids.
+
+    Or with its records: that some tokenizer has no template for conversations, or no EOS for what must end with it.
+    """
+    problems: list[MkdError] = []
+    kinds: set[str] = set()
+    for path, flag in paths.items():
+        found = _attempt(
+            problems,
+            lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records),
+        )
+        kinds |= found or set()
+        if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
+            problems += _template_problems(f"{flag} {path}", tokenizers, config)
+    if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
+        _attempt(problems, lambda: require_eos(tokenizers.student))
+    return problems
+
+
+def export_problems(
+    checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
+) -> list[MkdError]:
+    """What --export-hf would destroy, and which is otherwise found out only after all training."""
+    if checkpoint.export_hf is None:
+        return []
+    folder = Path(checkpoint.export_hf)
+    read = [
+        *(model.assets for model in models),
+        *([tokenizers.source] if tokenizers and tokenizers.source else ()),
+    ]
+    if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
+        what = f"--export-hf {folder} is a folder that this run reads"
+        return [UsageError(what, "it would be overwritten", "choose another")]
+    return []
+
+
+def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
+    """The kinds of the first records, none without records but tokens.
+
+    Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say.
+    """
+    if is_raw(path):
+        require_file(path, flag)
+        return _look_at_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
+    if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
+        raise DataError(
+            f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
+            "the suffix says how a file is read",
+            f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
+        )
+    store = TokenStore.open(find_prefix(path, flag))
+    if tokenizers is not None:
+        require_vocabulary(store, tokenizers.student, f"{flag} {path}")
+        if any(tokenizers.teachers):
+            require_text(store, f"{flag} {path}")
+    return set()
+
+
+def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
+    """Their kinds. One good record is enough: how many bad ones are too many is for those who read them all."""
+    kinds, refused = set(), None
+    for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
+        if kinds and place >= LOOKED_AT:
+            break
+        try:
+            kinds.add(parse_row(row).kind)
+        except DataError as error:
+            refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
+    if not kinds:
+        raise refused or DataError(
+            f"{flag} {path} is empty", "there is nothing to train on", "check how it was made"
+        )
+    return kinds
+
+
+def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
+    """One for every model that has to read conversations and cannot."""
+    for role, tokenizer in zip(
+        ("student", *teacher_roles(config.teachers)), (tokenizers.student, *tokenizers.teachers), strict=False
+    ):
+        if tokenizer is not None and not tokenizer.has_chat_template:
+            yield DataError(
+                f"the {role}'s tokenizer has no chat template",
+                f"{corpus} has conversations, which become its tokens by that",
+                "put the chat_template of its instruction-tuned version into tokenizer_config.json"
+                + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
+            )
+
+
+def _attempt(problems: list[MkdError], compute):
+    """The result of `compute()`, or None with its error added to `problems`."""
+    try:
+        return compute()
+    except MkdError as error:
+        problems.append(error)
+        return None

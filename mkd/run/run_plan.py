@@ -1,0 +1,121 @@
+"""What is known before any process talks to another: models, batch and layouts, from files and flags alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.config.models import teacher_names, teacher_roles
+from mkd.config.schema import Config
+from mkd.errors import ErrorList, MkdError
+from mkd.evaluation.task_evaluator import task_problems
+from mkd.log.writers import missing_packages
+from mkd.operations.disk import disk_notes, disk_problems, writes_of
+from mkd.operations.profiling import profile_problems
+from mkd.operations.start import start_problems
+from mkd.plan.batch import BatchPlan
+from mkd.plan.checks.validate import layouts_of, validate, virtual_stages
+from mkd.plan.config_forecast import describe
+from mkd.plan.forecast import Forecast
+from mkd.plan.layout import PipelineLayout
+from mkd.plan.loss_card import loss_card
+from mkd.run.model_source import ModelSource, locate_model
+from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
+from mkd.run.stored_teacher import StoredTeacher
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before any process talks to another: models, batch, layouts. All checked."""
+
+    config: Config
+    student: ModelSource
+    teachers: tuple[ModelSource, ...]  # those that run: none when kd_ratio is 0 or the teacher is stored
+    batch: BatchPlan
+    virtual_stages: int
+    student_layout: PipelineLayout
+    teacher_layouts: tuple[PipelineLayout, ...]
+    stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
+    tokenizers: Tokenizers | None = None  # None for engines without text
+
+    @property
+    def assets(self) -> HFAssets:
+        """What the student has besides its weights where it is written; its tokenizer is the one that the run reads with."""
+        return HFAssets(self.student.assets, self.tokenizers.source)
+
+    @property
+    def same_vocabulary(self) -> list[ModelSource]:
+        """The student, and the teachers that read its tokens."""
+        own = [
+            source
+            for source, settings in zip(self.teachers, self.config.teachers, strict=False)
+            if settings.xtoken is None
+        ]
+        return [self.student, *own]
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Of the teachers that are in the loss, stored ones too."""
+        return teacher_names(self.config.teachers) if self.teachers or self.stored_teacher else ()
+
+    @property
+    def forecast(self) -> Forecast:
+        """What to expect of time and memory."""
+        teachers = tuple(source.shape for source in self.teachers)
+        return Forecast(
+            self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts
+        )
+
+    def describe(self) -> str:
+        """The batch as an equation, the layers of all models on each stage, what to expect of time and memory, and notes."""
+        notes = self.tokenizers.notes if self.tokenizers else ()
+        return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
+
+    def loss_card(self) -> str:
+        """The objective with its numbers."""
+        return loss_card(self.config, self.student.shape, [source.shape for source in self.teachers])
+
+
+def plan_run(config: Config, world_size: int) -> Plan:
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
+    problems: list[MkdError] = []
+    student = locate_model(problems, "student", config.student)
+    sources: list[ModelSource | None] = []
+    stored_teacher = None
+    if config.kd.kd_ratio > 0:
+        sources = [
+            locate_model(problems, role, one)
+            for role, one in zip(teacher_roles(config.teachers), config.teachers, strict=True)
+        ]
+    shapes = [source.shape if source else None for source in sources]
+    if sources and config.teachers[0].topk:
+        vocab_size = student.shape.vocab_size if student else None
+        stored_teacher = StoredTeacher.find(problems, config, sources[0], vocab_size)
+        sources, shapes = [], []
+    problems += validate(config, world_size, student.shape if student else None, shapes)
+    tokenizers = open_tokenizers(problems, config, student, sources)
+    paths = data_paths(problems, config)
+    problems += data_problems(paths, tokenizers, config)
+    problems += task_problems(config)
+    problems += missing_packages(config.log)
+    problems += profile_problems(config.log, world_size)
+    problems += start_problems(config.checkpoint)
+    problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
+    problems += export_problems(
+        config.checkpoint, [source for source in (student, *sources) if source], tokenizers
+    )
+    if problems:
+        raise ErrorList(problems)
+    stages = virtual_stages(config, student.shape)
+    student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
+    return Plan(
+        config=config,
+        student=student,
+        teachers=tuple(sources),
+        batch=BatchPlan.from_config(config, world_size),
+        virtual_stages=stages,
+        student_layout=student_layout,
+        teacher_layouts=teacher_layouts,
+        stored_teacher=stored_teacher,
+        tokenizers=tokenizers,
+    )

@@ -1,0 +1,156 @@
+"""A stored teacher: is the cache of --teacher-topk of this run's teacher, tokenizer, data and temperature?"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkd.config.schema import Config
+from mkd.data.stored.teacher_topk import TaughtDataset, TopKMeta, TopKPart, load_pyarrow
+from mkd.errors import CheckpointError, DataError, MkdError, UsageError
+from mkd.parallel.context import ParallelContext
+from mkd.plan.batch import document_multiple
+from mkd.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mkd.run.model_source import ModelSource
+
+READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """The cache that takes the teacher's place."""
+
+    folder: Path
+    meta: TopKMeta
+    source: ModelSource | None  # the teacher that it has to be of, if the run names one
+
+    @classmethod
+    def find(
+        cls,
+        problems: list[MkdError],
+        config: Config,
+        source: ModelSource | None,
+        student_vocab_size: int | None,
+    ) -> StoredTeacher | None:
+        """The cache of `config`, from its description alone; None with what is wrong added to `problems`."""
+        folder = Path(config.teachers[0].topk)
+        try:
+            load_pyarrow()
+            meta = TopKMeta.read(folder)
+        except MkdError as error:
+            problems.append(error)
+            return None
+        problems += _differences(folder, meta, config, student_vocab_size)
+        return cls(folder, meta, source)
+
+    def attach(self, train_set, valid_set, tokenizer: Tokenizer, context: ParallelContext) -> tuple:
+        """Both data sets with the teacher's rows. Collective; raises the same error on every rank.
+
+        Raises DataError for a cache of another tokenizer or other data, CheckpointError for one of other weights.
+        """
+        error = None
+        if context.rank == 0:
+            try:
+                self._check(tokenizer)
+                self._taught(train_set, valid_set)
+            except MkdError as caught:
+                error = caught
+        error = context.broadcast_object(error)
+        if error is not None:
+            error.on_all_ranks = True
+            raise error
+        return self._taught(train_set, valid_set)
+
+    def _taught(self, train_set, valid_set) -> tuple:
+        return tuple(
+            None if dataset is None else TaughtDataset(dataset, TopKPart(self.folder, part, self.meta))
+            for part, dataset in (("train", train_set), ("valid", valid_set))
+        )
+
+    def _check(self, tokenizer: Tokenizer) -> None:
+        if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
+            raise DataError(
+                f"the teacher cache {self.folder} is of another tokenizer",
+                "its ids stand for other strings than this run's",
+                "export the cache with this run's tokenizer, or train with that of the export",
+            )
+        if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
+            raise CheckpointError(
+                f"the teacher cache {self.folder} is of other weights than {self.source.load or self.source.assets}",
+                f"it was exported from {self.meta.teacher}, whose content differs",
+                "export again from this teacher into another folder, or leave --teacher-hf and --teacher-load away",
+            )
+
+
+def _differences(
+    folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None
+) -> list[MkdError]:
+    """What of the run's settings does not fit the cache."""
+    problems: list[MkdError] = []
+    temperature = temperature_of(config)
+    if temperature != meta.temperature:
+        setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
+        problems.append(
+            UsageError(
+                f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at {meta.temperature}",
+                "the probability of all ids outside the top-k at another temperature does not follow from it",
+                f"use {setting} {meta.temperature}, or export again with {setting} {temperature}",
+            )
+        )
+    for name, value in data_settings(config).items():
+        if meta.data.get(name) != value:
+            problems.append(
+                DataError(
+                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {meta.data.get(name)}",
+                    "the teacher would have seen other packs than the student",
+                    "use the setting of the export, or export again into another folder",
+                )
+            )
+    if student_vocab_size is not None and meta.vocab_size > student_vocab_size:
+        problems.append(
+            DataError(
+                f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_vocab_size}",
+                "both distributions are compared on the ids that both models have",
+                "export again with this student's --student-hf",
+            )
+        )
+    return problems
+
+
+def temperature_of(config: Config) -> float:
+    """Of the first teacher's probabilities: its own, or that of all."""
+    own = config.teachers[0].temperature
+    return config.kd.kd_temperature if own is None else own
+
+
+def data_settings(config: Config) -> dict:
+    """The settings that decide which tokens make a pack, besides the files and the tokenizer."""
+    return {
+        "seq_length": config.training.seq_length,
+        "pack": config.data.pack,
+        "overlong": config.data.overlong,
+        "append_eod": config.data.append_eod,
+        "document_multiple": document_multiple(config.parallel.context_parallel_size),
+    }
+
+
+def weights_fingerprint(source: ModelSource) -> str:
+    """SHA-256 over the names and contents of a model's config.json and weight files; streams them."""
+    if source.hf is not None:
+        files = [
+            source.hf.directory / name
+            for name in sorted({header.file for header in source.hf.headers.values()})
+        ]
+    else:
+        files = sorted(path for path in source.load.rglob("*") if path.is_file())
+    digest = hashlib.sha256()
+    for path in [source.assets / "config.json", *files]:
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,157 @@
+"""Alignment by dynamic programming over token texts, as published cross-tokenizer systems do it.
+
+Source: X-Token (arXiv 2605.21699): tokens in one canonical writing, anchors at trigrams that both sequences have once, and
+between anchors the best path with +3 for equal tokens, -3 for unequal ones, -1.5 for a token left out, and +1.5 k for k
+tokens that spell one; then runs of mismatches are merged, and cut again where both sides spell the same.
+
+Two things differ from the published form. The canonical writing of a token is the bytes of the text that it stands for, which
+every writing of blanks and bytes in a vocabulary amounts to. And the work is bounded: a stretch between anchors with more
+than MAX_CELLS cells is not searched but treated as one run of mismatches.
+
+The path is searched by `dp_kernel`, which numba compiles where it is installed (pip install 'mkd[xtoken]').
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from mkd.tokenizers.spans import EncodedText, token_groups
+from mkd.xtoken.published.dp_kernel import MAX_COMBINATION, best_path, compiled
+
+ANCHOR_LENGTH = 3
+MAX_CELLS = 2**24  # 16 MiB of moves, a fraction of a second compiled
+
+
+class _Block(NamedTuple):
+    """Neighbouring units of both sides, [start, end) each; one side may be empty."""
+
+    student_start: int
+    student_end: int
+    teacher_start: int
+    teacher_end: int
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What the search sees of one side: tokens of one span are one unit."""
+
+    texts: tuple[bytes, ...]
+    first: np.ndarray  # [units + 1] int64, first token of each, and where the last one ends
+
+    @classmethod
+    def of(cls, encoded: EncodedText, data: bytes) -> _Units:
+        first, starts, ends = token_groups(encoded)
+        return cls(
+            tuple(data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)), first
+        )
+
+    @cached_property
+    def trigrams(self) -> list[tuple[bytes, ...]]:
+        return list(zip(*(self.texts[k:] for k in range(ANCHOR_LENGTH)), strict=False))
+
+    def joined(self, start: int, end: int) -> bytes:
+        return b"".join(self.texts[start:end])
+
+
+def align_dp(
+    student: EncodedText,
+    teacher: EncodedText,
+    data: bytes,  # the text
+    *,
+    compile: bool = True,
+    max_cells: int = MAX_CELLS,
+) -> np.ndarray:
+    """Chunks [c, 4] int64 as those of `align_spans`. Stretches in which the two sides spell different texts are left out."""
+    ours, theirs = _Units.of(student, data), _Units.of(teacher, data)
+    search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
+    blocks = [block for stretch in _between_anchors(ours, theirs) for block in search(stretch)]
+    cut = [piece for block in _merged(blocks, ours, theirs) for piece in _cut(block, ours, theirs)]
+    found = np.array(cut, dtype=np.int64).reshape(-1, 4)
+    return np.concatenate([ours.first[found[:, :2]], theirs.first[found[:, 2:]]], axis=1)
+
+
+def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
+    """The stretches that the anchors leave, and the middle token of each anchor, in order and without gaps.
+
+    Anchors that cross another one are none.
+    """
+    counts = [Counter(side.trigrams) for side in (ours, theirs)]
+    places = {gram: j for j, gram in enumerate(theirs.trigrams) if counts[0][gram] == counts[1][gram] == 1}
+    pairs = np.array([(i, places[gram]) for i, gram in enumerate(ours.trigrams) if gram in places]).reshape(
+        -1, 2
+    )
+    others = pairs[:, 1]
+    straight = (np.maximum.accumulate(others) == others) & (
+        np.minimum.accumulate(others[::-1])[::-1] == others
+    )
+    i0 = j0 = 0
+    for i, j in (pairs[straight] + ANCHOR_LENGTH // 2).tolist():
+        yield _Block(i0, i, j0, j)
+        yield _Block(i, i + 1, j, j + 1)
+        i0, j0 = i + 1, j + 1
+    yield _Block(i0, len(ours.texts), j0, len(theirs.texts))
+
+
+class _Search:
+    """The best path through a stretch, as blocks."""
+
+    def __init__(self, ours: _Units, theirs: _Units, kernel, max_cells: int):
+        numbers = {text: i for i, text in enumerate(dict.fromkeys(ours.texts + theirs.texts))}
+        self._sides = [_numbered(side, numbers) for side in (ours, theirs)]
+        self._kernel, self._max_cells = kernel, max_cells
+
+    def __call__(self, stretch: _Block) -> list[_Block]:
+        i0, i1, j0, j1 = stretch
+        if i0 == i1 and j0 == j1:
+            return []
+        if i0 == i1 or j0 == j1 or (i1 - i0) * (j1 - j0) > self._max_cells:
+            return [stretch]
+        ours, theirs = self._sides
+        steps = self._kernel(ours[:, i0:i1], theirs[:, j0:j1])
+        return [_Block(*step) for step in (steps + [i0, i0, j0, j0]).tolist()]
+
+
+def _numbered(side: _Units, numbers: dict[bytes, int]) -> np.ndarray:
+    """[MAX_COMBINATION, units] int64: row k - 1 has the number of the k units that end here, joined; -1 where none is known."""
+    size = len(side.texts)
+    rows = np.full((MAX_COMBINATION, size), -1, dtype=np.int64)
+    for k in range(1, MAX_COMBINATION + 1):
+        rows[k - 1, k - 1 :] = [numbers.get(side.joined(end - k, end), -1) for end in range(k, size + 1)]
+    return rows
+
+
+def _merged(blocks: list[_Block], ours: _Units, theirs: _Units) -> Iterator[_Block]:
+    """The blocks, each run of neighbours whose texts differ as one."""
+    for equal, run in groupby(blocks, lambda block: operator.eq(*_texts(block, ours, theirs))):
+        if equal:
+            yield from run
+        else:
+            run = list(run)
+            yield _Block(run[0].student_start, run[-1].student_end, run[0].teacher_start, run[-1].teacher_end)
+
+
+def _cut(block: _Block, ours: _Units, theirs: _Units) -> list[tuple[int, int, int, int]]:
+    """The block cut wherever tokens end on both sides; nothing where the sides differ."""
+    left, right = _texts(block, ours, theirs)
+    if left != right:
+        return []
+    i0, i1, j0, j1 = block
+    ends = [
+        np.cumsum([0, *(len(text) for text in texts)]) for texts in (ours.texts[i0:i1], theirs.texts[j0:j1])
+    ]
+    _, rows, columns = np.intersect1d(*ends, assume_unique=True, return_indices=True)
+    rows, columns = (rows + i0).tolist(), (columns + j0).tolist()
+    return list(zip(rows, rows[1:], columns, columns[1:], strict=False))
+
+
+def _texts(block: _Block, ours: _Units, theirs: _Units) -> tuple[bytes, bytes]:
+    i0, i1, j0, j1 = block
+    return ours.joined(i0, i1), theirs.joined(j0, j1)

@@ -1,0 +1,101 @@
+"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted probabilities.
+
+    L = w_c * D({common tokens, rest} of the chunk distributions) + w_u * sorted L1(uncommon tokens of the chunk distributions)
+
+Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two distributions that are on
+the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes both whole: 1 - the sum over common
+tokens, chain probability that is missing included. Where one model has no rest, the other is conditioned on the common tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mkd.xtoken.loss_call import FLOOR, LossCall, log_rest
+from mkd.xtoken.published.chunk_distributions import (
+    ChunkDistribution,
+    chunk_distributions,
+    write_chain_gradient,
+)
+from mkd.xtoken.published.sorted_l1 import sorted_l1
+from mkd.xtoken.slices import ChunkSlice
+
+
+def hybrid(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
+    """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T)."""
+    vocabulary = call.vocabulary
+    weights = call.settings.hybrid_weights(vocabulary.num_common / vocabulary.num_teacher_rows)
+    ours, theirs = chunk_distributions(student, teacher, piece, call)
+    s = _Classes.of(ours, vocabulary.paired_student, vocabulary.student_real, piece, call)
+    t = _Classes.of(theirs, vocabulary.paired_teacher, vocabulary.teacher_real, piece, call)
+    of_common, of_rest = call.rule.parts(t.common, s.common), call.rule.parts(t.rest, s.rest)
+    sums = torch.stack([a.sum(dim=1) + b for a, b in zip(of_common, of_rest, strict=True)])
+    masses, their_masses = (
+        side.logs.exp_().masked_fill_(~k.uncommon, 0.0) for side, k in ((ours, s), (theirs, t))
+    )
+    distance, signs = sorted_l1(masses, their_masses)
+    if scale is not None:
+        of_base, of_chain = _divergence_gradient(ours, s, t, sums, call)
+        by_log = masses.mul_(signs)  # d distance / d ln P, by columns
+        total = by_log.sum(dim=1)
+        by_log.sub_(ours.base.exp() * total[:, None])
+        of_base.mul_(weights[0]).add_(by_log, alpha=weights[1])
+        of_chain = weights[0] * of_chain + weights[1] * total
+        write_chain_gradient(student, of_base, of_chain, ours, scale, piece, call)
+    return weights[0] * call.rule.value(sums) + weights[1] * distance
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """One model's masses, logarithms."""
+
+    common: Tensor  # [c, k] of the common tokens
+    rest: Tensor  # [c]; FLOOR, which counts nothing, where there is none
+    uncommon: Tensor  # [tp * w] bool, real columns in no pair
+    has_rest: bool
+
+    @classmethod
+    def of(
+        cls, side: ChunkDistribution, paired: Tensor, real: Tensor, piece: ChunkSlice, call: LossCall
+    ) -> _Classes:
+        uncommon = real.reshape(-1).index_fill(0, paired, False)
+        common, has_rest = side.base[:, paired], _has_rest(piece, call)
+        if not has_rest:
+            return cls(
+                common - common.logsumexp(dim=1, keepdim=True),
+                torch.full_like(side.chain, FLOOR),
+                uncommon,
+                False,
+            )
+        outside = side.base.masked_fill(~uncommon, float("-inf")).logsumexp(dim=1)
+        return cls(common + side.chain[:, None], log_rest(side.chain, outside), uncommon, True)
+
+
+def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
+    """Of both models. A chain of several tokens always has one: the tokens that it did not become."""
+    vocabulary, paired = call.vocabulary, call.vocabulary.paired_student.shape[0]
+    ours = vocabulary.num_student_rows > paired or not piece.student_is_single
+    return ours and (vocabulary.num_teacher_rows > paired or not piece.teacher_is_single)
+
+
+def _divergence_gradient(
+    ours: ChunkDistribution, s: _Classes, t: _Classes, sums: Tensor, call: LossCall
+) -> tuple[Tensor, Tensor]:
+    """Gradients by z / T of the base rows [c, tp * w] and by b [c], as in mkd/xtoken/chains.py."""
+    mean, common = call.rule.mean_slope(sums), call.vocabulary.paired_student
+    of_common = call.rule.mass_slope(t.common, s.common)
+    if not s.has_rest:
+        of_base = torch.zeros_like(ours.base)
+        of_base[:, common] = of_common.sub_(s.common.exp() * mean[:, None])
+        return of_base, torch.zeros_like(mean)
+    slope = call.rule.slope(t.rest, s.rest)
+    of_base = ours.base.exp()
+    p_common = of_base[:, common]
+    of_base.mul_((slope - mean)[:, None])
+    of_base[:, common] = of_common.addcmul_(p_common, (-torch.expm1(ours.chain) * slope - mean)[:, None])
+    return of_base, mean - slope

@@ -1,0 +1,76 @@
+"""Projection matrices in the dense top-k form that other engines publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from mkd.errors import UsageError
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
+
+INDICES, LIKELIHOODS = "indices", "likelihoods"
+
+
+def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMatrix:
+    """The matrix in a `.pt`, `.safetensors` or `.npz` file of `indices` and `likelihoods`, both [rows, k].
+
+    Row i holds teacher ids and their weights for student token i; weights of 0 and negative ids fill short rows. There may be
+    more rows than the student's tokenizer has ids (models are wider than tokenizers): they are left out. Rows are divided
+    by their sum. Raises UsageError for a file of another form or of other vocabularies.
+    """
+    indices, likelihoods = _read(path)
+    if indices.shape != likelihoods.shape or indices.ndim != 2:
+        raise _refused(
+            path,
+            f"indices {indices.shape} and likelihoods {likelihoods.shape} are not of one shape [rows, k]",
+        )
+    if len(indices) < student_size:
+        raise _refused(
+            path, f"it has {len(indices)} rows, and the student's tokenizer has {student_size} ids"
+        )
+    indices, likelihoods = indices[:student_size], likelihoods[:student_size]
+    if not np.isfinite(likelihoods).all() or (likelihoods < 0).any():
+        raise _refused(path, "its likelihoods are not all finite and positive")
+    used = (likelihoods > 0) & (indices >= 0)
+    if used.any() and indices[used].max() >= teacher_size:
+        raise _refused(
+            path,
+            f"it names teacher id {indices[used].max()}, and the teacher's tokenizer has {teacher_size} ids",
+        )
+    rows = np.nonzero(used)[0]
+    return SparseMatrix.from_entries(
+        rows, indices[used], likelihoods[used], (student_size, teacher_size)
+    ).normalised()
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(indices int64, likelihoods float64)"""
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: torch.from_numpy(file[name]) for name in (INDICES, LIKELIHOODS)}
+        elif path.suffix == ".safetensors":
+            arrays = load_file(path)
+        else:
+            arrays = torch.load(path, map_location="cpu", weights_only=True)
+        return arrays[INDICES].to(torch.int64).numpy(), arrays[LIKELIHOODS].to(torch.float64).numpy()
+    except Exception as error:  # each of the three libraries raises errors of its own
+        raise _refused(path, _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnpicklingError):  # torch's text advises to load it anyway
+        return "it holds other things than tensors, which are not loaded: they could run code"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no more is known').splitlines()[0]}"
+
+
+def _refused(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{path} is not a projection matrix for these tokenizers",
+        why,
+        "build one with tools/build_projection.py from the tokenizers of this run, or leave it out: it is then built",
+    )

@@ -1,0 +1,201 @@
+"""Both models' vocabularies as one tensor-parallel rank's columns, on its device: what chunk losses look ids up in."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.errors import UsageError
+from mkd.xtoken.vocabulary.relation import VocabularyRelation
+from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """The columns w of one model on this rank, onto the classes of all ranks: k on each, numbered `rank * k + class`."""
+
+    forward: Tensor  # sparse CSR [tp * k, w] fp32: masses of classes = forward @ p, one summand of each rank
+    backward: Tensor  # sparse CSR [w, tp * k], its transpose
+    lost: Tensor  # [w] fp32, 1 - sum of the column, 0 to 1: probability that has no class
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Both models' probabilities on common classes: for `p_kl` the teacher's columns, for `prefix_kl` the student's."""
+
+    student: ClassMap
+    teacher: ClassMap | None  # None: its columns are the classes
+    supported: Tensor  # [k] bool, this rank's classes that the student has a value for
+    student_rest: bool  # some real row of the student loses probability
+    teacher_rest: bool  # some real row of the teacher has no supported class
+
+
+@dataclass(frozen=True)
+class ChunkVocabulary:
+    """Where the ids of both models are. Columns of all ranks are numbered `rank * width + column` ("place").
+
+    A student id is its own place. "Real" columns are rows of the model; the others are padding or empty slots, and their logits
+    are never read.
+    """
+
+    rank: int  # in the tensor-parallel group
+    student_width: int  # w_s
+    teacher_width: int  # w_t >= w_s
+    num_common: int
+    num_student_rows: int
+    num_teacher_rows: int
+    student_real: Tensor  # [tp, w_s] bool
+    teacher_real: Tensor  # [tp, w_t] bool
+    common: Tensor  # [tp, w_s] bool: column j of both models is a common pair
+    teacher_places: Tensor  # [teacher_rows] int64, place of each teacher id
+    paired_student: Tensor  # [k] int64 places of the hybrid losses' common tokens ...
+    paired_teacher: Tensor  # [k] int64 ... and of their twins
+    projection: Projection | None = None  # for p_kl and prefix_kl
+
+    @staticmethod
+    def build(
+        slots: TeacherSlots,
+        student_vocab_size: int,  # real rows of the student's head; those beyond are padding
+        rank: int,  # in the tensor-parallel group
+        *,
+        relation: VocabularyRelation | None = None,  # only for the losses that read more of it
+        loss: str = "partition_kl",  # p_kl and prefix_kl have a projection
+        relaxed: bool = False,  # pairs include the relaxed ones
+    ) -> ChunkVocabulary:
+        """On the CPU; `.to(device)` moves it. Raises UsageError where the models' rows have no common token."""
+        tp, student_width = slots.common.shape
+        student_real = (np.arange(tp * student_width) < student_vocab_size).reshape(tp, student_width)
+        teacher_real = slots.teacher_ids != EMPTY
+        num_common = int(slots.common.sum())
+        if num_common == 0:
+            raise UsageError(
+                "student and teacher have no common token among the rows of their heads",
+                "a chunk loss compares them on common tokens",
+                "check the tokenizers and the vocabulary sizes of both models",
+            )
+        assert not (slots.common & ~student_real).any(), "a padded row of the student is no token"
+        students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)
+        make_projection = {"p_kl": _on_teacher, "prefix_kl": _on_beginnings}.get(loss)
+        projection = make_projection and make_projection(slots, relation, student_real, teacher_real, rank)
+        return ChunkVocabulary(
+            rank,
+            student_width,
+            teacher_real.shape[1],
+            num_common,
+            student_vocab_size,
+            len(slots.columns),
+            *(
+                torch.from_numpy(a)
+                for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)
+            ),
+            projection,
+        )
+
+    @property
+    def both_have_rest(self) -> bool:
+        return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
+
+    def is_common_pair(self, student_places: Tensor, teacher_places: Tensor) -> Tensor:
+        """[n] bool of two [n]."""
+        ranks, columns = student_places // self.student_width, student_places % self.student_width
+        return self.common[ranks, columns] & (teacher_places == ranks * self.teacher_width + columns)
+
+    def to(self, device: torch.device | str) -> ChunkVocabulary:
+        """The same on a device."""
+        return _moved(self, device)
+
+
+def _moved(value, device):
+    changed = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            changed[field.name] = part.to(device)
+        elif isinstance(part, Projection | ClassMap):
+            changed[field.name] = _moved(part, device)
+    return replace(value, **changed)
+
+
+def _pairs(
+    slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the pairs of the hybrid losses: the common tokens, or with a relation its relaxed pairs too."""
+    if relation is not None:
+        students, teachers = relation.pairs(relaxed=True)
+        exist = (students < student_rows) & (teachers < len(slots.columns))
+        return students[exist], slots.columns[teachers[exist]]
+    ranks, columns = np.nonzero(slots.common)
+    return ranks * slots.common.shape[1] + columns, ranks * slots.teacher_ids.shape[1] + columns
+
+
+def _on_teacher(
+    slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
+) -> Projection:
+    """The relation's matrix: classes are the teacher's columns."""
+    matrix = relation.projection
+    rows, teachers, values = matrix.rows, matrix.columns, matrix.values
+    exist = (rows < student_real.sum()) & (teachers < len(slots.columns))
+    rows, places, values = rows[exist], slots.columns[teachers[exist]], values[exist]
+    supported = np.bincount(places, minlength=teacher_real.size) > 0
+    student, student_rest = _class_map(rows, places, values, student_real, teacher_real.size, rank)
+    return Projection(
+        student,
+        None,
+        torch.from_numpy(supported.reshape(teacher_real.shape)[rank]),
+        student_rest,
+        teacher_rest=bool((teacher_real.reshape(-1) & ~supported).any()),
+    )
+
+
+def _on_beginnings(
+    slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
+) -> Projection:
+    """What each token begins with: classes are the student's columns, those of common tokens."""
+    common = np.flatnonzero(slots.common)
+    maps = []
+    for classes, places, real in (
+        (relation.student_beginnings, np.arange(student_real.sum()), student_real),
+        (relation.teacher_beginnings, slots.columns, teacher_real),
+    ):
+        classes = classes[: len(places)]
+        ids = np.flatnonzero(np.isin(classes, common))
+        maps.append(_class_map(places[ids], classes[ids], np.ones(len(ids)), real, slots.common.size, rank))
+    (student, student_rest), (teacher, teacher_rest) = maps
+    return Projection(student, teacher, torch.from_numpy(slots.common[rank]), student_rest, teacher_rest)
+
+
+def _class_map(
+    places, classes, values, real: np.ndarray, num_classes: int, rank: int
+) -> tuple[ClassMap, bool]:
+    """The map of the entries (place, class, value), all ranks', on this rank's columns; whether a real column loses any.
+
+    `real` is [tp, w] bool; classes of all ranks are meant.
+    """
+    width = real.shape[1]
+    kept = np.bincount(places, values.astype(np.float64), minlength=real.size)
+    lost = np.where(real.reshape(-1), 1.0 - kept, 0.0)
+    lost[lost < 1e-6] = 0.0  # columns that sum to 1 but for the rounding of fp32
+    own = places // width == rank
+    indices = torch.from_numpy(np.stack([classes[own], places[own] % width]))
+    weights = torch.from_numpy(values[own].astype(np.float32))
+    forward = _sparse_rows(indices, weights, (num_classes, width))
+    backward = _sparse_rows(indices.flip(0), weights, (width, num_classes))
+    lost_here = torch.from_numpy(lost.reshape(real.shape)[rank].astype(np.float32))
+    return ClassMap(forward, backward, lost_here), bool((lost > 0).any())
+
+
+def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
+    """Compressed sparse rows, checked; torch remarks once per process that this form of it is in beta.
+
+    Not by `to_sparse_csr`: in torch 2.11 its result fails that check where there is no entry, for its strides of 0.
+    """
+    with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(True):
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        entries = torch.sparse_coo_tensor(indices, values, size).coalesce()
+        rows, columns = (index.clone(memory_format=torch.contiguous_format) for index in entries.indices())
+        starts = torch.searchsorted(rows, torch.arange(size[0] + 1))
+        return torch.sparse_csr_tensor(starts, columns, entries.values(), size)

@@ -1,0 +1,161 @@
+"""What two vocabularies have in common, and the sparse projection of one on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mkd.errors import UsageError
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.xtoken.vocabulary.beginnings import beginnings
+from mkd.xtoken.vocabulary.relaxed import relaxed_pairs
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
+from mkd.xtoken.vocabulary.spelling import Pieces, Spellings, distinct_tokens, spell_all
+from mkd.xtoken.vocabulary.stages import exact_map, multi_token_map, role_pairs, special_map
+
+STAGES = ("exact", "multi", "special", "cut")
+
+
+@dataclass(frozen=True)
+class ProjectionSettings:
+    """What a projection matrix is made of: see mkd/xtoken/vocabulary/stages.py."""
+
+    stages: tuple[str, ...] = STAGES
+    top_k: int = 4  # entries of a row that stage "cut" keeps
+
+    def __post_init__(self):
+        if not self.stages or set(self.stages) - set(STAGES) or set(self.stages) == {"cut"}:
+            raise UsageError(
+                f"--stages {','.join(self.stages)} makes no projection matrix",
+                f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made",
+                f"use for example --stages {','.join(STAGES)}",
+            )
+        if self.top_k < 1:
+            raise UsageError(
+                f"--top-k {self.top_k} leaves no entry in a row", do="use 1 or more; the published runs use 4"
+            )
+
+
+@dataclass(frozen=True)
+class VocabularyRelation:
+    """How the vocabularies of a student and a teacher relate. Sizes and ids are those of the tokenizers.
+
+    Common tokens are the same bytes on both sides, or have the same role (BOS, EOS, ...); in tokenizers of one vocabulary every
+    id is common with itself. Pairs are one-to-one.
+    """
+
+    student_size: int
+    teacher_size: int
+    common_student: np.ndarray  # [k] int64, ascending
+    common_teacher: np.ndarray  # [k] int64, distinct
+    relaxed_student: (
+        np.ndarray
+    )  # [l] int64, ascending: further pairs, of tokens without a common twin, that differ ...
+    relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
+    projection: (
+        SparseMatrix  # [student_size, teacher_size]; the rows without support are `projection.empty_rows`
+    )
+    spellings: Spellings
+    student_beginnings: (
+        np.ndarray
+    )  # [student_size] int64: the common token, as a student id, that each id begins with, or -1
+    teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
+
+    def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(student ids ascending, teacher ids) int64 of the common tokens, one-to-one; with the relaxed pairs if asked for."""
+        if not relaxed:
+            return self.common_student, self.common_teacher
+        students = np.concatenate([self.common_student, self.relaxed_student])
+        teachers = np.concatenate([self.common_teacher, self.relaxed_teacher])
+        order = np.argsort(students)
+        return students[order], teachers[order]
+
+    def twins(self) -> np.ndarray:
+        """[student_size] int64: the teacher id of each common token, -1 for the others."""
+        twins = np.full(self.student_size, -1)
+        twins[self.common_student] = self.common_teacher
+        return twins
+
+    def with_projection(self, projection: SparseMatrix) -> VocabularyRelation:
+        """The same relation with another matrix of the same shape."""
+        assert projection.shape == (self.student_size, self.teacher_size)
+        return replace(self, projection=projection)
+
+
+def relate(
+    student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings | None = None
+) -> VocabularyRelation:
+    """Build the relation; a matter of seconds for vocabularies of 150,000 tokens.
+
+    Raises UsageError when the vocabularies share no token, and for a tokenizer whose tokens have no known bytes.
+    """
+    settings = settings or ProjectionSettings()
+    by_teacher, by_student = spell_all(teacher, student.token_bytes), spell_all(student, teacher.token_bytes)
+    spellings = Spellings.build(student, teacher, by_teacher, by_student)
+    if (
+        student.vocabulary_difference(teacher) is None
+    ):  # then an id means itself, whatever its bytes and roles
+        common = {i: i for i in set(student.vocabulary.values()) & set(teacher.vocabulary.values())}
+        projection = _matrix_of(common, student, teacher)
+    else:
+        common = _common(student, teacher)
+        projection = _projection(settings, student, teacher, by_teacher, by_student)
+    loose = relaxed_pairs(_unpaired(student, common.keys()), _unpaired(teacher, set(common.values())))
+    sizes = student.vocab_size, teacher.vocab_size
+    pairs = _as_arrays(common)
+    starts = beginnings(*pairs, by_teacher, by_student)
+    return VocabularyRelation(*sizes, *pairs, *_as_arrays(loose), projection, spellings, *starts)
+
+
+def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
+    """Student id -> teacher id of the same bytes or the same role, one-to-one."""
+    ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
+    if ours.keys().isdisjoint(theirs):
+        raise UsageError(
+            f"the tokenizers have no token in common: no two of {len(ours)} and {len(theirs)} are the same bytes",
+            "there is nothing to compare probabilities on; it is a wrong path or a damaged file more often than a real pair",
+            "check the tokenizers of student and teacher",
+        )
+    by_role = role_pairs(student.roles, teacher.roles)
+    by_bytes = {ours[own]: theirs[own] for own in ours if own in theirs}
+    with_role = set(by_role.values())
+    return by_role | {s: t for s, t in by_bytes.items() if s not in by_role and t not in with_role}
+
+
+def _projection(
+    settings: ProjectionSettings,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    by_teacher: Pieces,
+    by_student: Pieces,
+) -> SparseMatrix:
+    """The chosen stages; the exact map and the special tokens come last, so that nothing is mixed into their rows."""
+    projection = _matrix_of({}, student, teacher)
+    if "multi" in settings.stages:
+        projection = multi_token_map(by_teacher, by_student)
+    if "cut" in settings.stages:
+        projection = projection.top_k(settings.top_k)
+    projection = projection.normalised()
+    if "exact" in settings.stages:
+        exact = exact_map(student.token_bytes, distinct_tokens(teacher), teacher.vocab_size)
+        projection = projection.with_rows_of(exact)
+    if "special" in settings.stages:
+        projection = projection.with_rows_of(special_map(student.roles, teacher.roles, projection.shape))
+    return projection
+
+
+def _matrix_of(pairs: Mapping[int, int], student: Tokenizer, teacher: Tokenizer) -> SparseMatrix:
+    """Weight 1 for each pair."""
+    shape = student.vocab_size, teacher.vocab_size
+    return SparseMatrix.from_entries(list(pairs), list(pairs.values()), np.ones(len(pairs)), shape)
+
+
+def _unpaired(tokenizer: Tokenizer, paired: Container[int]) -> dict[bytes, int]:
+    return {own: i for own, i in distinct_tokens(tokenizer).items() if i not in paired}
+
+
+def _as_arrays(pairs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    ordered = np.array(sorted(pairs.items()), np.int64).reshape(-1, 2)
+    return ordered[:, 0].copy(), ordered[:, 1].copy()

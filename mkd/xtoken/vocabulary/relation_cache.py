@@ -1,0 +1,190 @@
+"""Vocabulary relations on disk: one .npz for each pair of tokenizers and settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mkd.errors import UsageError
+from mkd.tokenizers.load import open_tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer
+from mkd.xtoken.align.align_text import TokenizerSource
+from mkd.xtoken.published.projections import load_published
+from mkd.xtoken.vocabulary.relation import ProjectionSettings, VocabularyRelation, relate
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
+from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
+
+FORMAT = 3
+PAIRS = ("common_student", "common_teacher", "relaxed_student", "relaxed_teacher")
+BEGINNINGS = ("student_beginnings", "teacher_beginnings")
+META = "meta"
+
+
+def build_projection(
+    student: TokenizerSource,
+    teacher: TokenizerSource,
+    *,
+    cache_dir: str | Path | None = None,
+    settings: ProjectionSettings | None = None,
+    projection: str | Path | None = None,
+) -> VocabularyRelation:
+    """The relation of two vocabularies: read from `cache_dir` if it is there, else built and stored there.
+
+    `projection` names a file with the matrix to use instead: one that tools/build_projection.py wrote, or the published dense
+    form (see load_published). Several processes may call this at once; they write the same file. Raises UsageError for
+    tokenizers that share nothing or lose bytes, and for a file that is damaged or of other tokenizers.
+    """
+    student, teacher, settings = (
+        open_tokenizer(student),
+        open_tokenizer(teacher),
+        settings or ProjectionSettings(),
+    )
+    if projection is not None:
+        return _from_file(student, teacher, Path(projection), cache_dir, settings)
+    if cache_dir is None:
+        return relate(student, teacher, settings)
+    path = Path(cache_dir) / f"{_key(student, teacher, settings)}.npz"
+    if not path.exists():
+        save_relation(path, relate(student, teacher, settings), student, teacher, settings)
+    return load_relation(path, student, teacher)
+
+
+def save_relation(
+    path: Path,
+    relation: VocabularyRelation,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    settings: ProjectionSettings,
+) -> None:
+    """Write the relation, whole or not at all."""
+    meta = {**_identity(student, teacher), "stages": settings.stages, "top_k": settings.top_k}
+    arrays = {name: getattr(relation, name) for name in PAIRS + BEGINNINGS}
+    arrays |= {"offsets": relation.projection.offsets, "columns": relation.projection.columns}
+    arrays |= {"values": relation.projection.values}
+    for side in ("students", "teachers"):
+        one = getattr(relation.spellings, side)
+        arrays |= {f"{side}_prefix_ids": one.prefixes.ids, f"{side}_prefix_offsets": one.prefixes.offsets}
+        arrays |= {f"{side}_offsets": one.offsets, f"{side}_tokens": one.tokens, f"{side}_lasts": one.lasts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, **{META: np.array(json.dumps(meta))}, **arrays)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> VocabularyRelation:
+    """Read a relation of exactly these tokenizers. Raises UsageError for a damaged file and for one of other tokenizers."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            meta, arrays = (
+                json.loads(str(file[META])),
+                {name: file[name] for name in file.files if name != META},
+            )
+    except Exception as error:  # numpy and zipfile raise a dozen different ones for a damaged file
+        raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
+    for name, expected in _identity(student, teacher).items():
+        if meta.get(name) != expected:
+            raise _refused(
+                path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and that of this run {expected}"
+            )
+    try:
+        relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
+    except KeyError as error:
+        raise _refused(path, f"it holds no {error}") from error
+    problem = _problem(relation)
+    if problem:
+        raise _refused(path, problem)
+    return relation
+
+
+def _from_file(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    path: Path,
+    cache_dir: str | Path | None,
+    settings: ProjectionSettings,
+) -> VocabularyRelation:
+    if not path.is_file():
+        raise UsageError(
+            f"projection {path} is not a file",
+            do="give the path of a projection matrix, or leave it out: it is then built",
+        )
+    if _is_ours(path):
+        return load_relation(path, student, teacher)
+    matrix = load_published(path, student.vocab_size, teacher.vocab_size)
+    return build_projection(student, teacher, cache_dir=cache_dir, settings=settings).with_projection(matrix)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this tool wrote the .npz: the published form has no description."""
+    if path.suffix != ".npz":
+        return False
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return META in file.files
+    except Exception:  # damaged: the loader of our own form says so
+        return True
+
+
+def _identity(student: Tokenizer, teacher: Tokenizer) -> dict[str, int | str]:
+    return {
+        "format": FORMAT,
+        "student_size": student.vocab_size,
+        "teacher_size": teacher.vocab_size,
+        "student_fingerprint": student.fingerprint,
+        "teacher_fingerprint": teacher.fingerprint,
+    }
+
+
+def _key(student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings) -> str:
+    parts = [_identity(student, teacher), settings.stages, settings.top_k]
+    return "projection-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def _assemble(arrays: dict[str, np.ndarray], student_size: int, teacher_size: int) -> VocabularyRelation:
+    projection = SparseMatrix(arrays["offsets"], arrays["columns"], arrays["values"], teacher_size)
+    sides = [
+        Continuations(
+            Pieces(arrays[f"{side}_prefix_ids"], arrays[f"{side}_prefix_offsets"]),
+            *(arrays[f"{side}_{name}"] for name in ("offsets", "tokens", "lasts")),
+        )
+        for side in ("students", "teachers")
+    ]
+    pairs, starts = ([arrays[name] for name in names] for names in (PAIRS, BEGINNINGS))
+    return VocabularyRelation(student_size, teacher_size, *pairs, projection, Spellings(*sides), *starts)
+
+
+def _problem(relation: VocabularyRelation) -> str | None:
+    """What is wrong with the sizes of a relation that was read, or None."""
+    matrix, sizes = relation.projection, (relation.student_size, relation.teacher_size)
+    if matrix.shape != sizes:
+        return f"its matrix has {matrix.shape[0]} rows, and the student's tokenizer {sizes[0]} ids"
+    if not matrix.offsets[-1] == len(matrix.columns) == len(matrix.values):
+        return f"its rows end at entry {matrix.offsets[-1]}, and it holds {len(matrix.columns)} columns"
+    starts = relation.student_beginnings, relation.teacher_beginnings
+    if tuple(map(len, starts)) != sizes:
+        return f"it names the beginnings of {len(starts[0])} and {len(starts[1])} tokens"
+    ids = [
+        (relation.common_student, sizes[0]),
+        (relation.common_teacher, sizes[1]),
+        (matrix.columns, sizes[1]),
+    ]
+    ids += [(array[array >= 0], sizes[0]) for array in starts]
+    if any(len(array) and not 0 <= array.min() <= array.max() < size for array, size in ids):
+        return f"it names ids beyond the {sizes[0]} of the student's and the {sizes[1]} of the teacher's tokenizer"
+    return None
+
+
+def _refused(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"projection {path} does not fit this run",
+        why,
+        "remove the file, so that it is built again, or give the tokenizers that it was built from",
+    )

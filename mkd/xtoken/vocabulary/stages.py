@@ -1,0 +1,87 @@
+"""The stages of the projection matrix (student vocabulary x teacher vocabulary), each a matrix of its own.
+
+The stages and weights are those of the tool chain published with P-KL (X-Token, arXiv 2605.21699): exact map, multi-token
+map with its reverse pass, special tokens, sort and cut, the exact map applied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mkd.xtoken.vocabulary.sparse import SparseMatrix
+from mkd.xtoken.vocabulary.spelling import Pieces
+
+MAX_PIECES = 4
+PIECE_WEIGHTS = 0.9 * 0.1 ** np.arange(MAX_PIECES)
+"""Weight of the i-th piece before normalisation: nearly all on the first, the one that the model has to predict."""
+
+ENDS = ("eos", "end_of_turn")
+ROLES = (*ENDS, "bos", "unk", "pad")
+"""Roles by rank: tokenizers that use one token for several pair it by its first role here."""
+
+
+def exact_map(
+    student_bytes: Sequence[bytes | None],  # [student vocabulary]
+    teacher_tokens: Mapping[bytes, int],  # bytes -> the teacher token that stands for them
+    teacher_size: int,
+) -> SparseMatrix:
+    """Weight 1 where a student token and a teacher token are the same bytes."""
+    rows = [i for i, own in enumerate(student_bytes) if own in teacher_tokens]
+    columns = [teacher_tokens[student_bytes[i]] for i in rows]
+    return SparseMatrix.from_entries(rows, columns, np.ones(len(rows)), (len(student_bytes), teacher_size))
+
+
+def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
+    """Each student token to the teacher's pieces of it, and (the reverse pass) to the teacher tokens that it is a piece of.
+
+    Args: the student's tokens as the teacher writes them, the teacher's tokens as the student writes them. The first
+    MAX_PIECES pieces count, with PIECE_WEIGHTS normalised over them; both directions are added up.
+    """
+    shape = len(by_teacher), len(by_student)
+    students, pieces, weights = _weighted_pieces(by_teacher)
+    forward = SparseMatrix.from_entries(students, pieces, weights, shape)
+    teachers, pieces, weights = _weighted_pieces(by_student)
+    return forward.plus(SparseMatrix.from_entries(pieces, teachers, weights, shape))
+
+
+def special_map(
+    student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]
+) -> SparseMatrix:
+    """From each student token with a role to the teacher's token of that role, weight 1: by role, never by text.
+
+    A token that ends documents and turns goes to both of the teacher's, with equal weights.
+    """
+    pairs: dict[int, list[int]] = {}
+    for role in ROLES:
+        if role in student_roles and role in teacher_roles:
+            teachers = pairs.setdefault(student_roles[role], [])
+            if not teachers or (role in ENDS and teacher_roles[role] not in teachers):
+                teachers.append(teacher_roles[role])
+    entries = [
+        (student, teacher, 1 / len(teachers)) for student, teachers in pairs.items() for teacher in teachers
+    ]
+    rows, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
+    return SparseMatrix.from_entries(rows, columns, np.array(weights), shape)
+
+
+def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int]) -> dict[int, int]:
+    """Student id -> teacher id of the same role, one-to-one: a token already paired stays with its first role."""
+    pairs: dict[int, int] = {}
+    for role in ROLES:
+        if role in student_roles and role in teacher_roles:
+            student, teacher = student_roles[role], teacher_roles[role]
+            if student not in pairs and teacher not in pairs.values():
+                pairs[student] = teacher
+    return pairs
+
+
+def _weighted_pieces(spelled: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(token, piece, weight) of the first MAX_PIECES pieces of every token; the weights of a token add up to 1."""
+    tokens = np.repeat(np.arange(len(spelled)), spelled.lengths)
+    places = np.arange(len(spelled.ids)) - spelled.offsets[tokens]
+    used = places < MAX_PIECES
+    tokens, places = tokens[used], places[used]
+    sums = np.cumsum(PIECE_WEIGHTS)[np.minimum(spelled.lengths[tokens], MAX_PIECES) - 1]
+    return tokens, spelled.ids[used], PIECE_WEIGHTS[places] / sums

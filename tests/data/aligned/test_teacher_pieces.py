@@ -1,0 +1,76 @@
+"""Borders of pieces in the teacher's tokens, and the length of its packs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mkd.data.aligned.teacher_pieces import TeacherPieces, longest_pack, teacher_pieces
+from mkd.data.packing import Packs, Pieces, cut_documents
+
+
+class Store:
+    """One document each: its lengths on both sides, and chunks."""
+
+    def __init__(self, *documents):
+        self._chunks = [np.array(chunks, dtype=np.int64).reshape(-1, 4) for _, _, chunks in documents]
+        self.student, self.tokens = (
+            type("Side", (), {"lengths": np.array([d[side] for d in documents])}) for side in (0, 1)
+        )
+
+    def chunks(self, document):
+        return self._chunks[document]
+
+
+def borders(store, seq_length, overlong="split"):
+    own = teacher_pieces(store, cut_documents(store.student.lengths, 0, seq_length, overlong))
+    return [(int(start), int(start + length)) for start, length in zip(own.start, own.length, strict=True)]
+
+
+def test_whole_documents_are_whole_for_the_teacher():
+    assert borders(Store((5, 9, []), (3, 2, [[0, 1, 0, 1]])), 8) == [(0, 9), (0, 2)]
+
+
+def test_identical_tokens_are_cut_where_the_student_is():
+    same = Store((10, 10, [[i, i + 1, i, i + 1] for i in range(10)]))
+    assert borders(same, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert borders(same, 4, "truncate") == [(0, 4)]
+
+
+def test_a_cut_inside_a_chunk_leaves_it_out():
+    """Student tokens 3 to 5 are one chunk: pieces of 4 cut it."""
+    chunks = [[0, 1, 0, 2], [1, 2, 2, 3], [2, 3, 3, 4], [3, 6, 4, 9], [6, 7, 9, 10], [7, 8, 10, 12]]
+    assert borders(Store((8, 12, chunks)), 4) == [(0, 4), (9, 12)]
+    assert borders(Store((8, 12, chunks)), 5) == [(0, 9 - 1), (9, 12)], (
+        "the label of the last token ends the chunk"
+    )
+    assert borders(Store((8, 12, chunks)), 5, "truncate") == [(0, 4)]
+
+
+def test_a_cut_between_chunks_takes_the_same_proportion():
+    """The first 8 student tokens, a prompt, are 16 of the teacher."""
+    chunks = [[8, 9, 16, 17], [9, 10, 17, 19]]
+    assert borders(Store((10, 19, chunks)), 6) == [(0, 14 - 1), (12, 19)]
+    assert borders(Store((10, 19, [])), 5) == [(0, 19 * 6 // 10 - 1), (19 * 5 // 10, 19)]
+
+
+def test_a_chunk_longer_than_a_piece_leaves_nothing():
+    assert borders(Store((9, 4, [[0, 9, 0, 4]])), 3) == [(0, 0), (4, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(("multiple", "expected"), [(1, 128), (2, 128), (4, 256)])
+def test_the_longest_pack(multiple, expected):
+    pieces = TeacherPieces(np.zeros(4, int), np.array([61, 3, 60, 5]))
+    assert longest_pack(pieces, Packs(np.array([0, 1, 4]), np.array([1, 0, 2, 3])), multiple) == expected
+
+
+def test_pieces_of_any_document_lie_in_order():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        cuts = [np.sort(random.choice(41, 20, replace=False)) for _ in range(2)]
+        chunks = np.concatenate([cut.reshape(-1, 2) for cut in cuts], axis=1)
+        pieces = Pieces(np.zeros(8, int), np.arange(0, 40, 5), np.full(8, 5), np.array([5] * 7 + [4]))
+        own = teacher_pieces(Store((40, 40, chunks)), pieces)
+        stops = own.start + own.length
+        assert own.start[0] == 0 and chunks[-1, 3] <= stops[-1] <= 40
+        assert (np.diff(own.start) >= 0).all() and (np.diff(stops) >= 0).all() and (own.length >= 0).all()

@@ -1,0 +1,183 @@
+"""What a run is made of, in a few bytes: what changes them, what does not, and how a difference is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mkd.data.store import StoreFiles
+from mkd.errors import CheckpointError, UsageError
+from mkd.run.fingerprints import (
+    END_BYTES,
+    SAMPLE_BYTES,
+    SAMPLES,
+    corpus_sample,
+    ends_fingerprint,
+    require_same,
+)
+
+SIZE = 4 * END_BYTES
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(SIZE))
+    return path
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_seen"),
+    [(0, True), (END_BYTES - 1, True), (SIZE - END_BYTES, True), (SIZE - 1, True), (SIZE // 2, False)],
+)
+def test_both_ends_count(place, is_seen, file):
+    before = ends_fingerprint([file])
+    flip(file, place)
+    assert (ends_fingerprint([file]) != before) == is_seen
+    assert before.startswith("ends-sha256:")
+
+
+def test_size_name_and_order_count(file, tmp_path):
+    other = tmp_path / "other.bin"
+    other.write_bytes(file.read_bytes())
+    found = {
+        ends_fingerprint(files) for files in ([file], [other], [file, other], [other, file], [file, file], [])
+    }
+    other.write_bytes(bytes(SIZE + 1))
+    assert len(found | {ends_fingerprint([other])}) == 7
+
+
+def test_all_of_a_safetensors_header_counts(tmp_path):
+    """Longer than what is read of other files: names of tensors at its end would be missed."""
+    path = tmp_path / "model.safetensors"
+    names = [f"{'x' * 200}{i:06d}" for i in range(8000)]
+    prints = []
+    for last in ("a", "b"):
+        save_file({name: torch.zeros(1) for name in [*names, "z" * 200 + last]}, path)
+        with open(path, "r+b") as file:  # data of the same bytes: only the header differs, far from both ends
+            assert int.from_bytes(file.read(8), "little") > 2 * END_BYTES
+            file.truncate(path.stat().st_size)
+            file.seek(0, 2)
+            file.write(bytes(2 * END_BYTES))
+        prints.append(ends_fingerprint([path]))
+    assert prints[0] != prints[1]
+
+
+def test_an_absurd_header_length_is_harmless(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 8)
+    assert ends_fingerprint([path]).startswith("ends-sha256:")
+    path.write_bytes(b"")
+    assert ends_fingerprint([path]).startswith("ends-sha256:")
+
+
+SAVED = {
+    "data.seed": 1,
+    "data.files": "sha256:" + "a" * 64,
+    "loss.kd_ratio": 0.5,
+    "teacher.teacher": "ends-sha256:" + "b" * 64,
+}
+
+
+def test_differences_are_named(tmp_path):
+    now = SAVED | {"data.files": "sha256:" + "c" * 64, "loss.kd_ratio": 0.3, "loss.new": "x"}
+    del now["teacher.teacher"]
+    with pytest.raises(CheckpointError) as caught:
+        require_same(tmp_path, SAVED, now, [])
+    text = str(caught.value)
+    for part in (
+        "data.files (sha256:aaaaaaaaaaaa then, sha256:cccccccccccc now)",
+        "loss.kd_ratio (0.5 then, 0.3 now)",
+        "loss.new (none then, x now)",
+        "teacher.teacher (ends-sha256:bbbbbbbbbbbb then, none now)",
+        "--accept-change data.files loss.kd_ratio loss.new teacher.teacher",
+    ):
+        assert part in text
+    assert "data.seed" not in text
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused"),
+    [
+        ([], ["data.seed", "loss.kd_ratio"]),
+        (["data"], ["loss.kd_ratio"]),
+        (["data.seed", "loss"], []),
+    ],
+)
+def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
+    now = SAVED | {"data.seed": 2, "loss.kd_ratio": 0.3}
+    if not refused:
+        return require_same(tmp_path, SAVED, now, accepted)
+    with pytest.raises(CheckpointError) as caught:
+        require_same(tmp_path, SAVED, now, accepted)
+    assert caught.value.do.endswith("--accept-change " + " ".join(refused))
+
+
+@pytest.mark.parametrize("name", ["dat", "loss.kd", "bogus"])
+def test_a_name_that_is_none_is_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=f"--accept-change {name} names nothing that is compared"):
+        require_same(tmp_path, SAVED, SAVED, [name])
+
+
+def test_a_run_of_a_stored_teacher_that_did_not_say_its_data(tmp_path):
+    """Earlier versions took its files for none, and did not name its k; a run with its teacher in memory always did."""
+    nothing = "sha256:" + hashlib.sha256(b"[]").hexdigest()
+    require_same(tmp_path, SAVED | {"data.files": nothing}, SAVED | {"loss.stored_k": 16}, [])
+    with pytest.raises(CheckpointError, match="loss.stored_k .none then, 16 now."):
+        require_same(tmp_path, SAVED, SAVED | {"loss.stored_k": 16}, [])
+
+
+def test_same_and_unknown_pass(tmp_path):
+    require_same(tmp_path, SAVED, json.loads(json.dumps(SAVED)), [])
+    require_same(tmp_path, {}, SAVED, [])
+
+
+@pytest.mark.parametrize("size", [1, SAMPLE_BYTES, SAMPLES * SAMPLE_BYTES, 3 * SAMPLES * SAMPLE_BYTES + 7])
+def test_a_sample_of_a_corpus(size, tmp_path):
+    """All of a small file, both ends of a large one, and a change of the index alone."""
+    files = StoreFiles(str(tmp_path / "c"))
+    files.bin.write_bytes(bytes(size))
+    files.idx.write_bytes(b"index")
+    found = [corpus_sample(files)]
+    places = {0, size // 2, size - 1} if size <= SAMPLES * SAMPLE_BYTES else {0, SAMPLE_BYTES - 1, size - 1}
+    for place in places:
+        flip(files.bin, place)
+        found.append(corpus_sample(files))
+        flip(files.bin, place)
+    files.idx.write_bytes(b"xedni")
+    found.append(corpus_sample(files))
+    assert len(set(map(tuple, found))) == len(places) + 2
+
+
+def test_a_renamed_teacher_is_the_same(tmp_path):
+    weights = {"teacher.a": "sha256:1", "teacher.b": "sha256:2"}
+    require_same(tmp_path, SAVED | weights, SAVED | {"teacher.new": "sha256:1", "teacher.a": "sha256:2"}, [])
+    for now in (
+        {"teacher.a": "sha256:2", "teacher.b": "sha256:1"},
+        {"teacher.new": "sha256:3", "teacher.b": "sha256:2"},
+    ):
+        with pytest.raises(CheckpointError, match="teacher.a"):
+            require_same(tmp_path, SAVED | weights, SAVED | now, [])
+
+
+def test_an_option_that_was_not_there_yet_had_its_default(tmp_path):
+    default, other = {"loss.kd_temperature": 1.0}, {"loss.kd_temperature": 2.0}
+    of_teacher = {"loss.teachers[3].weight": 1.0, "data.content": "sha256:1"}
+    require_same(tmp_path, SAVED, SAVED | default | of_teacher, [])
+    for now in (other, {"loss.teachers[3].weight": 2.0}):
+        (name,) = now
+        with pytest.raises(CheckpointError) as caught:
+            require_same(tmp_path, SAVED, SAVED | now, [])
+        assert f"{name} (1.0 then, 2.0 now)" in str(caught.value)
+    with pytest.raises(CheckpointError, match="data.content"):
+        require_same(tmp_path, SAVED | {"data.content": "sha256:2"}, SAVED | of_teacher, [])

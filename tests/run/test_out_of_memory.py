@@ -1,0 +1,82 @@
+"""The error of a GPU without memory: planned against actual, and what to change."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+from tests.train.command import call_main, flags, make_files
+
+TORCH_TEXT = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("memory"))
+
+
+def explained(files, device, *more, rank=0, world_size=1, text=TORCH_TEXT) -> str:
+    from mkd.config.load import load_config
+    from mkd.errors import OutOfMemory
+    from mkd.run.out_of_memory import explain
+    from mkd.run.run_plan import plan_run
+
+    plan = plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
+    try:
+        raise torch.OutOfMemoryError(text)
+    except torch.OutOfMemoryError as error:
+        found = explain(error, plan, rank, world_size, device)
+    assert isinstance(found, OutOfMemory) and found.exit_code == 1
+    return str(found)
+
+
+def test_planned_and_actual_memory_and_three_changes(files):
+    from mkd.run.out_of_memory import DeviceMemory
+
+    device = DeviceMemory(total=2.0, free=0.05, allocated=1.2, peak=1.4, reserved=1.5)
+    message = explained(files, device)
+    assert message.startswith(
+        "GPU memory is not enough on rank 0 when it asked for 0.50 GiB more\n  why: planned for "
+    )
+    assert "student 0.00 + gradients 0.00 + optimizer 0.00 + teacher 0.00" in message
+    assert "in use: tensors have 1.20 GiB (at most 1.40), torch's allocator holds 0.30 more" in message
+    assert "CUDA, NCCL and other processes 0.45, 0.05 of 2.0 are free" in message
+    assert "expandable_segments:True" in message  # 0.3 of 2 GiB are fragments
+
+
+def test_the_changes_make_the_plan_smaller(files):
+    message = explained(files, None, "--seq-length", "8192", "--no-kd-fused-head", text="no numbers")
+    assert message.startswith("GPU memory is not enough on rank 0\n") and "in use" not in message
+    (planned,) = re.findall(r"planned for pipeline rank 0: ([\d.]+) GiB", message)
+    changes = re.findall(r"  (\d)\. (--[^:]+): [\d.]+ ms, ([\d.]+) GiB", message)
+    assert [number for number, _, _ in changes] == ["1", "2", "3"] and all(
+        float(need) < float(planned) for *_, need in changes
+    )
+
+
+def test_the_pipeline_rank_of_a_rank(files):
+    layout = ("--pipeline-model-parallel-size", "2", "--teacher-pipeline-layout", "2,1")
+    for rank, stage in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        assert f"planned for pipeline rank {stage}: " in explained(
+            files, None, *layout, rank=rank, world_size=4
+        )
+
+
+def without_memory(argv):
+    os.environ["MKD_FAULT"] = "oom@in_step:0:2"
+    try:
+        return call_main(argv)
+    finally:
+        del os.environ["MKD_FAULT"]
+
+
+def test_the_command_explains_torchs_error(files, ranks):
+    ((exit_code, _, stderr),) = ranks.run(without_memory, 1, flags(files, "command"))
+    error = stderr.partition("error: ")[2]
+    assert exit_code == 1 and error.startswith(
+        "GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n"
+    )
+    assert "  do:  one of these" in error and "Traceback" not in error

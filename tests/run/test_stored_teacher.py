@@ -1,0 +1,319 @@
+"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.tiny_models import add_tokenizer, make_model
+from tests.train.command import (
+    TEACHER,
+    flags,
+    make_files,
+    poison,
+    read_metrics,
+    read_weights,
+    run_main,
+    write_records,
+)
+from tests.train.topk_files import DATA, export, exported, offline
+
+pytest.importorskip("pyarrow")
+EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
+# An update is then proportional to the gradient: Adam's own makes full-size steps of the rounding of gradients near zero.
+LINEAR = ("--lr", 1, "--adam-eps", 1)
+T2 = ("--kd-temperature", 2)
+COMPARED = (
+    "loss",
+    "ce_loss",
+    "kd_loss",
+    "teacher_ce",
+    "teacher_entropy",
+    "top1_agreement",
+    "num_loss_tokens",
+    "grad_norm",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_files(tmp_path_factory.mktemp("topk"))
+
+
+@pytest.fixture(scope="module")
+def cache(files, ranks):
+    """k = 16, fp32, temperature 2."""
+    exported(ranks, files, "cache16", "--k", 16, *T2)
+    return "cache16"
+
+
+def trained(ranks, files, argv, world_size=1) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """(metrics records, weights) of a run that ends well."""
+    results = run_main(ranks, argv, world_size)
+    assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
+    run = argv[argv.index("--log-dir") + 1]
+    return read_metrics(files / run), read_weights(files / argv[argv.index("--export-hf") + 1])
+
+
+def assert_same_run(found, wanted, tolerance=1e-5):
+    (records, weights), (wanted_records, wanted_weights) = found, wanted
+    assert len(records) == len(wanted_records) == 4, "evaluation, two steps, evaluation"
+    for ours, theirs in zip(records, wanted_records, strict=True):
+        for key in COMPARED:
+            if key in theirs:
+                assert ours[key] == pytest.approx(theirs[key], rel=tolerance, abs=1e-7), key
+    for name, tensor in wanted_weights.items():
+        assert (weights[name] - tensor).abs().max() <= tolerance * tensor.abs().max(), name
+
+
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_all_ids_give_the_run_with_the_teacher(context_parallel, files, ranks):
+    """k = the vocabulary: losses, metrics, evaluation and updated weights are those of --teacher-hf."""
+    layout = ("--context-parallel-size", context_parallel, *T2)
+    full = f"cache307 {context_parallel}"
+    exported(ranks, files, full, "--k", 307, *layout, world_size=context_parallel)
+    hf = [str(files / f"{name} {context_parallel}") for name in ("online hf", "offline hf")]
+    more = (*layout, *EVALUATED, *LINEAR, "--export-hf")
+    online = trained(ranks, files, flags(files, "online", *DATA, *more, hf[0]), context_parallel)
+    assert_same_run(
+        trained(ranks, files, offline(files, "full", full, *more, hf[1]), context_parallel), online
+    )
+
+
+LAYOUTS = {
+    "TP2": (2, ("--tensor-model-parallel-size", 2)),
+    "TP2 SP": (2, ("--tensor-model-parallel-size", 2, "--sequence-parallel")),
+    "PP2": (2, ("--pipeline-model-parallel-size", 2)),
+    "DP2 workers": (2, ("--num-workers", 1, "--use-distributed-optimizer")),
+    "micro-batch 2": (1, ("--micro-batch-size", 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def single(cache, files, ranks):
+    """The run of one process."""
+    argv = offline(files, "single", cache, *T2, *EVALUATED, *LINEAR, "--export-hf", files / "single hf")
+    return trained(ranks, files, argv)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("workers" in one)) for one in LAYOUTS]
+)
+def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
+    world_size, layout = LAYOUTS[name]
+    argv = offline(files, name, cache, *T2, *EVALUATED, *LINEAR, *layout, "--export-hf", files / f"{name} hf")
+    assert_same_run(trained(ranks, files, argv, world_size), single)
+
+
+def test_a_run_with_held_out_data_is_saved_and_goes_on(single, cache, files, ranks):
+    """A checkpoint names the corpora that the evaluation reads, which lie behind the teacher's rows here."""
+    saved = ("--save", files / "saved", "--save-interval", 1)
+    first = offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *saved, "--exit-interval", 1)
+    (result,) = run_main(ranks, first)
+    assert result.exit_code == 0, result.stderr
+    more = (*saved, "--load", files / "saved", "--export-hf", files / "gone on hf")
+    records, weights = trained(ranks, files, offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *more))
+    stopped = records.pop(2)  # the evaluation at the end of the first part
+    assert (stopped["split"], stopped["iteration"]) == ("valid", 1)
+    assert_same_run((records, weights), single)
+    assert records[-1]["gap_closed"] == pytest.approx(single[0][-1]["gap_closed"], rel=1e-4)
+
+
+def test_records_hold_the_metrics_of_a_teacher_that_did_not_run(single):
+    records, _ = single
+    for record in records:
+        assert min(record[name] for name in ("kd_loss", "teacher_ce", "teacher_entropy")) > 0
+        assert record["loss"] == pytest.approx(0.5 * record["ce_loss"] + 0.5 * record["kd_loss"], rel=1e-6)
+
+
+def losses_by_sample(argv):
+    """Loss of every pack that this rank's stream brings in one epoch, by pack number, with the student as loaded."""
+    import torch.distributed as dist
+
+    from mkd.config.load import load_config
+    from mkd.data.loader import TrainStream
+    from mkd.models.packed import packed_documents
+    from mkd.models.stage import StageInput
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+    from mkd.run.build_data import build_data
+    from mkd.run.build_engine import build_engine
+    from mkd.run.run_plan import plan_run
+    from mkd.train.teachers.stored import topk_loss
+
+    plan = plan_run(load_config(argv).config, dist.get_world_size())
+    context = ParallelContext.create(detect())
+    dataset, _ = build_data(plan, context)
+    engine, _ = build_engine(plan, context)
+    stage = engine.chunks[0].module
+    options = dict(data_parallel_rank=context.dp_rank, data_parallel_size=context.dp_size, micro_batch_size=1)
+    stream = TrainStream(dataset, global_batch_size=2, seed=plan.config.training.seed, **options)
+    losses = {}
+    for _ in range(-(-len(dataset) // 2)):
+        for batch in stream.next_step():
+            with torch.no_grad():
+                packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
+                hidden = stage(StageInput(batch.tokens, batch.position_ids, packed))
+                settings = engine.teachers[0], plan.config.kd.kd_ratio
+                output = topk_loss(*settings, stage.student, batch, hidden, context.tp_group, False)
+            losses[batch.sample_ids[0]] = (output.loss.item(), output.kd.item())
+    return losses
+
+
+def test_neither_order_nor_data_parallelism_matters(cache, files, ranks):
+    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss, bit by bit."""
+    runs = []
+    for world_size, seed in ((1, 1), (1, 2), (2, 3)):
+        results = ranks.run(losses_by_sample, world_size, offline(files, "order", cache, *T2, "--seed", seed))
+        runs.append({sample: loss for result in results for sample, loss in result.items()})
+    first, *others = runs
+    assert len(first) > 20 and min(kd for _, kd in first.values()) > 0
+    for losses in others:
+        assert list(losses) != list(first)
+        assert losses == first
+
+
+def assert_refused(ranks, argv, exit_code, *texts):
+    """Two ranks, one message, the same exit code, no step."""
+    results = run_main(ranks, argv, world_size=2)
+    assert [result.exit_code for result in results] == [exit_code] * 2, results[0].stderr
+    message = results[0].stderr.partition("error: ")[2]
+    assert "Traceback" not in message and "error: " not in results[1].stderr
+    for text in texts:
+        assert text in message, message
+
+
+def test_other_weights(cache, files, ranks):
+    """One element of one weight is enough; the very teacher, in another place, is accepted."""
+    poison(files / "teacher", files / "other teacher", 0.5)
+    shutil.copytree(files / "teacher", files / "same teacher")
+    assert_refused(
+        ranks,
+        offline(files, "weights", cache, *T2, teacher_hf="other teacher"),
+        66,
+        f"is of other weights than {files / 'other teacher'}",
+        f"it was exported from {files / 'teacher'}",
+    )
+    (result,) = run_main(ranks, offline(files, "weights", cache, *T2, teacher_hf="same teacher"))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_other_tokenizer(cache, files, ranks):
+    make_model(files / "stranger", **TEACHER)
+    add_tokenizer(files / "stranger", text="pack my box with five dozen liquor jugs. ")
+    argv = offline(files, "tokenizer", cache, *T2, "--tokenizer-model", files / "stranger")
+    assert_refused(
+        ranks, argv, 65, "the teacher cache", "is of another tokenizer", "ids stand for other strings"
+    )
+
+
+@pytest.mark.parametrize(
+    "more, text",
+    [
+        (("--seq-length", 64), "seq-length is 64, the teacher cache"),
+        (("--pack", "none"), "pack is none, the teacher cache"),
+        (("--overlong", "truncate"), "overlong is truncate, the teacher cache"),
+        (("--no-append-eod",), "append-eod is False, the teacher cache"),
+        (("--context-parallel-size", 2), "document-multiple is 4, the teacher cache"),
+        (("--split", "70,30,0"), "packs, this run has"),
+    ],
+)
+def test_other_data_flags(more, text, cache, files, ranks):
+    assert_refused(
+        ranks, offline(files, "data", cache, *T2, *more), 65, text, "export again into another folder"
+    )
+
+
+def test_other_text(cache, files, ranks):
+    """As many packs of the same lengths: the digest of a pack tells."""
+    lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
+    changed = [{"text": line["text"].replace("brown", "brawn")} for line in lines]
+    (files / "changed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    argv = offline(files, "text", cache, *T2, data_path="changed.jsonl")
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 65
+    assert "the teacher saw another train pack 0" in result.stderr or "packs, this run has" in result.stderr
+
+
+def test_other_temperature(cache, files, ranks):
+    texts = (
+        "kd-temperature is 1.0, the teacher cache",
+        "is at 2.0",
+        "use --kd-temperature 2.0, or export again",
+    )
+    assert_refused(ranks, offline(files, "temperature", cache), 64, *texts)
+
+
+def test_a_teachers_own_temperature(cache, files, single, ranks):
+    """It goes before the common one, as with a teacher that runs."""
+    config = files / "own.yaml"
+    config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 2}}]\n")
+    argv = offline(files, "own", cache, *EVALUATED, *LINEAR, "--export-hf", files / "own hf")
+    at = argv.index("--teacher-topk")
+    assert_same_run(trained(ranks, files, [*argv[:at], *argv[at + 2 :], "--config", str(config)]), single)
+    config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 1}}]\n")
+    texts = ("teachers[0].temperature is 1.0, the teacher cache", "use teachers[0].temperature 2.0")
+    assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *texts)
+
+
+def test_a_run_goes_on_with_the_data_and_the_k_that_it_had(cache, files, ranks):
+    save = ("--save", files / "to go on")
+    (result,) = run_main(ranks, offline(files, "to go on", cache, *T2, *save))
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
+    write_records(files / "half.jsonl", *lines[:30])
+    exported(ranks, files, "other data", "--k", 16, *T2, data_path="half.jsonl")
+    exported(ranks, files, "other k", "--k", 8, *T2)
+    more = (*T2, *save, "--load", files / "to go on", "--train-iters", 3)
+    refused = {"data.files": offline(files, "more", "other data", *more, data_path="half.jsonl")}
+    refused |= {"loss.stored_k": offline(files, "more", "other k", *more)}
+    for name, argv in refused.items():
+        assert_refused(
+            ranks, argv, 66, "was saved by a run with other", f" {name} (", f"--accept-change {name}"
+        )
+
+
+def test_only_forward_kl(cache, files, ranks):
+    texts = ("kd-divergence reverse_kl cannot be computed from --teacher-topk", "only their total is stored")
+    assert_refused(
+        ranks, offline(files, "divergence", cache, *T2, "--kd-divergence", "reverse_kl"), 64, *texts
+    )
+
+
+def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
+    argv = offline(files, "nothing", "nowhere", *T2)
+    assert_refused(ranks, argv, 65, "nowhere holds no teacher cache", "tools/export_teacher_topk.py")
+    (result,) = export(ranks, files, "no valid", "--k", 4, *T2, "--split", "1")
+    assert result.exit_code == 0, result.stderr
+    held_out = ("--split", "1", "--valid-data-path", files / "text.jsonl")
+    argv = offline(files, "no valid run", "no valid", *T2, *EVALUATED, *held_out)
+    assert_refused(ranks, argv, 65, "has no valid data", "drop --eval-interval")
+    (files / "no valid" / "train-00002.parquet").unlink()
+    assert_refused(
+        ranks,
+        offline(files, "part", "no valid", *T2, "--split", "1"),
+        65,
+        "is incomplete",
+        "it goes on where",
+    )
+
+
+def test_a_smaller_student_needs_an_export_for_it(files, ranks):
+    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew the student."""
+    small = make_model(files / "small", "qwen3", seed=1, num_hidden_layers=2, vocab_size=301)
+    add_tokenizer(small)
+    exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)
+    exported(ranks, files, "cache over 301", "--k", 8, student_hf="small")
+    argv = offline(files, "small", "cache over 307", student_hf="small")
+    assert_refused(
+        ranks,
+        argv,
+        65,
+        "is over 307 ids, the student has 301",
+        "export again with this student's --student-hf",
+    )
+    (result,) = run_main(ranks, offline(files, "small", "cache over 301", student_hf="small"))
+    assert result.exit_code == 0, result.stderr

@@ -1,0 +1,48 @@
+"""Time and memory of calls, where both are known."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tools.benchmarks.measure import Arm, peak_bytes, time_arms
+
+CPU = torch.device("cpu")
+
+
+def test_arms_take_turns_and_preparation_is_not_timed():
+    calls = []
+    arms = [
+        Arm("a", lambda: calls.append("a"), lambda: time.sleep(0.02)),
+        Arm("b", lambda: (calls.append("b"), time.sleep(0.005))),
+    ]
+    times = time_arms(arms, CPU, rounds=3, warmup=1)
+    rounds = [calls[i : i + 2] for i in range(0, 8, 2)]
+    assert all(sorted(pair) == ["a", "b"] for pair in rounds)
+    assert ["a", "b"] in rounds and ["b", "a"] in rounds, "no arm always follows the same one"
+    assert times["a"] < 5 <= times["b"]
+
+
+def test_peak_counts_what_lives_at_the_same_time():
+    there = torch.randn(1000)
+
+    def run() -> torch.Tensor:
+        two = there + 1, there + 2  # 8,000 bytes
+        both = two[0] + two[1]  # 12,000
+        del two
+        return both * 2  # 8,000 again
+
+    assert peak_bytes(Arm("a", run), CPU) == 12_000
+
+
+def test_views_and_in_place_results_are_not_new_memory():
+    there = torch.randn(1000)
+    assert peak_bytes(Arm("a", lambda: there.view(10, 100).t().mul_(2)), CPU) == 0
+
+
+def test_peak_of_a_backward_pass():
+    """exp keeps its result, 4,000 bytes; its gradient comes on top, and so does the expanded gradient of the sum."""
+    leaf = torch.randn(1000, requires_grad=True)
+    peak = peak_bytes(Arm("a", lambda: torch.autograd.grad(leaf.exp().sum(), leaf)), CPU)
+    assert 8_000 <= peak <= 8_100

@@ -1,0 +1,137 @@
+"""The real engine around two models of random weights."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
+from mkd.config.load import load_config
+from mkd.errors import UsageError
+from mkd.parallel.context import ParallelContext
+from mkd.plan.batch import BatchPlan
+from mkd.plan.checks.validate import layouts_of, virtual_stages
+from mkd.plan.model_shape import ModelShape
+from mkd.platform import Platform
+from mkd.run.build_engine import build_engine
+from mkd.run.model_source import ModelSource
+from mkd.run.run_plan import Plan
+from mkd.train.step import Engine
+from tools.benchmarks.machine import Machine
+from tools.benchmarks.shapes import shape_of
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """The pair to build and how it is spread."""
+
+    student: str  # names of `shapes.SHAPES`
+    teacher: str
+    seq_length: int
+    micro_batch_size: int = 1
+    num_microbatches: int = 1
+    kd_ratio: float = 1.0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    flags: tuple[str, ...] = ()  # more flags of pretrain_kd.py
+
+    def argv(self, dtype: torch.dtype, data_parallel: int) -> list[str]:
+        """The training command's flags. Learning rate 0: all the work of an update, and every step meets the same model."""
+        values = {
+            "--student-hf": self.student,
+            "--teacher-hf": self.teacher,
+            "--kd-ratio": self.kd_ratio,
+            "--train-iters": 1,
+            "--lr": 0.0,
+            "--seq-length": self.seq_length,
+            "--micro-batch-size": self.micro_batch_size,
+            "--global-batch-size": self.micro_batch_size * self.num_microbatches * data_parallel,
+            "--tensor-model-parallel-size": self.tensor_parallel,
+            "--pipeline-model-parallel-size": self.pipeline_parallel,
+        }
+        argv = [str(word) for pair in values.items() for word in pair]
+        argv += ["--bf16"] if dtype == torch.bfloat16 else []
+        argv += ["--sequence-parallel"] if self.tensor_parallel > 1 else []
+        if self.virtual_stages > 1:
+            argv += ["--num-virtual-stages-per-pipeline-rank", str(self.virtual_stages)]
+        return [*argv, *self.flags]
+
+
+class RandomCheckpoint(HFCheckpoint):
+    """Stands for the files of a model: norms of one, every other slice drawn on the device when it is read.
+
+    A slice is the same in every process that reads it, so that shared weights are shared.
+    """
+
+    def __init__(self, shape: ModelShape, device: torch.device):
+        self.directory = Path("random weights")
+        self.bytes_read = 0
+        self.headers = {
+            name: TensorHeader("", tuple(full), "F32") for name, full in hf_tensor_shapes(shape).items()
+        }
+        self._device, self._std = device, shape.initializer_range
+
+    def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
+        size = list(self.headers[tensor].shape)
+        size[dim] = length
+        if len(size) == 1:
+            return torch.ones(size, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{tensor} {start}".encode()))
+        return torch.empty(size, device=self._device).normal_(std=self._std, generator=generator)
+
+
+@contextmanager
+def parallel_context(platform: Platform, settings: PairSettings) -> Iterator[ParallelContext]:
+    """The groups of the layout, for all engines of a benchmark."""
+    context = ParallelContext.create(
+        platform,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        virtual_stages=settings.virtual_stages,
+    )
+    try:
+        yield context
+    finally:
+        context.close()
+
+
+def random_plan(settings: PairSettings, machine: Machine, context: ParallelContext) -> Plan:
+    """A plan whose weights are random and never on disk. With kd_ratio 0 there is no teacher."""
+    config = load_config(settings.argv(machine.dtype, context.dp_size)).config
+
+    def source(name: str) -> ModelSource:
+        shape = shape_of(name)
+        return ModelSource(shape, Path(name), RandomCheckpoint(shape, context.device), None)
+
+    student = source(settings.student)
+    teachers = (source(settings.teacher),) if settings.kd_ratio > 0 else ()
+    stages = virtual_stages(config, student.shape)
+    student_layout, teacher_layouts = layouts_of(
+        config, student.shape, [one.shape for one in teachers], stages
+    )
+    return Plan(
+        config=config,
+        student=student,
+        teachers=teachers,
+        batch=BatchPlan.from_config(config, context.world_size),
+        virtual_stages=stages,
+        student_layout=student_layout,
+        teacher_layouts=teacher_layouts,
+    )
+
+
+def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:
+    """What `mkd.run.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
+    if machine.device.type != context.device.type:
+        what = f"--device {machine.device.type} on a machine with a GPU"
+        raise UsageError(what, "the engine runs on the GPU where there is one", "leave --device out")
+    plan = random_plan(settings, machine, context)
+    return build_engine(plan, context)[0], plan
