@@ -130,7 +130,7 @@ def evaluate_teachers(
     for teacher, models in zip(
         engine.teachers, zip(*stages, strict=True), strict=False
     ):  # a stored teacher has no model
-        if teacher.has_own_tokens:
+        if teacher.is_cross_tokenizer:
             continue
         of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
         if of_teacher is None:

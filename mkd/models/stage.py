@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mkd.models.language_model import LanguageModel
 from mkd.models.packed import PackedDocuments
 from mkd.models.stopwatch import Stopwatch
-from mkd.parallel.pipeline import attach_riders, take_riders
+from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class DistillationStage(MegatronModule):
         """Called by the schedule before `forward`: the student's activation, with the teachers' riding on it."""
         activation = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.student.set_input_tensor(activation)
-        riders = take_riders(activation) or [None] * len(self.teachers)
-        for teacher, rider in zip(self.teachers, riders, strict=True):
-            teacher.set_input_tensor(rider)
+        teacher_hiddens = take_teacher_hidden(activation) or [None] * len(self.teachers)
+        for teacher, teacher_hidden in zip(self.teachers, teacher_hiddens, strict=True):
+            teacher.set_input_tensor(teacher_hidden)
 
     def forward(self, student: StageInput, teachers: Sequence[StageInput | None] = ()) -> Tensor:
         """The teachers under no_grad, then the student, of the same micro-batch.
@@ -65,7 +65,7 @@ class DistillationStage(MegatronModule):
         state [t(/tp), 1, h_s]; those of the teachers, [t_i(/tp), 1, h_i], ride on it. On the last stage all are final (after
         the last norm, before the head).
         """
-        riders = []
+        teacher_hiddens = []
         timed = (
             self.teacher_time.running(student.tokens.device)
             if self.teachers and self.training
@@ -73,9 +73,9 @@ class DistillationStage(MegatronModule):
         )
         with torch.no_grad(), timed:
             for teacher, own in zip(self.teachers, teachers, strict=True):
-                riders.append(_run(teacher, own or student))
+                teacher_hiddens.append(_run(teacher, own or student))
                 teacher.set_input_tensor(None)
-        return attach_riders(_run(self.student, student), riders)
+        return attach_teacher_hidden(_run(self.student, student), teacher_hiddens)
 
 
 def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:

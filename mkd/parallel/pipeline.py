@@ -1,7 +1,7 @@
 """Point-to-point communication of the stages: the teachers' hidden states ride along with the student's activation.
 
 Megatron's schedules send and receive ONE tensor a hop. Everything they do goes through `P2PCommunicator._communicate`, so
-that method alone is overridden here. The other tensors, the *riders*, are an attribute of the first: the stage puts them on
+that method alone is overridden here. The other tensors, the *teacher_hiddens*, are an attribute of the first: the stage puts them on
 its output, the communicator sends them and puts the received ones on the received activation, the next stage takes them off.
 
 On the wire, per micro-batch and hop: forward `T * h_student` elements and `T_i * h_i` for every teacher i, which may have
@@ -21,19 +21,21 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
-_RIDERS = "mkd_riders"
+_TEACHER_HIDDENS = "mkd_teacher_hiddens"
 
 
-def attach_riders(activation: Tensor, riders: Sequence[Tensor]) -> Tensor:
-    """Put `riders` on `activation` and return it. A rider is data: it carries no graph."""
-    if riders:
-        setattr(activation, _RIDERS, tuple(rider.detach() for rider in riders))
+def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor]) -> Tensor:
+    """Put `teacher_hiddens` on `activation` and return it. A teacher_hidden is data: it carries no graph."""
+    if teacher_hiddens:
+        setattr(
+            activation, _TEACHER_HIDDENS, tuple(teacher_hidden.detach() for teacher_hidden in teacher_hiddens)
+        )
     return activation
 
 
-def take_riders(activation: Tensor | None) -> tuple[Tensor, ...]:
-    """Remove and return the riders of `activation`, so that they do not live until the backward pass."""
-    return () if activation is None else activation.__dict__.pop(_RIDERS, ())
+def take_teacher_hidden(activation: Tensor | None) -> tuple[Tensor, ...]:
+    """Remove and return the teacher_hiddens of `activation`, so that they do not live until the backward pass."""
+    return () if activation is None else activation.__dict__.pop(_TEACHER_HIDDENS, ())
 
 
 @dataclass
@@ -49,20 +51,23 @@ class _Transfer:
         self.requests, self.tensors = [], ()
 
 
-class RiderCommunicator(p2p_communication.P2PCommunicator):
-    """Megatron's communicator; forward messages also carry one rider (a teacher's hidden state) for each of `rider_shapes`."""
+class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
+    """Megatron's communicator; forward messages also carry one teacher_hidden (a teacher's hidden state) for each of `teacher_hidden_shapes`."""
 
     def __init__(
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        rider_shapes: Sequence[
+        teacher_hidden_shapes: Sequence[
             tuple[int, ...]
         ],  # each [t / cp (/ tp if sequence parallel), 1, h], of that teacher's tokens
-        rider_dtype: torch.dtype,
+        teacher_hidden_dtype: torch.dtype,
     ):
         super().__init__(pp_group, config)
-        self.rider_shapes, self.rider_dtype = tuple(rider_shapes), rider_dtype
+        self.teacher_hidden_shapes, self.teacher_hidden_dtype = (
+            tuple(teacher_hidden_shapes),
+            teacher_hidden_dtype,
+        )
         self._sending: list[_Transfer] = []
 
     def _communicate(
@@ -78,25 +83,27 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
         """Same contract as Megatron's: (received activation, received gradient, requests by direction or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
-        riders_out = take_riders(tensor_send_next)
-        riders_in = [
-            self._empty(shape, self.rider_dtype).requires_grad_(False)
-            for shape in self.rider_shapes
+        teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
+        teacher_hiddens_in = [
+            self._empty(shape, self.teacher_hidden_dtype).requires_grad_(False)
+            for shape in self.teacher_hidden_shapes
             if recv_prev
         ]
-        expected = 0 if tensor_send_next is None else len(self.rider_shapes)
-        assert len(riders_out) == expected, "a forward activation left its stage without its riders"
+        expected = 0 if tensor_send_next is None else len(self.teacher_hidden_shapes)
+        assert len(teacher_hiddens_out) == expected, (
+            "a forward activation left its stage without its teacher_hiddens"
+        )
         post = self._post_batched if self.config.batch_p2p_comm else self._post_single
         transfers = post(
             send_prev=_alias(tensor_send_prev),
             recv_prev=received,
-            recv_riders=riders_in,
+            recv_teacher_hiddens=teacher_hiddens_in,
             send_next=_alias(tensor_send_next),
-            send_riders=riders_out,
+            send_teacher_hiddens=teacher_hiddens_out,
             recv_next=gradient,
         )
         if received is not None:
-            attach_riders(received, riders_in)
+            attach_teacher_hidden(received, teacher_hiddens_in)
         if wait_on_reqs:
             for transfer in transfers.values():
                 transfer.wait()
@@ -107,14 +114,16 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
     def _empty(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
 
-    def _post_batched(self, *, send_prev, recv_prev, recv_riders, send_next, send_riders, recv_next):
+    def _post_batched(
+        self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
+    ):
         """One grouped launch; every rank appends in the same order, so that messages of a pair of ranks match."""
         operations = [
             dist.P2POp(function, tensor, peer, self.pp_group)
             for function, tensors, peer in (
                 (dist.isend, [send_prev], self.prev_rank),
-                (dist.irecv, [recv_prev, *recv_riders], self.prev_rank),
-                (dist.isend, [send_next, *send_riders], self.next_rank),
+                (dist.irecv, [recv_prev, *recv_teacher_hiddens], self.prev_rank),
+                (dist.isend, [send_next, *send_teacher_hiddens], self.next_rank),
                 (dist.irecv, [recv_next], self.next_rank),
             )
             for tensor in tensors
@@ -123,8 +132,10 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
         requests = dist.batch_isend_irecv(operations) if operations else []
         return {"all": _Transfer(requests, tuple(operation.tensor for operation in operations))}
 
-    def _post_single(self, *, send_prev, recv_prev, recv_riders, send_next, send_riders, recv_next):
-        """Megatron's ordering of single requests (it alternates between even and odd ranks), the riders right behind."""
+    def _post_single(
+        self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
+    ):
+        """Megatron's ordering of single requests (it alternates between even and odd ranks), the teacher_hiddens right behind."""
         peers = dict(
             group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank
         )
@@ -137,7 +148,7 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
                 **peers,
             )
         ]
-        for sent, received in zip_longest(send_riders, recv_riders):
+        for sent, received in zip_longest(send_teacher_hiddens, recv_teacher_hiddens):
             posted.append(
                 p2p_communication._p2p_ops(
                     tensor_send_prev=None,
@@ -147,7 +158,7 @@ class RiderCommunicator(p2p_communication.P2PCommunicator):
                     **peers,
                 )
             )
-        tensors = {"send_prev": (send_prev,), "send_next": (send_next, *send_riders)}
+        tensors = {"send_prev": (send_prev,), "send_next": (send_next, *send_teacher_hiddens)}
         return {
             name: _Transfer(
                 [request[name] for request in posted if request.get(name) is not None], tensors.get(name, ())

@@ -137,7 +137,7 @@ def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -
     otherwise the cross entropy and each teacher have passes of their own. Weights that depend on the pack read every teacher's
     logits a second time.
     """
-    kd, has_own = config.kd, any(teacher.has_own_tokens for teacher in teachers)
+    kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.teacher_combination == "average" else len(teachers)
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
     reads = (
@@ -147,7 +147,7 @@ def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -
     )
     total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
     for teacher in teachers:
-        vocab_size = teacher.shape.vocab_size if teacher.has_own_tokens else student.vocab_size
+        vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
         total += 2 * reads * teacher.seq_length * vocab_size * teacher.shape.hidden_size
     return total
 

@@ -116,11 +116,11 @@ class Forecast:
         for teacher, layout in zip(
             plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True
         ):
-            lines.append(f"{teacher.role} layers by stage: {layout.layers}{self._own_tokens(teacher)}")
+            lines.append(f"{teacher.role} layers by stage: {layout.layers}{self._cross_tokenizer(teacher)}")
         return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
 
-    def _own_tokens(self, teacher: Teacher) -> str:
-        return f"; packs of {teacher.seq_length} tokens of its own" if teacher.has_own_tokens else ""
+    def _cross_tokenizer(self, teacher: Teacher) -> str:
+        return f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
 
     def _padded_attention(self) -> list[str]:
         tensor = self.config.parallel.tensor_model_parallel_size

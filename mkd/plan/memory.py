@@ -122,13 +122,18 @@ class _Models:
     def vocab_rows(self) -> int:
         """Of each embedding and head on one process: models that read the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        shapes = [self.student, *(teacher.shape for teacher in self.teachers if not teacher.has_own_tokens)]
+        shapes = [
+            self.student,
+            *(teacher.shape for teacher in self.teachers if not teacher.is_cross_tokenizer),
+        ]
         return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
         """Of a teacher's head on one process. With its own tokens it has a place beside each row of the student's."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        return max(self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.has_own_tokens else 0)
+        return max(
+            self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
+        )
 
     def _activations(self, teacher: Teacher) -> Activations:
         return Activations(self.config, teacher.shape, self.element, teacher.seq_length)
@@ -174,7 +179,7 @@ class _Models:
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """On the device. With its own tokens a teacher has an embedding padded by itself, and a head never tied to it."""
-        if not teacher.has_own_tokens:
+        if not teacher.is_cross_tokenizer:
             return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
         tensor = self.config.parallel.tensor_model_parallel_size
         rows = teacher.shape.padded_vocab_size(tensor) // tensor

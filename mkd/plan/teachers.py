@@ -17,7 +17,7 @@ class Teacher:
     shape: ModelShape
     role: str
     seq_length: int  # tokens of its packs
-    has_own_tokens: bool  # another tokenizer than the student's
+    is_cross_tokenizer: bool  # another tokenizer than the student's
     on_host: bool  # weights wait in host memory
 
 
@@ -33,7 +33,7 @@ def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher
             shape=shape,
             role=role,
             seq_length=(teacher.xtoken.seq_length if teacher.xtoken else None) or config.training.seq_length,
-            has_own_tokens=teacher.xtoken is not None,
+            is_cross_tokenizer=teacher.xtoken is not None,
             on_host=teacher.residency == "host",
         )
         for shape, role, teacher in zip(shapes, teacher_roles(config.teachers), config.teachers, strict=False)

@@ -13,7 +13,7 @@ from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.platform import usable_cores
-from mkd.run.cross_tokenizer import OwnTokens
+from mkd.run.cross_tokenizer import CrossTokenizerTeacher
 from mkd.run.run_plan import Plan
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
@@ -23,7 +23,7 @@ MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them w
 def build_data(
     plan: Plan,
     context: ParallelContext,
-    own_tokens: Sequence[OwnTokens | None] = (),  # of each teacher
+    cross_tokenizer: Sequence[CrossTokenizerTeacher | None] = (),  # of each teacher
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
 ):
@@ -34,14 +34,19 @@ def build_data(
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     build = SharedBuild(context, signals or Signals(), watchdog)
     try:
-        return _open(plan, context, own_tokens, build)
+        return _open(plan, context, cross_tokenizer, build)
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(plan.config.checkpoint.save, stop)
         raise
 
 
-def _open(plan: Plan, context: ParallelContext, own_tokens: Sequence[OwnTokens | None], build: SharedBuild):
+def _open(
+    plan: Plan,
+    context: ParallelContext,
+    cross_tokenizer: Sequence[CrossTokenizerTeacher | None],
+    build: SharedBuild,
+):
     data, tokenizer = plan.config.data, plan.tokenizers.student
     train_set, valid_set = open_datasets(
         data_path=data.data_path,
@@ -58,7 +63,7 @@ def _open(plan: Plan, context: ParallelContext, own_tokens: Sequence[OwnTokens |
         characters_per_sample=data.characters_per_sample,
         max_bad_records=data.max_bad_records,
         quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
-        teachers=[own and own.text for own in own_tokens],
+        teachers=[own and own.text for own in cross_tokenizer],
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

@@ -14,8 +14,8 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import RiderCommunicator
-from mkd.run.cross_tokenizer import OwnTokens
+from mkd.parallel.pipeline import TeacherHiddenCommunicator
+from mkd.run.cross_tokenizer import CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.optimizer import build_optimizer, wrap_stages
@@ -29,7 +29,9 @@ from mkd.xtoken.vocabulary.slots import TeacherSlots
 def build_engine(
     plan: Plan,
     context: ParallelContext,
-    own_tokens: Sequence[OwnTokens | None] = (),  # of each teacher; empty: all read the student's tokens
+    cross_tokenizer: Sequence[
+        CrossTokenizerTeacher | None
+    ] = (),  # of each teacher; empty: all read the student's tokens
 ) -> tuple[Engine, TrainingState]:
     """All models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
@@ -41,12 +43,12 @@ def build_engine(
         recompute_num_layers=config.training.recompute_num_layers,
         deterministic=config.training.deterministic_mode,
     )
-    own_tokens = own_tokens or [None] * len(plan.teachers)
+    cross_tokenizer = cross_tokenizer or [None] * len(plan.teachers)
     vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
     students = build_chunks(plan.student.shape, plan.student_layout, options, context, vocab)
     load_weights(students, plan.student, context)
     teachers, vocabularies = [], []
-    for source, layout, own in zip(plan.teachers, plan.teacher_layouts, own_tokens, strict=True):
+    for source, layout, own in zip(plan.teachers, plan.teacher_layouts, cross_tokenizer, strict=True):
         chunks = build_chunks(source.shape, layout, options, context, None if own else vocab)
         load_weights(chunks, source, context)
         vocabularies.append(own and place_beside(students[-1], chunks[-1], own, vocab, context))
@@ -56,7 +58,7 @@ def build_engine(
     chunks = wrap_stages(join_stages(students, teachers), config, context)
     optimizer = build_optimizer(chunks, config, context)
     context.seed(config.training.seed)  # whatever building the models drew, training starts from the seed
-    schedule = build_schedule(plan, students, options, context, own_tokens)
+    schedule = build_schedule(plan, students, options, context, cross_tokenizer)
     engine = Engine(config.kd, context, schedule, chunks, optimizer, teacher_losses(plan, vocabularies))
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
@@ -75,7 +77,7 @@ def teacher_losses(plan: Plan, vocabularies: Sequence[ChunkVocabulary | None]) -
 def place_beside(
     student: LanguageModel,
     teacher: LanguageModel,
-    own: OwnTokens,
+    own: CrossTokenizerTeacher,
     student_rows: int,
     context: ParallelContext,
 ) -> ChunkVocabulary | None:
@@ -106,17 +108,19 @@ def build_schedule(
     students: list[LanguageModel],
     options: ModelOptions,
     context: ParallelContext,
-    own_tokens: Sequence[OwnTokens | None] = (),
+    cross_tokenizer: Sequence[CrossTokenizerTeacher | None] = (),
 ) -> PipelineSchedule:
     """The schedule and its communicator; the teachers' hidden states ride along."""
     seq_length, student_config = plan.config.training.seq_length, students[0].config
     shards = context.cp_size * (context.tp_size if student_config.sequence_parallel else 1)
-    rider_shapes = []
-    for source, own in zip(plan.teachers, own_tokens, strict=True):
+    teacher_hidden_shapes = []
+    for source, own in zip(plan.teachers, cross_tokenizer, strict=True):
         tokens = plan.batch.micro_batch_size * (own.seq_length if own else seq_length)
-        rider_shapes.append((tokens // shards, 1, source.shape.hidden_size))
-    if rider_shapes:
-        communicator = RiderCommunicator(context.pp_group, student_config, rider_shapes, options.dtype)
+        teacher_hidden_shapes.append((tokens // shards, 1, source.shape.hidden_size))
+    if teacher_hidden_shapes:
+        communicator = TeacherHiddenCommunicator(
+            context.pp_group, student_config, teacher_hidden_shapes, options.dtype
+        )
     else:
         communicator = P2PCommunicator(context.pp_group, student_config)
     return PipelineSchedule(context, communicator, plan.batch.micro_batch_size * seq_length)

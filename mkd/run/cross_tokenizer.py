@@ -18,7 +18,7 @@ from mkd.xtoken.vocabulary.relation import VocabularyRelation
 
 
 @dataclass(frozen=True)
-class OwnTokens:
+class CrossTokenizerTeacher:
     """One teacher's side of the text and of the vocabulary."""
 
     settings: XTokenConfig
@@ -27,9 +27,9 @@ class OwnTokens:
     seq_length: int | None = None  # tokens of the teacher's packs, known once the data are
 
 
-def find_own_tokens(
+def find_cross_tokenizer(
     plan: Plan, tokenizer: Tokenizer, context: ParallelContext
-) -> tuple[OwnTokens | None, ...]:
+) -> tuple[CrossTokenizerTeacher | None, ...]:
     """For every teacher that runs; None for one that reads the student's tokens. Collective.
 
     The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError, on every rank, for
@@ -43,19 +43,19 @@ def find_own_tokens(
         else:
             name = plan.teacher_names[index]
             teacher = plan.tokenizers.teachers[index]
-            prepare = partial(_own_tokens, plan.config, tokenizer, teacher, source, settings, name)
+            prepare = partial(_cross_tokenizer, plan.config, tokenizer, teacher, source, settings, name)
             found.append(context.rank_0_first(prepare))
     return tuple(found)
 
 
-def _own_tokens(
+def _cross_tokenizer(
     config: Config,
     tokenizer: Tokenizer,
     teacher: Tokenizer,
     source: ModelSource,
     settings: XTokenConfig,
     name: str,
-) -> OwnTokens:
+) -> CrossTokenizerTeacher:
     relation = build_projection(
         tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection
     )
@@ -70,13 +70,13 @@ def _own_tokens(
         reasoning=settings.reasoning,
         name=name,
     )
-    return OwnTokens(settings, relation, text)
+    return CrossTokenizerTeacher(settings, relation, text)
 
 
 def with_seq_lengths(
-    own_tokens: Sequence[OwnTokens | None], lengths: Sequence[int | None]
-) -> tuple[OwnTokens | None, ...]:
+    cross_tokenizer: Sequence[CrossTokenizerTeacher | None], lengths: Sequence[int | None]
+) -> tuple[CrossTokenizerTeacher | None, ...]:
     """The same with the pack lengths that the data sets have found."""
     return tuple(
-        own and replace(own, seq_length=length) for own, length in zip(own_tokens, lengths, strict=True)
+        own and replace(own, seq_length=length) for own, length in zip(cross_tokenizer, lengths, strict=True)
     )

@@ -29,7 +29,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_origin
-from mkd.run.cross_tokenizer import find_own_tokens, with_seq_lengths
+from mkd.run.cross_tokenizer import find_cross_tokenizer, with_seq_lengths
 from mkd.run.loop import Run
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
@@ -66,14 +66,16 @@ def build_run(
     watchdog.meet_peers()
     crashes, profiler = begin(plan, context, ending)
     tokenizer = plan.tokenizers.student
-    own_tokens = find_own_tokens(plan, tokenizer, context)
-    train_set, valid_set = build_data(plan, context, own_tokens, signals, watchdog)
+    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
+    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, watchdog)
     tasks = build_tasks(
         config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context
     )
     origin = take_origin(plan, tokenizer, train_set, valid_set, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, origin, context)
-    engine, state = build_engine(plan, context, with_seq_lengths(own_tokens, train_set.teacher_seq_lengths))
+    engine, state = build_engine(
+        plan, context, with_seq_lengths(cross_tokenizer, train_set.teacher_seq_lengths)
+    )
     with engine.optimizer.state_on_device():
         position = (
             load_checkpoint(start_folder, state, context, is_verified=True)
@@ -215,7 +217,7 @@ def build_reporter(
         train_iters=config.training.train_iters,
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
-        has_own_tokens=any(one.xtoken for one in config.teachers),
+        is_cross_tokenizer=any(one.xtoken for one in config.teachers),
         initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0)
         if writers and has_baseline
         else None,

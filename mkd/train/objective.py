@@ -13,7 +13,7 @@ from mkd.data.batch import PackedBatch
 from mkd.losses import KDOutput, fused_linear_kd, vocab_parallel_kd
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import take_riders
+from mkd.parallel.pipeline import take_teacher_hidden
 from mkd.train.sums import LossSums, TeacherSums, report, report_size
 from mkd.train.teachers.stored import topk_loss
 from mkd.train.teachers.teacher_loss import TeacherLoss, compare, use_heads
@@ -66,16 +66,20 @@ class Objective:
         self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback: (loss to differentiate, 0 tokens: nothing is left to divide by, report fp64)."""
-        riders = take_riders(hidden)
-        takes_one_pass = len(self.names) < 2 and not any(one.has_own_tokens for one in self.teachers)
+        teacher_hiddens = take_teacher_hidden(hidden)
+        takes_one_pass = len(self.names) < 2 and not any(one.is_cross_tokenizer for one in self.teachers)
         one_or_many = self._one_pass if takes_one_pass else self._pass_per_teacher
-        loss, sums = one_or_many(stage, batch, hidden, riders)
+        loss, sums = one_or_many(stage, batch, hidden, teacher_hiddens)
         if self.reports is not None:
             self.reports.append((batch.sample_ids, sums))
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _one_pass(
-        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]
+        self,
+        stage: DistillationStage,
+        batch: PackedBatch,
+        hidden: Tensor,
+        teacher_hiddens: tuple[Tensor, ...],
     ):
         if batch.teacher is not None:
             output = topk_loss(
@@ -89,22 +93,26 @@ class Objective:
             )
         else:
             loss = self._fused if self.kd.kd_fused_head or not torch.is_grad_enabled() else self._on_logits
-            output = loss(stage, batch, hidden, riders, self.kd.kd_ratio)
+            output = loss(stage, batch, hidden, teacher_hiddens, self.kd.kd_ratio)
         teachers = [TeacherSums.of(output, output.num_loss_tokens)] * len(self.names)
         sums = report(output.ce, output.num_loss_tokens, teachers, hidden)
         return output.loss * self.inverse_counts[0], sums
 
     def _pass_per_teacher(
-        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor, riders: tuple[Tensor, ...]
+        self,
+        stage: DistillationStage,
+        batch: PackedBatch,
+        hidden: Tensor,
+        teacher_hiddens: tuple[Tensor, ...],
     ):
         ratio, total, ce = self.kd.kd_ratio, hidden.new_zeros((), dtype=torch.float32), None
         if ratio < 1 or self.with_ce_metric:
             output = self._fused(stage, batch, hidden, (), 0.0, (1 - ratio) * self.inverse_counts[0])
             total, ce = output.loss * ((1 - ratio) * self.inverse_counts[0]), output.ce
-        weights = pack_weights(self.kd, self.context, self.teachers, stage, batch, riders)
+        weights = pack_weights(self.kd, self.context, self.teachers, stage, batch, teacher_hiddens)
         teachers = []
-        for index, (teacher, model, rider) in enumerate(
-            zip(self.teachers, stage.teachers, riders, strict=True)
+        for index, (teacher, model, teacher_hidden) in enumerate(
+            zip(self.teachers, stage.teachers, teacher_hiddens, strict=True)
         ):
             factor = ratio * self.inverse_counts[1 + index]
             own = batch.teachers[index] if batch.teachers else None
@@ -114,7 +122,7 @@ class Objective:
                 stage.student,
                 model,
                 hidden,
-                rider,
+                teacher_hidden,
                 batch,
                 own,
                 weights[index],
@@ -130,7 +138,7 @@ class Objective:
         stage: DistillationStage,
         batch: PackedBatch,
         hidden: Tensor,
-        riders: tuple[Tensor, ...],
+        teacher_hiddens: tuple[Tensor, ...],
         kd_ratio: float,
         loss_gradient: Tensor | None = None,  # None: that of a loss per loss token
     ) -> KDOutput:
@@ -140,7 +148,7 @@ class Objective:
             return fused_linear_kd(
                 hidden.squeeze(1),
                 student_weight,
-                [rider.squeeze(1) for rider in riders] or None,
+                [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens] or None,
                 teacher_weights or None,
                 batch.labels[0],
                 batch.loss_mask[0],
@@ -152,21 +160,21 @@ class Objective:
                 **self._settings(stage, kd_ratio),
             )
 
-        return use_heads([stage.student, *(stage.teachers if riders else ())], with_weights)
+        return use_heads([stage.student, *(stage.teachers if teacher_hiddens else ())], with_weights)
 
     def _on_logits(
         self,
         stage: DistillationStage,
         batch: PackedBatch,
         hidden: Tensor,
-        riders: tuple[Tensor, ...],
+        teacher_hiddens: tuple[Tensor, ...],
         kd_ratio: float,
     ) -> KDOutput:
         """All logits of the micro-batch at once: the plain form that the fused one is tested against."""
         teacher_logits = None
-        if riders:
+        if teacher_hiddens:
             with torch.no_grad():
-                teacher_logits = stage.teachers[0].logits(riders[0]).squeeze(1)
+                teacher_logits = stage.teachers[0].logits(teacher_hiddens[0]).squeeze(1)
         return vocab_parallel_kd(
             stage.student.logits(hidden).squeeze(1),
             teacher_logits,

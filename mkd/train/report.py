@@ -39,7 +39,7 @@ class Reporter:
     train_iters: int
     global_batch_size: int
     seq_length: int
-    has_own_tokens: bool = False  # some teacher has
+    is_cross_tokenizer: bool = False  # some teacher has
     initial_kd: float | None = None  # held-out kd_loss before the first step, where it was evaluated
     take_teacher_ms: Callable[[], float | None] = lambda: (
         None
@@ -156,7 +156,7 @@ class Reporter:
 
     def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
         """Where one teacher does not say it all: several, or one that is compared on other rows than the loss tokens."""
-        return sums.per_teacher() if len(sums.teachers) > 1 or self.has_own_tokens else {}
+        return sums.per_teacher() if len(sums.teachers) > 1 or self.is_cross_tokenizer else {}
 
     def _peak_memory(self) -> dict[str, float]:
         """Of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch does not count."""

@@ -67,7 +67,7 @@ class _Entries:
         """Takes them out of the logits: what stays there has no probability, so that sums over the others lose nothing."""
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
-        found = call.heated(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)
+        found = call.scaled(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)
         passes_for(logits).fill(
             logits, rows, columns, torch.full_like(found, max(LOWEST, torch.finfo(logits.dtype).min))
         )

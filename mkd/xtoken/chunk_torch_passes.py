@@ -22,7 +22,7 @@ def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: 
         support = _support(teacher[rows], lowest, rows, call)
         wide = torch.nn.functional.pad(support, (0, teacher.shape[1] - support.shape[-1]))
         masks = (support, (call.student_codes != 0) & ~support), (wide, (call.teacher_codes != 0) & ~wide)
-        values = call.heated(student[rows]), call.heated(teacher[rows])
+        values = call.scaled(student[rows]), call.scaled(teacher[rows])
         parts.append(
             torch.stack([log_sum_exp(v, m) for v, both in zip(values, masks, strict=True) for m in both])
         )
@@ -79,7 +79,7 @@ def largest(logits: Tensor, codes: Tensor) -> Tensor:
 
 def log_sums(logits: Tensor, codes: Tensor, call: LossCall) -> Tensor:
     """ln sum exp of z / T, [n]."""
-    return torch.cat([log_sum_exp(call.heated(logits[rows]), codes != 0) for rows in row_chunks(logits)])
+    return torch.cat([log_sum_exp(call.scaled(logits[rows]), codes != 0) for rows in row_chunks(logits)])
 
 
 def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -95,7 +95,7 @@ def write_softmax_gradient(
 ) -> None:
     """logits = p * factor, with `totals` and `factor` [n]."""
     for rows in row_chunks(logits):
-        p = call.heated(logits[rows]).sub(totals[rows, None]).exp_().masked_fill_(codes == 0, 0.0)
+        p = call.scaled(logits[rows]).sub(totals[rows, None]).exp_().masked_fill_(codes == 0, 0.0)
         write_scaled(logits[rows], p, factor[rows])
 
 
@@ -109,5 +109,5 @@ def _logs(
     student: Tensor, teacher: Tensor, totals: tuple[Tensor, Tensor], rows: slice, call: LossCall
 ) -> tuple[Tensor, Tensor]:
     """ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means nothing."""
-    log_t = call.heated(teacher[:, : student.shape[1]]) - totals[1][rows, None]
-    return log_t, call.heated(student) - totals[0][rows, None]
+    log_t = call.scaled(teacher[:, : student.shape[1]]) - totals[1][rows, None]
+    return log_t, call.scaled(student) - totals[0][rows, None]

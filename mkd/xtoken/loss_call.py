@@ -65,7 +65,7 @@ class LossCall:
     def is_split(self) -> bool:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
-    def heated(self, logits: Tensor) -> Tensor:
+    def scaled(self, logits: Tensor) -> Tensor:
         """logits / T in the compute dtype; the logits themselves where that changes nothing."""
         logits = logits.to(compute_dtype(logits))
         return logits if self.settings.temperature == 1.0 else logits / self.settings.temperature

@@ -30,7 +30,7 @@ def projected(
     """
     projection = call.vocabulary.projection
     with_rest = projection.student_rest and projection.teacher_rest
-    s_values, t_values = call.heated(student), call.heated(teacher)
+    s_values, t_values = call.scaled(student), call.scaled(teacher)
     sums = call.gather(s=log_sum_exp(s_values, call.student_real), t=log_sum_exp(t_values, call.teacher_real))
     p = _probabilities(s_values, sums["s"], call.student_real)
     own_mean = _chunk_means(p, piece.student)

@@ -32,8 +32,8 @@ def test_what_a_plan_knows_of_teachers():
         {}, {"xtoken": XTokenConfig(), "residency": "host"}, {"xtoken": XTokenConfig(seq_length=9)}
     )
     assert plan_teachers(settings, (TEACHER, STUDENT, TEACHER)) == (
-        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, has_own_tokens=False, on_host=False),
-        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, has_own_tokens=True, on_host=True),
-        Teacher(TEACHER, "teacher t2", 9, has_own_tokens=True, on_host=False),
+        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, on_host=False),
+        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, on_host=True),
+        Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, on_host=False),
     )
     assert plan_teachers(settings, ()) == (), "with kd-ratio 0 none runs"

@@ -21,7 +21,7 @@ class Recorded:
     """One micro-batch on the last stage."""
 
     hidden: Tensor  # [t, h_s], final, of the student
-    riders: list[Tensor]  # each [t, h_i], final, of a teacher
+    teacher_hiddens: list[Tensor]  # each [t, h_i], final, of a teacher
     labels: Tensor  # [t]
     mask: Tensor  # [t]
     num_packs: int
@@ -90,17 +90,20 @@ class _Recorder:
         self.recorded, self.weights = [], []
 
     def __call__(self, stage, batch, hidden):
-        from mkd.parallel.pipeline import attach_riders, take_riders
+        from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
         from mkd.train.teachers.weights import pack_weights
 
-        riders, leaf = take_riders(hidden), hidden.detach().requires_grad_()
-        loss, tokens, sums = self.objective(stage, batch, attach_riders(leaf, riders))
+        teacher_hiddens, leaf = take_teacher_hidden(hidden), hidden.detach().requires_grad_()
+        loss, tokens, sums = self.objective(stage, batch, attach_teacher_hidden(leaf, teacher_hiddens))
         loss.backward()
         objective = self.objective
         self.weights.append(
-            pack_weights(objective.kd, self.context, objective.teachers, stage, batch, riders)
+            pack_weights(objective.kd, self.context, objective.teachers, stage, batch, teacher_hiddens)
         )
-        states, count = [rider.squeeze(1) for rider in riders], len(batch.sample_ids)
+        states, count = (
+            [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens],
+            len(batch.sample_ids),
+        )
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
         self.recorded.append(
             (*values, loss.item(), leaf.grad.squeeze(1))
@@ -117,7 +120,7 @@ def dense_weights(
 ) -> Tensor:
     """[teachers, k] float64: `select`, or softmax(ln share - metric / temperature)."""
     values = []
-    for states, head, size in zip(recorded.riders, heads[1:], VOCAB_SIZES[1:], strict=True):
+    for states, head, size in zip(recorded.teacher_hiddens, heads[1:], VOCAB_SIZES[1:], strict=True):
         log_p = logits_of(states, head, size).log_softmax(1)
         of_row = {
             "ce": -log_p.gather(1, recorded.labels.clamp(max=size - 1)[:, None])[:, 0],
@@ -146,7 +149,7 @@ def dense_loss(
         student, None, labels, recorded.mask, student_vocab_size=VOCAB_SIZES[0], kd_ratio=0.0
     ).loss
     parts = []
-    for i, states in enumerate(recorded.riders):
+    for i, states in enumerate(recorded.teacher_hiddens):
         teacher, size = logits_of(states, heads[1 + i], VOCAB_SIZES[1 + i]), VOCAB_SIZES[1 + i]
         row_weights = recorded.mask * weights[i].repeat_interleave(len(labels) // recorded.num_packs)
         sizes = dict(student_vocab_size=VOCAB_SIZES[0], teacher_vocab_size=size)

@@ -96,7 +96,7 @@ def test_average_is_the_divergence_from_the_mean_of_probabilities(divergence, fi
     def expect(recorded, hidden, heads):
         mean = sum(
             share * (logits_of(states, head, size) / temperature).softmax(1)
-            for share, states, head in zip(SHARES, recorded.riders, heads[1:], strict=True)
+            for share, states, head in zip(SHARES, recorded.teacher_hiddens, heads[1:], strict=True)
         )
         student = logits_of(hidden, heads[0], VOCAB_SIZES[0])
         sizes = dict(student_vocab_size=VOCAB_SIZES[0], teacher_vocab_size=size)

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.train.command import flags, read_metrics, read_weights, run_main
+from tests.train.cross_tokenizer_invariance import build, make_files
 from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, SP, Layout
-from tests.train.own_tokens_invariance import build, make_files
 
 WIDTHS = 48, 72, 48  # hidden sizes of the student, of the teacher with its own tokens, of the other one
 
@@ -23,7 +23,7 @@ def sent_elements(layout, files):
     """(elements that this rank sends to other stages in one step, tokens of the first teacher's packs)."""
     from mkd.train.step import train_step
 
-    engine, _, batches, own_tokens = build(layout, files, "partition_kl")
+    engine, _, batches, cross_tokenizer = build(layout, files, "partition_kl")
     sent, original = [], dist.P2POp
 
     class Counted(original):
@@ -37,7 +37,7 @@ def sent_elements(layout, files):
         train_step(engine, batches)
     finally:
         dist.P2POp = original
-    return sum(sent), own_tokens[0].seq_length
+    return sum(sent), cross_tokenizer[0].seq_length
 
 
 LONG_WIRES = Layout("PP4", 4, pp=4), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)

@@ -14,7 +14,7 @@ from mkd.data.batch import PackedBatch
 from mkd.models.packed import packed_documents
 from mkd.models.stage import StageInput
 from mkd.parallel.context import ParallelContext
-from mkd.parallel.pipeline import attach_riders
+from mkd.parallel.pipeline import attach_teacher_hidden
 from mkd.plan.bubble import balanced_bubble
 from mkd.platform import Platform
 from mkd.run.run_plan import Plan
@@ -109,7 +109,7 @@ def stage_alone(
     def message(width: int) -> Tensor:
         return torch.randn(rows, 1, width, device=context.device, dtype=machine.dtype)
 
-    activation, rider, gradient = (
+    activation, teacher_hidden, gradient = (
         message(width)
         for width in (
             plan.student.shape.hidden_size,
@@ -120,7 +120,9 @@ def stage_alone(
 
     def run() -> None:
         if not context.is_first_stage(virtual_stage):
-            stage.set_input_tensor(attach_riders(activation.detach().requires_grad_(), [rider]))
+            stage.set_input_tensor(
+                attach_teacher_hidden(activation.detach().requires_grad_(), [teacher_hidden])
+            )
         output = chunk(StageInput(batch.tokens, batch.position_ids, packed), [None])
         if context.is_last_stage(virtual_stage):
             objective(stage, batch, output)[0].backward()

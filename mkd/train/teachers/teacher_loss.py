@@ -36,7 +36,7 @@ class TeacherLoss:
     )
 
     @property
-    def has_own_tokens(self) -> bool:
+    def is_cross_tokenizer(self) -> bool:
         return self.chunk_settings is not None
 
     @classmethod
@@ -73,7 +73,7 @@ def compare(
     student_model: LanguageModel,
     teacher_model: LanguageModel,
     hidden: Tensor,  # [t(/tp), 1, h_s] final, of the student
-    rider: Tensor,  # [t'(/tp), 1, h_t] final, of the teacher
+    teacher_hidden: Tensor,  # [t'(/tp), 1, h_t] final, of the teacher
     batch: PackedBatch,
     own: TeacherBatch | None,  # the micro-batch in the teacher's own tokens
     weights: Tensor,  # [k] fp32, of this teacher in each pack
@@ -93,7 +93,7 @@ def compare(
         output = fused_linear_kd(
             hidden.squeeze(1),
             student_weight,
-            rider.squeeze(1),
+            teacher_hidden.squeeze(1),
             teacher_weight,
             batch.labels[0],
             row_weights,
@@ -122,7 +122,7 @@ def compare(
         output = fused_chunk_kd(
             hidden.squeeze(1),
             student_weight,
-            rider.squeeze(1),
+            teacher_hidden.squeeze(1),
             teacher_weight,
             chunks,
             vocabulary=teacher.vocabulary,
@@ -141,7 +141,7 @@ def compare(
         )
         return output.loss, TeacherSums(*sums, output.top1_agreement, compared)
 
-    run = on_chunks if teacher.has_own_tokens else on_tokens
+    run = on_chunks if teacher.is_cross_tokenizer else on_tokens
     return use_heads([student_model, teacher_model], run)
 
 

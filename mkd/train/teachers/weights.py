@@ -35,7 +35,7 @@ def pack_weights(
     teachers: Sequence[TeacherLoss],
     stage: DistillationStage,
     batch: PackedBatch,
-    riders: Sequence[Tensor],  # each [t_i(/tp), 1, h_i], final
+    teacher_hiddens: Sequence[Tensor],  # each [t_i(/tp), 1, h_i], final
 ) -> Tensor:  # [teachers, k] fp32, k packs; every column adds up to 1
     """`static`: the configured shares. `select`: 1 for the teacher with the lowest cross entropy, 0 for the others.
 
@@ -52,9 +52,17 @@ def pack_weights(
     values = torch.stack(
         [
             _pack_metric(
-                metric, context, one, model, rider, batch, batch.teachers[i] if batch.teachers else None
+                metric,
+                context,
+                one,
+                model,
+                teacher_hidden,
+                batch,
+                batch.teachers[i] if batch.teachers else None,
             )
-            for i, (one, model, rider) in enumerate(zip(teachers, stage.teachers, riders, strict=True))
+            for i, (one, model, teacher_hidden) in enumerate(
+                zip(teachers, stage.teachers, teacher_hiddens, strict=True)
+            )
         ]
     )
     if context.cp_size > 1:
@@ -73,12 +81,12 @@ def _pack_metric(
     context: ParallelContext,
     teacher: TeacherLoss,
     model: LanguageModel,
-    rider: Tensor,
+    teacher_hidden: Tensor,
     batch: PackedBatch,
     own: TeacherBatch | None,
 ) -> Tensor:
     """[k, 2] fp32 of this context-parallel rank: sum of the metric over the teacher's tokens, student tokens covered."""
-    hidden, num_packs = rider.squeeze(1), len(batch.sample_ids)
+    hidden, num_packs = teacher_hidden.squeeze(1), len(batch.sample_ids)
     common = dict(tp_group=context.tp_group, sequence_parallel=model.config.sequence_parallel)
     if own is None:
         rows = batch.loss_rows

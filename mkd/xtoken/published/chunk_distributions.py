@@ -43,7 +43,7 @@ def chunk_distributions(
 
 
 def _local(logits: Tensor, side: SideRows, real: Tensor, call: LossCall) -> dict[str, Tensor]:
-    values = call.heated(logits)
+    values = call.scaled(logits)
     columns = call.local_columns(side.places, real.shape[0])
     return {
         "sums": log_sum_exp(values, real),
@@ -71,7 +71,7 @@ def write_chain_gradient(
 ) -> None:
     """The realised tokens' rows get (onehot - p) dL/db, the base rows `of_base`; both times `scale`."""
     side, width, rank = piece.student, student.shape[1], call.vocabulary.rank
-    result = call.heated(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)
+    result = call.scaled(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)
     result.mul_(-of_chain[side.chunks][:, None])
     columns = call.local_columns(side.places[side.others], width)
     one_hot = of_chain[side.other_chunks].masked_fill(columns == width, 0.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.train.own_tokens_invariance import SELECT, SINGLE, build, make_files
+from tests.train.cross_tokenizer_invariance import SELECT, SINGLE, build, make_files
 from tests.train.test_objective import Recorded, logits_of
 
 SAME_ROWS, CROSS_ROWS = 352, 460
@@ -69,9 +69,13 @@ def test_metric_is_per_student_token_of_the_same_text(name, files, ranks):
     for values, chunks, found in zip(recorded, all_chunks, weights, strict=True):
         one = Recorded(*values)
         rows, metric = one.mask.nonzero()[:, 0], "ce" if name == "select" else name
-        of_same = metric_of(metric, logits_of(one.riders[1][rows], same, SAME_ROWS), one.labels[rows]).mean()
+        of_same = metric_of(
+            metric, logits_of(one.teacher_hiddens[1][rows], same, SAME_ROWS), one.labels[rows]
+        ).mean()
         side = chunks.teacher
-        total = metric_of(metric, logits_of(one.riders[0][side.rows], cross, CROSS_ROWS), side.labels).sum()
+        total = metric_of(
+            metric, logits_of(one.teacher_hiddens[0][side.rows], cross, CROSS_ROWS), side.labels
+        ).sum()
         of_cross = total / len(chunks.student.rows) if chunks.num_chunks else torch.tensor(torch.inf)
         per_token = torch.stack([of_cross, of_same]).double()
         if name == "select":

@@ -24,7 +24,7 @@ XTOKEN = ("--xtoken-loss", "partition_kl")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A student, a teacher with its tokenizer (`teacher`), one with another (`cross`), and texts."""
-    folder = tmp_path_factory.mktemp("own_tokens")
+    folder = tmp_path_factory.mktemp("cross_tokenizer")
     add_tokenizer(make_model(folder / "student", **STUDENT))
     add_tokenizer(make_model(folder / "teacher", **TEACHER))
     train_byte_level(vocab_size=290).save_pretrained(make_model(folder / "cross", **TEACHER))

@@ -1,7 +1,7 @@
 """The same table for teachers with their own tokens: one beside a teacher with the student's tokenizer, under every layout.
 
 A fixed global batch of real text, aligned by the real loader. The student's head has more rows than its tokenizer has ids.
-`python -m tests.train.own_tokens_invariance` prints the table.
+`python -m tests.train.cross_tokenizer_invariance` prints the table.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.data.build import open_datasets
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.cross_tokenizer import find_own_tokens, with_seq_lengths
+    from mkd.run.cross_tokenizer import find_cross_tokenizer, with_seq_lengths
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import join
     from mkd.tokenizers.load import load_tokenizer
@@ -99,7 +99,7 @@ def build(layout: Layout, files: Path, loss: str):
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
     context = join(plan, detect())
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
-    own_tokens = find_own_tokens(plan, tokenizer, context)
+    cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     packs, _ = open_datasets(
         data_path=[str(files / "text.jsonl")],
         tokenizer=tokenizer,
@@ -107,19 +107,19 @@ def build(layout: Layout, files: Path, loss: str):
         vocab_size=350,
         cache_dir=str(files / "cache"),
         document_multiple=SPAN_MULTIPLE,
-        teachers=[own and own.text for own in own_tokens],
+        teachers=[own and own.text for own in cross_tokenizer],
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    own_tokens = with_seq_lengths(own_tokens, packs.teacher_seq_lengths)
-    engine, state = build_engine(plan, context, own_tokens)
+    cross_tokenizer = with_seq_lengths(cross_tokenizer, packs.teacher_seq_lengths)
+    engine, state = build_engine(plan, context, cross_tokenizer)
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)
     groups = order.reshape(-1, layout.micro)[context.dp_rank :: context.dp_size]
     batches = [collate([packs[int(i)] for i in group]) for group in groups]
     kinds = np.concatenate([batch.teachers[0].chunks.kinds for batch in batches])
     assert context.dp_size > 1 or len(set(kinds)) == 4, "the batch must have chunks of every kind"
     shards = [batch.context_parallel_shard(context.cp_rank, context.cp_size) for batch in batches]
-    return engine, state, [batch.to(context.device) for batch in shards], own_tokens
+    return engine, state, [batch.to(context.device) for batch in shards], cross_tokenizer
 
 
 def main() -> int:

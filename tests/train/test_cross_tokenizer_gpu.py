@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import skip_unless_gpus_take
+from tests.train.cross_tokenizer_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
 from tests.train.invariance import errors_of
-from tests.train.own_tokens_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
 from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, cosine
 
 pytestmark = pytest.mark.gpu

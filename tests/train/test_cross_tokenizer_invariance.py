@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.tiny_models import make_model
+from tests.train.cross_tokenizer_invariance import BY_ENTROPY, LAYOUTS, SELECT, SINGLE, make_files, run_layout
 from tests.train.invariance import SP, TOLERANCE, Layout, errors_of
-from tests.train.own_tokens_invariance import BY_ENTROPY, LAYOUTS, SELECT, SINGLE, make_files, run_layout
 from tests.xtoken.small_tokenizers import train_byte_level
 
 UPDATES = 2  # the table has more
@@ -46,7 +46,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = make_files(tmp_path_factory.mktemp("own_tokens"))
+    folder = make_files(tmp_path_factory.mktemp("cross_tokenizer"))
     settings = json.loads((folder / "partition_kl.yaml").read_text())
     for teacher in settings["teachers"]:
         teacher.pop("weight", None)  # a selected teacher has it all
