@@ -103,6 +103,7 @@ def fetch_config(flag: str, hub_id: str) -> Path:
             f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             "check the path; for a plan, a folder with the model's config.json is enough",
+            code="hf-model-not-found",
         ) from error
 
 

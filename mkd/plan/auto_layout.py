@@ -52,6 +52,7 @@ def auto_layouts(
             f"not fill {stages} pipeline stages",
             "every stage but the first and the last one needs a layer of each model",
             "use fewer pipeline stages",
+            code="layers-fewer-than-stages",
         )
     bins = [
         Bin(min_layers=int(0 < stage < stages - 1), fixed_ms=cost.head_ms if stage == stages - 1 else 0.0)

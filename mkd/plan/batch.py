@@ -51,6 +51,7 @@ class BatchPlan:
                 f"data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
+                code="batch-not-divisible",
             )
         return cls(micro_batch_size, num_microbatches, data_parallel, seq_length)
 
@@ -90,5 +91,6 @@ def data_parallel_size(world_size: int, model_parallel: int) -> int:
             "every process belongs to exactly one replica of the models",
             f"start a multiple of {model_parallel} processes (torchrun --nproc-per-node x --nnodes), "
             "or change the parallel sizes",
+            code="world-not-divisible",
         )
     return world_size // model_parallel

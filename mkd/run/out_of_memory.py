@@ -71,7 +71,7 @@ def explain(
         why += f"\n       in use: {device.describe()}"
     asked = f" when it asked for {wanted:.2f} GiB more" if wanted else ""
     do = "one of these, with predicted step time and memory:\n" + _remedies(forecast, planned, device, wanted)
-    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do)
+    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do, code="out-of-gpu-memory")
 
 
 def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:

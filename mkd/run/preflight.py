@@ -115,11 +115,14 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
             "it is compared with the student on the same text (xtoken), which it reads in tokens of its own",
             "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
             "remove its xtoken settings",
+            code="tokenizer-missing",
         )
     try:
         return open_tokenizer(str(teacher.assets))
     except UsageError as error:
-        raise UsageError(f"the {role}'s tokenizer, {error.what}", error.why, error.do) from error
+        raise UsageError(
+            f"the {role}'s tokenizer, {error.what}", error.why, error.do, code=error.code
+        ) from error
 
 
 def same_vocabulary_problems(
@@ -141,6 +144,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
             f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
             "distillation compares the two models id by id",
             "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+            code="tokenizers-differ",
         )
 
 
@@ -161,6 +165,7 @@ def wider_than_head(
             f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
             "text would become ids that the model has no embedding for",
             f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
+            code="tokenizer-beyond-vocabulary",
         )
 
 
@@ -211,7 +216,9 @@ def export_problems(
     ]
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
-        return [UsageError(what, "it would be overwritten", "choose another")]
+        return [
+            UsageError(what, "it would be overwritten", "choose another", code="export-overwrites-source")
+        ]
     return []
 
 
@@ -228,6 +235,7 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
             f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
             "the suffix says how a file is read",
             f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
+            code="data-file-kind-unknown",
         )
     store = TokenStore.open(find_prefix(path, flag))
     if tokenizers is not None:
@@ -246,10 +254,13 @@ def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
         try:
             kinds.add(parse_row(row).kind)
         except DataError as error:
-            refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
+            refused = refused or error.located(f"{flag} {path}:{number}")
     if not kinds:
         raise refused or DataError(
-            f"{flag} {path} is empty", "there is nothing to train on", "check how it was made"
+            f"{flag} {path} is empty",
+            "there is nothing to train on",
+            "check how it was made",
+            code="data-file-empty",
         )
     return kinds
 
@@ -265,6 +276,7 @@ def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> I
                 f"{corpus} has conversations, which become its tokens by that",
                 "put the chat_template of its instruction-tuned version into tokenizer_config.json"
                 + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
+                code="chat-template-missing",
             )
 
 

@@ -119,7 +119,10 @@ def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
     kind = platform.device.type if args.device == "auto" else args.device
     if kind == "cuda" and not platform.is_cuda:
         raise UsageError(
-            "--device cuda, but torch sees no GPU", "", "use --device cpu, or start it where there is one"
+            "--device cuda, but torch sees no GPU",
+            "",
+            "use --device cpu, or start it where there is one",
+            code="benchmark-without-gpu",
         )
     if kind == "cpu":
         torch.set_num_threads(args.threads)

@@ -132,6 +132,11 @@ def random_engine(settings: PairSettings, machine: Machine, context: ParallelCon
     """What `mkd.run.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
     if machine.device.type != context.device.type:
         what = f"--device {machine.device.type} on a machine with a GPU"
-        raise UsageError(what, "the engine runs on the GPU where there is one", "leave --device out")
+        raise UsageError(
+            what,
+            "the engine runs on the GPU where there is one",
+            "leave --device out",
+            code="benchmark-device-taken",
+        )
     plan = random_plan(settings, machine, context)
     return build_engine(plan, context)[0], plan

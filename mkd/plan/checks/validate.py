@@ -135,7 +135,7 @@ def _layout(config: Config, model: _Model, stages: int) -> PipelineLayout:
             model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag
         )
     except UsageError as error:
-        raise UsageError(f"{model.role}: {error.what}", error.why, error.do) from error
+        raise UsageError(f"{model.role}: {error.what}", error.why, error.do, code=error.code) from error
 
 
 def _attempt(problems: list[MkdError], compute: Callable):
@@ -150,7 +150,10 @@ def _attempt(problems: list[MkdError], compute: Callable):
 def _models(config: Config) -> Iterator[UsageError]:
     if not (config.student.hf or config.student.load):
         yield UsageError(
-            "no student is given", "there is nothing to train", "give --student-hf DIR or --student-load CKPT"
+            "no student is given",
+            "there is nothing to train",
+            "give --student-hf DIR or --student-load CKPT",
+            code="student-missing",
         )
     yield from check_teachers(config)
 
@@ -158,32 +161,46 @@ def _models(config: Config) -> Iterator[UsageError]:
 def _training(config: Config) -> Iterator[UsageError]:
     data, training, checkpoint = config.data, config.training, config.checkpoint
     if not data.data_path:
-        yield UsageError("no training data is given", "", "give --data-path PATH")
+        yield UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
     parts = _split_parts(data.split)
     if parts is None:
         yield UsageError(
             f"split {data.split} is not a split",
             "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
             "use for example --split 99,1,0",
+            code="split-not-valid",
         )
     elif training.eval_interval and not (data.valid_data_path or parts[1] or _eval_tasks(config)):
         yield UsageError(
             f"eval-interval {training.eval_interval} has no held-out data",
             f"split {data.split} gives validation nothing, and there is no valid-data-path",
             "give --valid-data-path PATH, or --split 99,1,0",
+            code="held-out-data-missing",
         )
     if checkpoint.save_interval is not None and not checkpoint.save:
-        yield UsageError(f"save-interval {checkpoint.save_interval} has no folder", "", "give --save DIR")
+        yield UsageError(
+            f"save-interval {checkpoint.save_interval} has no folder",
+            "",
+            "give --save DIR",
+            code="save-missing",
+        )
     for name in ("save_retain_interval", "keep_checkpoints", "async_save"):
         value = getattr(checkpoint, name)
         if value and not checkpoint.save:
-            yield UsageError(f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR")
+            yield UsageError(
+                f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR", code="save-missing"
+            )
     if checkpoint.accept_change and not checkpoint.load:
         yield no_effect(
             "accept-change", "a run is compared with the checkpoint that it goes on from", "add --load DIR"
         )
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
-        yield UsageError(f"ckpt-step {checkpoint.ckpt_step} has no folder", "", "give --load DIR")
+        yield UsageError(
+            f"ckpt-step {checkpoint.ckpt_step} has no folder",
+            "",
+            "give --load DIR",
+            code="ckpt-step-without-load",
+        )
 
 
 def _split_parts(split: str) -> list[float] | None:
@@ -224,6 +241,7 @@ def _optimizer(config: Config) -> Iterator[UsageError]:
             f"min-lr {settings.min_lr} is above lr {settings.lr}",
             "lr decays down to min-lr",
             "lower --min-lr",
+            code="min-lr-above-lr",
         )
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
         yield UsageError(
@@ -231,18 +249,21 @@ def _optimizer(config: Config) -> Iterator[UsageError]:
             "each other",
             "both set the length of warm-up",
             "give one of them",
+            code="warmup-given-twice",
         )
     elif 0 < decay_iters <= settings.lr_warmup_iters:
         yield UsageError(
             f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations",
             "the learning rate would never reach its course after warm-up",
             "lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters",
+            code="warmup-not-below-decay",
         )
     if settings.lr_decay_style == "WSD" and settings.lr_wsd_decay_iters is None:
         yield UsageError(
             "lr-decay-style WSD needs lr-wsd-decay-iters",
             "it is the length of the last phase",
             "give --lr-wsd-decay-iters N",
+            code="wsd-without-decay-iters",
         )
 
 
@@ -256,12 +277,14 @@ def _recompute(config: Config) -> Iterator[UsageError]:
             "recompute-granularity full needs recompute-method and recompute-num-layers",
             "they say which layers are computed again",
             "add for example --recompute-method uniform --recompute-num-layers 1",
+            code="recompute-full-incomplete",
         )
     if training.recompute_granularity != "full" and given:
         yield UsageError(
             f"{' and '.join(given).replace('_', '-')} would have no effect",
             "only recompute-granularity full recomputes whole layers",
             "add --recompute-granularity full, or remove them",
+            code="setting-without-effect",
         )
 
 
@@ -277,12 +300,14 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "exclude each other",
             "both set the number of virtual stages",
             "give one of them",
+            code="virtual-stages-given-twice",
         )
     if parallel.pipeline_model_parallel_size == 1 and (by_layers is not None or (by_stages or 1) > 1):
         yield UsageError(
             "virtual pipeline stages need pipeline-model-parallel-size above 1",
             "interleaving fills the bubble of a pipeline, and there is none",
             "raise --pipeline-model-parallel-size, or remove the virtual stages",
+            code="virtual-stages-without-pipeline",
         )
     models = zip((config.student, *config.teachers), _layout_flags(config), strict=True)
     flags = [flag for model, flag in models if model.pipeline_layout]
@@ -293,6 +318,7 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             f"--pipeline-layout auto and {flags} exclude each other",
             "both say how layers are split over the pipeline; auto chooses the splits of all models together",
             f"remove {flags}, or --pipeline-layout auto",
+            code="auto-layout-with-layout",
         )
     if parallel.overlap_param_gather and not (
         parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
@@ -301,6 +327,7 @@ def _parallel(config: Config) -> Iterator[UsageError]:
             "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
             "only the distributed optimizer gathers parameters, and Megatron overlaps both directions together",
             "add --use-distributed-optimizer --overlap-grad-reduce",
+            code="overlap-without-distributed-optimizer",
         )
 
 
@@ -315,6 +342,7 @@ def _batch(config: Config, batch: BatchPlan, stages: int) -> Iterator[UsageError
             f"pipeline-model-parallel-size {pipeline}",
             "the interleaved schedule runs micro-batches in groups of the pipeline's size",
             f"use --global-batch-size {' or '.join(map(str, sizes))}",
+            code="microbatches-not-divisible",
         )
 
 
@@ -337,12 +365,14 @@ def _sequence(config: Config, option: Option, seq_length: int) -> Iterator[Usage
             f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
             "borders of documents are counted in 32 bits",
             f"lower {option.place} or --micro-batch-size",
+            code="pack-too-long",
         )
     if seq_length % multiple:
         yield UsageError(
             f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
             "context parallelism gives every process two equal parts of each document",
             f"use {option.place} {fitting}",
+            code="seq-length-not-divisible",
         )
     elif tokens % shards:
         by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
@@ -351,6 +381,7 @@ def _sequence(config: Config, option: Option, seq_length: int) -> Iterator[Usage
             f"divisible by tensor-model-parallel-size {tensor}{by_context}",
             "sequence parallelism gives every tensor-parallel process the same number of tokens",
             f"use {option.place} {fitting}, or leave --sequence-parallel away",
+            code="sequence-parallel-not-divisible",
         )
 
 
@@ -364,6 +395,7 @@ def _windows(config: Config, model: _Model) -> Iterator[UsageError]:
             f"the {role}'s {groups} key/value heads of a process are not divisible by context-parallel-size {context}",
             f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
             "lower --context-parallel-size or --tensor-model-parallel-size",
+            code="heads-not-divisible",
         )
 
 
@@ -381,4 +413,5 @@ def _ffn(config: Config, models: Sequence[_Model], world_size: int) -> Iterator[
                 f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
                 "every tensor-parallel process holds the same number of MLP channels",
                 f"use --tensor-model-parallel-size {fitting[-1]}",
+                code="ffn-not-divisible",
             )

@@ -30,6 +30,7 @@ def check_log(config: Config) -> Iterator[UsageError]:
             f"profile-step-end {log.profile_step_end} is not above profile-step-start {log.profile_step_start}",
             "the steps after the one, up to the other, are profiled",
             f"use --profile-step-end {log.profile_step_start + 2}",
+            code="profile-steps-empty",
         )
     elif config.training.train_iters <= log.profile_step_start:
         yield no_effect(
@@ -40,4 +41,9 @@ def check_log(config: Config) -> Iterator[UsageError]:
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
         what = f"profile-ranks {' '.join(wrong)} are not ranks"
-        yield UsageError(what, "ranks are whole numbers from 0", "use for example --profile-ranks 0 1")
+        yield UsageError(
+            what,
+            "ranks are whole numbers from 0",
+            "use for example --profile-ranks 0 1",
+            code="profile-ranks-not-valid",
+        )

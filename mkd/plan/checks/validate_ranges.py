@@ -78,7 +78,12 @@ def check_ranges(config: Config) -> Iterator[tuple[str, UsageError]]:
     """(option, error) of every number that no run can have."""
     if config.training.train_iters < 1:
         what = f"train-iters is {config.training.train_iters}"
-        yield "train_iters", UsageError(what, "a run needs at least one step", "give --train-iters N")
+        yield (
+            "train_iters",
+            UsageError(
+                what, "a run needs at least one step", "give --train-iters N", code="value-out-of-range"
+            ),
+        )
     for option, value in settings(config):
         wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
         if isinstance(value, int) and value > _LARGEST:
@@ -87,5 +92,10 @@ def check_ranges(config: Config) -> Iterator[tuple[str, UsageError]]:
             why = f"{option.label}: {option.help}"
             yield (
                 option.name,
-                UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}"),
+                UsageError(
+                    f"{option.label} {value} must be {wanted}",
+                    why,
+                    f"change {option.place}",
+                    code="value-out-of-range",
+                ),
             )
