@@ -22,6 +22,7 @@ EXIT_PREEMPTED = 75
 EXIT_CRASH_LOOP = 76
 
 E = TypeVar("E", bound="MkdError")
+T = TypeVar("T")
 
 
 class MkdError(Exception):
@@ -139,6 +140,15 @@ class ErrorList(UsageError):
     def report(self) -> str:
         """Return the text for stderr: the one problem's own, or `error: N problems:` and a numbered list."""
         return self.errors[0].report() if len(self.errors) == 1 else f"error: {self}"
+
+
+def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
+    """Return `compute()`. If it raises an MkdError, add that to `problems` and return None."""
+    try:
+        return compute()
+    except MkdError as error:
+        problems.append(error)
+        return None
 
 
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:

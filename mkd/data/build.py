@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mkd.config.split import parse_split
 from mkd.data.aligned.attach_teachers import attach_teachers
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
 from mkd.data.quarantine import collect, require_few
-from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
+from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError, MkdError
@@ -59,7 +60,7 @@ def open_datasets(
     student does not train on either.
     """
     train, valid = parse_blend(data_path), None
-    train_end, valid_end = parse_split(split or "1")
+    train_end, valid_end = parse_split(split or "1").ends
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
     flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(

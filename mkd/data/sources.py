@@ -1,4 +1,4 @@
-"""What the data flags say: blends, splits, and where a path leads."""
+"""Read the data flags: blends, and where a path leads."""
 
 from __future__ import annotations
 
@@ -48,23 +48,6 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
                 code="blend-weight-not-positive",
             )
     return Blend(tuple(values[1::2]), weights)
-
-
-def parse_split(split: str) -> tuple[float, float]:
-    """(end of training, end of validation) as fractions of the documents, from Megatron's `99,1,0`.
-
-    The three numbers are proportions of any scale for training, validation and test; missing ones are 0.
-    """
-    parts = [_number(part) for part in split.split(",")]
-    if len(parts) > 3 or any(part is None or not 0 <= part < math.inf for part in parts) or not sum(parts):
-        raise UsageError(
-            f"--split {split} is not a split",
-            "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
-            "use for example --split 99,1,0",
-            code="split-not-valid",
-        )
-    train, valid = (parts + [0.0])[:2]
-    return train / sum(parts), (train + valid) / sum(parts)
 
 
 def is_raw(path: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from mkd.config.schema import Config
 from mkd.errors import UsageError
 
 
@@ -56,8 +56,8 @@ class BatchPlan:
         return cls(micro_batch_size, num_microbatches, data_parallel, seq_length)
 
     @classmethod
-    def from_config(cls, config: Any, world_size: int) -> BatchPlan:
-        """The plan of an `mkd.config.schema.Config` on `world_size` processes. Raises UsageError as `create`."""
+    def from_config(cls, config: Config, world_size: int) -> BatchPlan:
+        """Return the plan of `config` on `world_size` processes. Raises UsageError as `create`."""
         parallel, training = config.parallel, config.training
         model_parallel = model_parallel_size(
             parallel.tensor_model_parallel_size,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from mkd.errors import OutOfMemory
-from mkd.plan.config_forecast import planner
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, USABLE, fullest_rank, remedies
@@ -82,7 +81,7 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
         usable = USABLE * device.total - missed
     else:
         usable = USABLE * need
-    found = remedies(forecast, min(usable, USABLE * need), planner(forecast))[:SHOWN]
+    found = remedies(forecast, min(usable, USABLE * need))[:SHOWN]
     lines = [f"  {place}. {remedy.describe()}" for place, remedy in enumerate(found, 1)]
     if not lines:
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]

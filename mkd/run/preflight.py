@@ -20,7 +20,7 @@ from mkd.data.build import require_file, require_text, require_vocabulary
 from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
-from mkd.errors import DataError, MkdError, UsageError
+from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.model_source import ModelSource
 from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
@@ -55,7 +55,7 @@ def open_tokenizers(
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
         return None
-    tokenizer = _attempt(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
+    tokenizer = collect_error(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
     if tokenizer is None:
         return None
     if student is not None:
@@ -68,8 +68,10 @@ def open_tokenizers(
             own.append(None)
             problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         else:
-            own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
-    files = _attempt(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
+            own.append(
+                collect_error(problems, lambda role=role, source=source: open_own_tokenizer(role, source))
+            )
+    files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     unchecked = [
         f"note: the {role}'s folder {source.assets} has no tokenizer, so that its ids are taken for the student's unchecked"
         for role, settings, source in zip(
@@ -130,7 +132,7 @@ def same_vocabulary_problems(
 ) -> list[MkdError]:
     """Of a teacher that reads the ids of `tokenizer`."""
     problems: list[MkdError] = []
-    _attempt(problems, lambda: require_same_tokenizer(tokenizer, teacher))
+    collect_error(problems, lambda: require_same_tokenizer(tokenizer, teacher))
     return problems or list(wider_than_head(tokenizer, config, role, teacher))
 
 
@@ -177,7 +179,9 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
         ("--valid-data-path", config.data.valid_data_path),
     ):
         blend = (
-            _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+            collect_error(problems, lambda values=values, flag=flag: parse_blend(values, flag))
+            if values
+            else None
         )
         found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
     return found
@@ -191,7 +195,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
     problems: list[MkdError] = []
     kinds: set[str] = set()
     for path, flag in paths.items():
-        found = _attempt(
+        found = collect_error(
             problems,
             lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records),
         )
@@ -199,7 +203,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
         if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
     if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
-        _attempt(problems, lambda: require_eos(tokenizers.student))
+        collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
 
 
@@ -278,12 +282,3 @@ def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> I
                 + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
                 code="chat-template-missing",
             )
-
-
-def _attempt(problems: list[MkdError], compute):
-    """The result of `compute()`, or None with its error added to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mkd.config.models import XTOKEN_LOSSES
 from mkd.errors import UsageError
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 
-LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 CHAIN_BASES = ("last", "first")
 
@@ -48,7 +48,7 @@ class ChunkLossSettings:
     uncommon_weight: float | None = None  # of the sorted L1; None: gold 1 - k / v_t, h_kl 1
 
     def __post_init__(self) -> None:
-        _require_known("xtoken loss", self.loss, LOSSES)
+        _require_known("xtoken loss", self.loss, XTOKEN_LOSSES)
         _require_known("divergence", self.divergence, DIVERGENCES)
         _require_known("temperature-scaling", self.temperature_scaling, tuple(TEMPERATURE_SCALINGS))
         _require_known("chain-base", self.chain_base, CHAIN_BASES)

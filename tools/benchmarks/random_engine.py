@@ -16,8 +16,8 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.parallel.context import ParallelContext
+from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
-from mkd.plan.checks.validate import layouts_of, virtual_stages
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine

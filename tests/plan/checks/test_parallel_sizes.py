@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.checks.test_validate import problem, problems, shape
+from tests.plan.checks.test_problems import problem, problems, shape
 
 
 def test_a_size_out_of_range_hides_only_what_reads_it():

@@ -1,4 +1,4 @@
-"""Checks of the teachers and of the distillation loss: what is compared, by which divergence, with which weights."""
+"""Check the student, the teachers and the settings of the distillation loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
+from mkd.plan.checks.no_effect import no_effect
 
 _XTOKEN_LOSSES = {
     "top_k": ("partition_kl",),
@@ -18,8 +19,15 @@ _XTOKEN_LOSSES = {
 """Cross-tokenizer setting -> the losses that read it."""
 
 
-def check_teachers(config: Config) -> Iterator[UsageError]:
-    """Whether there is a teacher when one is needed, and whether those that there are can be told apart and weighted."""
+def check_models(config: Config) -> Iterator[UsageError]:
+    """Whether there is a student and, if the loss needs them, teachers with distinct names and usable weights."""
+    if not (config.student.hf or config.student.load):
+        yield UsageError(
+            "no student is given",
+            "there is nothing to train",
+            "give --student-hf DIR or --student-load CKPT",
+            code="student-missing",
+        )
     teachers, ratio = config.teachers, config.kd.kd_ratio
     if ratio == 0:  # plain training loads no teacher
         return
@@ -133,7 +141,7 @@ def _weights(config: Config) -> Iterator[UsageError]:
                 "give a weight above 0, or remove this teacher",
                 code="teacher-weight-not-positive",
             )
-        elif weight != 1 and kd.teacher_combination == "select":
+        elif weight != 1 and kd.selects_teacher:
             why = "teacher-combination select takes the best teacher of each pack whole"
             yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
 
@@ -182,7 +190,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
     elif kd.teacher_weighting_temperature != default.teacher_weighting_temperature:
         setting = f"teacher-weighting-temperature {kd.teacher_weighting_temperature}"
         yield no_effect(setting, "teacher-weighting is static", "add --teacher-weighting ce")
-    if kd.teacher_combination != "average" or len(config.teachers) < 2:
+    if not kd.averages_teachers or len(config.teachers) < 2:
         return
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None:
@@ -239,13 +247,3 @@ def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: 
         if value != getattr(XTokenConfig(), field) and xtoken.loss not in losses:
             why = f"its loss is {xtoken.loss}"
             yield no_effect(f"{path}.xtoken.{field} {value}", why, f"use loss {' or '.join(losses)}")
-
-
-def no_effect(setting: str, why: str, do: str) -> UsageError:
-    """The error for a setting that nothing reads."""
-    return UsageError(
-        f"{setting} would have no effect",
-        why,
-        do if do == "remove it" else f"{do}, or remove it",
-        code="setting-without-effect",
-    )

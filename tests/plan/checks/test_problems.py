@@ -4,7 +4,8 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.errors import ErrorList
-from mkd.plan.checks.validate import layouts_of, validate, virtual_stages
+from mkd.plan.auto_layout import layouts_of, virtual_stages
+from mkd.plan.checks.problems import find_problems
 from mkd.plan.model_shape import ModelShape
 
 BASE = [
@@ -34,7 +35,7 @@ def shape(num_layers: int = 8, **sizes) -> ModelShape:
 def problems(
     *argv: str, world_size: int = 1, student: ModelShape | None = None, teacher: ModelShape | None = None
 ):
-    return validate(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
+    return find_problems(load_config([*BASE, *argv]).config, world_size, student, (teacher,))
 
 
 def problem(*argv: str, **kwargs):
@@ -59,7 +60,7 @@ def test_sequence_parallel_without_tensor_parallel_is_harmless():
 
 
 def test_empty_command_line_reports_everything():
-    errors = validate(load_config([]).config, 1)
+    errors = find_problems(load_config([]).config, 1)
     assert [error.what for error in errors] == [
         "train-iters is 0",
         "no student is given",
@@ -117,9 +118,9 @@ def test_a_range_error_does_not_hide_independent_problems():
 
 def test_models():
     teacherless = ["--student-hf", "s", "--data-path", "d", "--train-iters", "1"]
-    (error,) = validate(load_config(teacherless).config, 1)
+    (error,) = find_problems(load_config(teacherless).config, 1)
     assert error.what == "no teacher is given, but kd-ratio is 0.5" and "--kd-ratio 0" in error.do
-    assert validate(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
+    assert find_problems(load_config([*teacherless, "--kd-ratio", "0"]).config, 1) == []
     assert problems("--kd-ratio", "0") == []
 
 
@@ -192,14 +193,14 @@ def three_models(tmp_path, second: str = "", *argv: str):
 
 def test_every_teacher_has_its_own_layout(tmp_path):
     config = three_models(tmp_path, ", pipeline_layout: '2,1'")
-    assert validate(config, 2, shape(4), [shape(8), shape(3)]) == []
+    assert find_problems(config, 2, shape(4), [shape(8), shape(3)]) == []
     student, teachers = layouts_of(config, shape(4), [shape(8), shape(3)], 1)
     assert [layout.layers for layout in (student, *teachers)] == [(2, 2), (3, 5), (2, 1)]
-    (error,) = validate(three_models(tmp_path), 2, shape(4), [shape(8), shape(3)])
+    (error,) = find_problems(three_models(tmp_path), 2, shape(4), [shape(8), shape(3)])
     assert error.do == "use teachers[1].pipeline_layout 2,1 or --pipeline-layout auto"
-    (error,) = validate(three_models(tmp_path), 2, shape(4), [None, shape(3)])
+    (error,) = find_problems(three_models(tmp_path), 2, shape(4), [None, shape(3)])
     assert error.do.startswith("use teachers[1]"), "a shape that could not be read keeps its place"
-    (error,) = validate(
+    (error,) = find_problems(
         three_models(tmp_path, ", pipeline_layout: '2,1'", *AUTO), 2, shape(4), [shape(8), shape(3)]
     )
     both = "--teacher-pipeline-layout and teachers[1].pipeline_layout"
@@ -211,13 +212,13 @@ def test_auto_layout_balances_all_teachers(tmp_path):
     path.write_text("teachers: [{hf: a}, {hf: b}]\n", encoding="utf-8")
     words = [word for word in BASE if word not in ("--teacher-hf", "t")]
     config = load_config([*words, *PP4, *AUTO, "--config", str(path)]).config
-    assert validate(config, 4, shape(30), [shape(35), shape(9)]) == []
+    assert find_problems(config, 4, shape(30), [shape(35), shape(9)]) == []
     student, teachers = layouts_of(config, shape(30), [shape(35), shape(9)], 1)
     assert [sum(layout.layers) for layout in (student, *teachers)] == [30, 35, 9]
-    assert validate(config, 4, shape(30), [None, shape(9)]) == [], (
+    assert find_problems(config, 4, shape(30), [None, shape(9)]) == [], (
         "whoever could not read the shape has reported it"
     )
-    (error,) = validate(config, 4, shape(30), [shape(35), shape(1)])
+    (error,) = find_problems(config, 4, shape(30), [shape(35), shape(1)])
     assert "models of 30 (student) and 35 and 1 (teacher) layers do not fill 4 pipeline stages" in error.what
 
 
@@ -225,7 +226,7 @@ def test_problems_of_a_shape_name_the_teacher(tmp_path):
     config = three_models(
         tmp_path, ", name: small, pipeline_layout: '2,2'", "--tensor-model-parallel-size", "4"
     )
-    errors = validate(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
+    errors = find_problems(config, 8, shape(4), [shape(8), shape(4, intermediate_size=102)])
     assert [error.what for error in errors] == [
         "the teacher small's ffn_hidden_size 102 is not divisible by tensor-model-parallel-size 4"
     ]
@@ -255,7 +256,7 @@ def test_auto_layout_needs_a_layer_for_every_stage_between():
 def test_layers_per_virtual_stage_is_the_student_s():
     flags = [*PP2, BY_LAYERS, "2", "--global-batch-size", "2"]
     config = load_config([*BASE, *flags]).config
-    assert validate(config, 2, shape(8), [shape(16)]) == []
+    assert find_problems(config, 2, shape(8), [shape(16)]) == []
     assert virtual_stages(config, shape(8)) == 2
     assert layouts_of(config, shape(8), [shape(16)], 2)[1][0].layers == (4, 4, 4, 4)
     error = problem(
