@@ -6,27 +6,30 @@ from mkd.config.load import load_config
 from mkd.plan.checks.log import check_log
 
 
-def problems(*argv: str) -> list[str]:
-    return [error.what for error in check_log(load_config(["--train-iters", "100", *argv]).config)]
+def problems(*argv: str) -> list[tuple[str, str]]:
+    """Return (code, first word) of each problem."""
+    found = check_log(load_config(["--train-iters", "100", *argv]).config)
+    return [(error.code, error.what.split()[0]) for error in found]
 
 
 @pytest.mark.parametrize(
-    ("argv", "what"),
+    ("argv", "code", "setting"),
     [
-        ("--wandb-entity me", "wandb-entity me would have no effect"),
-        ("--use-pytorch-profiler", "use-pytorch-profiler would have no effect"),
-        ("--profile-ranks 0 1", "profile-ranks would have no effect"),
-        ("--profile-step-end 20", "profile-step-end would have no effect"),
-        ("--profile --profile-step-start 12", "profile-step-end 12 is not above profile-step-start 12"),
+        ("--wandb-entity me", "setting-without-effect", "wandb-entity"),
+        ("--use-pytorch-profiler", "setting-without-effect", "use-pytorch-profiler"),
+        ("--profile-ranks 0 1", "setting-without-effect", "profile-ranks"),
+        ("--profile-step-end 20", "setting-without-effect", "profile-step-end"),
+        ("--profile --profile-step-start 12", "profile-steps-empty", "profile-step-end"),
         (
             "--profile --profile-step-start 100 --profile-step-end 101",
-            "profile-step-start 100 would have no effect",
+            "setting-without-effect",
+            "profile-step-start",
         ),
-        ("--profile --profile-ranks 0 all", "profile-ranks all are not ranks"),
+        ("--profile --profile-ranks 0 all", "profile-ranks-not-valid", "profile-ranks"),
     ],
 )
-def test_what_contradicts_itself_is_named(argv, what):
-    assert problems(*argv.split()) == [what]
+def test_contradictions_are_named(argv, code, setting):
+    assert problems(*argv.split()) == [(code, setting)]
 
 
 @pytest.mark.parametrize(
@@ -38,5 +41,5 @@ def test_what_contradicts_itself_is_named(argv, what):
         "--record-memory-history --profile-step-start 0 --profile-step-end 1",
     ],
 )
-def test_what_makes_sense_is_accepted(argv):
+def test_sound_settings_are_accepted(argv):
     assert problems(*argv.split()) == []
