@@ -34,10 +34,12 @@ class YamlFile:
     errors: list[MkdError] = field(default_factory=list)
 
     def place(self, node: yaml.Node) -> str:
+        """Return FILE:LINE of a node."""
         return f"{self.path}:{node.start_mark.line + 1}"
 
-    def fail(self, node: yaml.Node, what: str, why: str = "", do: str = "", *, code: str) -> None:
-        self.errors.append(UsageError(f"{self.place(node)}: {what}", why, do, code=code))
+    def fail(self, node: yaml.Node, error: UsageError) -> None:
+        """Add `error`, with the place of `node` before it."""
+        self.errors.append(error.located(self.place(node)))
 
 
 def read_yaml(path: str) -> YamlFile:
@@ -91,10 +93,12 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     if not isinstance(node, yaml.SequenceNode):
         file.fail(
             node,
-            "teachers is not a list",
-            "every entry describes one teacher",
-            "write `teachers: [{hf: DIR}]`",
-            code="teachers-not-list",
+            UsageError(
+                "teachers is not a list",
+                "every entry describes one teacher",
+                "write `teachers: [{hf: DIR}]`",
+                code="teachers-not-list",
+            ),
         )
         return
     file.num_teachers = len(node.value)
@@ -108,10 +112,12 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
         why = "it says that this teacher has another tokenizer than the student"
         file.fail(
             node,
-            f"{section} has no value",
-            why,
-            "write `xtoken: {}` for its defaults, or remove the line",
-            code="xtoken-without-value",
+            UsageError(
+                f"{section} has no value",
+                why,
+                "write `xtoken: {}` for its defaults, or remove the line",
+                code="xtoken-without-value",
+            ),
         )
         return
     file.values[section] = ({}, file.place(node))
@@ -123,10 +129,12 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
     if not isinstance(node, yaml.MappingNode):
         file.fail(
             node,
-            f"{name} is not a mapping",
-            "settings are written as `name: value`",
-            "indent them below the section",
-            code="section-not-mapping",
+            UsageError(
+                f"{name} is not a mapping",
+                "settings are written as `name: value`",
+                "indent them below the section",
+                code="section-not-mapping",
+            ),
         )
         return
     lines: dict[str, int] = {}
@@ -135,10 +143,12 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
         if key in lines:
             file.fail(
                 key_node,
-                f"{key} is given twice",
-                f"line {lines[key]} has it already",
-                "keep one of them",
-                code="key-twice",
+                UsageError(
+                    f"{key} is given twice",
+                    f"line {lines[key]} has it already",
+                    "keep one of them",
+                    code="key-twice",
+                ),
             )
             continue
         lines[key] = key_node.start_mark.line + 1
@@ -147,10 +157,9 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
             why = "only plain values are read, so that a configuration cannot run code"
             file.fail(
                 value,
-                f"{key} has the tag {tag.replace(_TAG, '!!')}",
-                why,
-                "remove the tag",
-                code="key-with-tag",
+                UsageError(
+                    f"{key} has the tag {tag.replace(_TAG, '!!')}", why, "remove the tag", code="key-with-tag"
+                ),
             )
             continue
         yield key, key_node, value
@@ -171,7 +180,9 @@ def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, 
     earlier, origin = file.values.setdefault(option.path, (value, file.place(node)))
     if earlier != value:
         what = f"{key} is {_shown(value)}, but {origin} says {_shown(earlier)}"
-        file.fail(key_node, what, f"both set {option.name}", "keep one of them", code="key-set-twice")
+        file.fail(
+            key_node, UsageError(what, f"both set {option.name}", "keep one of them", code="key-set-twice")
+        )
 
 
 def _parse(option: Option, node: yaml.Node, label: str) -> Any:
