@@ -11,6 +11,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from mkd import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -130,3 +132,18 @@ def test_readme_map_points_at_real_places():
     places = re.findall(r"`((?:mkd|tools|configs|tests|launch|docs)/[\w/.-]*)`", read(ROOT / "README.md"))
     assert places
     assert not [place for place in places if not (ROOT / place).exists()]
+
+
+def test_every_error_has_a_code():
+    """A missing `code=` would be a TypeError in the moment when a user needs the error."""
+    names = {
+        name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)
+    }
+    names = names - {"ErrorList"} | {"BadRecord"}
+    missing = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                if "code" not in [word.arg for word in node.keywords]:
+                    missing.append(f"{name(path)}:{node.lineno}")
+    assert not missing

@@ -113,7 +113,11 @@ def run(args: argparse.Namespace) -> None:
         texts = islice(texts_of(args.audit_data, args.characters_per_sample), args.audit_texts)
         result = audit(student, teacher, relation, texts)
         if not result.num_texts:
-            raise DataError(f"{args.audit_data} holds no record", do="give a sample of the training data")
+            raise DataError(
+                f"{args.audit_data} holds no record",
+                do="give a sample of the training data",
+                code="audit-data-empty",
+            )
         figures["audit"] = result.shares()
         print(result.table())
     target = args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
@@ -172,7 +176,7 @@ def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
         try:
             record = parse_row(row)
         except DataError as error:
-            raise DataError(f"{path}:{number}: {error.what}", error.why, error.do) from error
+            raise error.located(f"{path}:{number}") from error
         yield from (m["content"] for m in record.values[0]) if record.kind == "messages" else record.values
 
 

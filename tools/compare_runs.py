@@ -153,7 +153,10 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         of_keys = f" of {', '.join(args.keys)}" if args.keys else ""
         raise DataError(
-            f"{args.a} and {args.b} have no figure{of_keys} of the same step", "", "compare runs that overlap"
+            f"{args.a} and {args.b} have no figure{of_keys} of the same step",
+            "",
+            "compare runs that overlap",
+            code="runs-without-common-step",
         )
     print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
     if last_step(a) != last_step(b):
@@ -175,7 +178,10 @@ def _check_keys(keys: Sequence[str], records: list[dict]) -> None:
     missing = [key for key in keys if key not in present]
     if missing and records:
         raise UsageError(
-            f"no record has {', '.join(missing)}", "", f"name some of {', '.join(present)} with --keys"
+            f"no record has {', '.join(missing)}",
+            "",
+            f"name some of {', '.join(present)} with --keys",
+            code="metrics-key-unknown",
         )
 
 

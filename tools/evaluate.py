@@ -66,10 +66,18 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     data = replace(config.data, **(given and dict.fromkeys(own, ()) | given), **fewshot)
     if not (data.eval_multiple_choice or data.eval_completions):
         raise UsageError(
-            "no task is given", "there is nothing to evaluate", "give --multiple-choice or --completions FILE"
+            "no task is given",
+            "there is nothing to evaluate",
+            "give --multiple-choice or --completions FILE",
+            code="task-missing",
         )
     if data.eval_num_fewshot < 0:
-        raise UsageError(f"--num-fewshot {data.eval_num_fewshot} is negative", "", "give 0 or more")
+        raise UsageError(
+            f"--num-fewshot {data.eval_num_fewshot} is negative",
+            "",
+            "give 0 or more",
+            code="fewshot-negative",
+        )
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets
@@ -86,7 +94,9 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
         try:
             args.out.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"cannot write --out {args.out}: {error}", "", "choose another file") from error
+            raise UsageError(
+                f"cannot write --out {args.out}: {error}", "", "choose another file", code="out-not-writable"
+            ) from error
 
 
 if __name__ == "__main__":

@@ -67,7 +67,10 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     config = load_config(rest).config
     if args.samples_per_shard < 1:
         raise UsageError(
-            f"--samples-per-shard is {args.samples_per_shard}", "a file holds at least one pack", "raise it"
+            f"--samples-per-shard is {args.samples_per_shard}",
+            "a file holds at least one pack",
+            "raise it",
+            code="samples-per-shard-below-one",
         )
     from mkd.platform import detect
 

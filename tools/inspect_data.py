@@ -113,7 +113,7 @@ def aligned_records(
         try:
             yield number, align_record(parse_row(row), args, student, teacher)
         except DataError as error:
-            raise DataError(f"{args.input}:{number}: {error.what}", error.why, error.do) from error
+            raise error.located(f"{args.input}:{number}") from error
 
 
 def align_record(
@@ -129,11 +129,17 @@ def align_record(
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
     if not args.teacher:
         raise UsageError(
-            "--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER"
+            "--align needs --teacher",
+            "it compares the tokens of two models",
+            "add --teacher TOKENIZER",
+            code="align-without-teacher",
         )
     if args.max_bad_records:
         raise UsageError(
-            "--max-bad-records has no effect with --align", "it shows the records as they are", "leave it out"
+            "--max-bad-records has no effect with --align",
+            "it shows the records as they are",
+            "leave it out",
+            code="setting-without-effect",
         )
     student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
     for number, aligned in aligned_records(args, student, teacher):
@@ -143,7 +149,11 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
     """Tokenise and pack the file as training does, and show the first packs and what all of them hold."""
     if args.seq_length < 1:
-        raise UsageError(f"--seq-length {args.seq_length} is not a number of tokens", do="use 1 or more")
+        raise UsageError(
+            f"--seq-length {args.seq_length} is not a number of tokens",
+            do="use 1 or more",
+            code="seq-length-below-one",
+        )
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
     tokenizer = open_tokenizer(args.student)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +189,7 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
             f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
             "other settings than the run's make other packs of it",
             "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
+            code="sample-beyond-packs",
         )
     return args.samples
 

@@ -33,6 +33,7 @@ def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]
             f"--num-layers {num_student_layers} cannot be picked from {num_teacher_layers} layers",
             "the first and the last layer are kept, the others come from between them",
             f"choose 2 to {num_teacher_layers}",
+            code="student-layers-not-pickable",
         )
     step = (num_teacher_layers - 1) / (num_student_layers - 1)
     return [round(i * step) for i in range(num_student_layers)]

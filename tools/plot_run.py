@@ -41,7 +41,10 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
     records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
     if not any(records.values()):
         raise DataError(
-            f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on"
+            f"no records in {', '.join(map(str, runs))}",
+            "the runs have not logged a step",
+            "let them run on",
+            code="metrics-empty",
         )
     keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
@@ -64,7 +67,10 @@ def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
     if missing := [key for key in chosen if key not in present]:
         others = ", ".join(key for key in present if key != "iteration")
         raise UsageError(
-            f"no record has a number for {', '.join(missing)}", "", f"name some of {others} with --keys"
+            f"no record has a number for {', '.join(missing)}",
+            "",
+            f"name some of {others} with --keys",
+            code="metrics-key-unknown",
         )
     return chosen
 
@@ -74,14 +80,20 @@ def new_figure(picture: Path, flag: str):
     if picture.suffix not in PICTURES:
         why = "its suffix says in which format it is drawn"
         raise UsageError(
-            f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to {flag}"
+            f"{picture} is no name for a picture",
+            why,
+            f"give one with {', '.join(PICTURES)} to {flag}",
+            code="picture-kind-unknown",
         )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         why = f"the import failed with: {error}"
         raise UsageError(
-            "matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt"
+            "matplotlib is not installed",
+            why,
+            "pip install -e '.[quickstart]' -c constraints.txt",
+            code="matplotlib-missing",
         ) from error
     return Figure(layout="constrained")
 
@@ -92,7 +104,9 @@ def save_figure(figure, picture: Path, flag: str) -> None:
         figure.savefig(picture, dpi=110)
     except OSError as error:
         what = f"{picture} cannot be written: {error.strerror or error}"
-        raise UsageError(what, "", f"name a file in a folder that exists with {flag}") from error
+        raise UsageError(
+            what, "", f"name a file in a folder that exists with {flag}", code="picture-not-writable"
+        ) from error
 
 
 def draw(axis, key: str, records: dict[str, list[dict]]) -> None:

@@ -84,15 +84,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
-        raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
+        raise UsageError(
+            f"--workers {args.workers} is not a number of processes",
+            do="use 1 or more",
+            code="workers-negative",
+        )
     if args.max_bad_records < 0:
         raise UsageError(
-            f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more"
+            f"--max-bad-records {args.max_bad_records} is not a number of records",
+            do="use 0 or more",
+            code="max-bad-records-negative",
         )
     characters = args.characters_per_sample
     if characters is not None and characters < 1:
         raise UsageError(
-            f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more"
+            f"--characters-per-sample {characters} is not a number of characters",
+            do="use 1 or more",
+            code="characters-per-sample-below-one",
         )
     # Not by the workers, who import this file.
     from mkd.platform import prepare_for_files

@@ -150,21 +150,30 @@ class Save:
         make_room = "remove what is not needed and start again with --load; with --keep-checkpoints K old ones go by themselves"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
-            return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
+            return CheckpointError(
+                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
+                kept,
+                make_room,
+                code="save-disk-full",
+            )
         if errno.EDQUOT in met:
             return CheckpointError(
-                f"{what}: the disk quota of this user or group is used up", kept, make_room
+                f"{what}: the disk quota of this user or group is used up",
+                kept,
+                make_room,
+                code="save-quota-exceeded",
             )
         if errno.EFBIG in met:
             return CheckpointError(
                 f"{what}: a file would be larger than this process or its file system allows",
                 kept,
                 "raise the limit (ulimit -f shows that of a process), and start again with --load",
+                code="save-file-too-large",
             )
         cause = of_disk[0] if of_disk else error  # torch says only that it could not write
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         do = "see to the cause, and start again with --load"
-        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do)
+        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
 
     def _fault_at(self, point: str) -> None:
         fault_at(point, self.context.rank, self.contents.position.iteration)

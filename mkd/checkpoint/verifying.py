@@ -59,6 +59,7 @@ def choose_checkpoint(
             f"{directory} holds no checkpoint that is whole: {problem.what}",
             "files are missing or differ from what was saved",
             "take --load away and choose another --save to start anew, or restore the folder from a copy",
+            code="checkpoint-none-whole",
         )
     )
 
@@ -127,7 +128,12 @@ def _check_share(folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def _damaged(what: str) -> CheckpointError:
-    return CheckpointError(what, "the checkpoint is not what was saved", "choose another with --ckpt-step N")
+    return CheckpointError(
+        what,
+        "the checkpoint is not what was saved",
+        "choose another with --ckpt-step N",
+        code="checkpoint-damaged",
+    )
 
 
 def _explain(error: Exception) -> CheckpointError:

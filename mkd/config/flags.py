@@ -32,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
     """argparse whose errors are `UsageError`s: main prints them, beside what else is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        problem = UsageError(message, "", "see --help")
+        problem = UsageError(message, "", "see --help", code="command-line-not-valid")
         problem.on_all_ranks = True
         raise problem
 
@@ -133,4 +133,6 @@ def known_flags() -> list[str]:
 def _unknown(flag: str, flags: list[str]) -> UsageError:
     nearest = difflib.get_close_matches(flag, flags, n=1)
     do = f"did you mean {nearest[0]}?" if nearest else "see --help"
-    return UsageError(f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do)
+    return UsageError(
+        f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do, code="flag-unknown"
+    )

@@ -246,9 +246,16 @@ NOT_YET: dict[str, str] = {
 def unsupported(flag: str, label: str) -> UsageError | None:
     """The error for a known flag that mkd has not, starting with `label` (the flag, or a place in a file); else None."""
     if flag in USE_INSTEAD:
-        return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}")
+        return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}", code="flag-replaced")
     if flag in SAFE_TO_DROP:
-        return UsageError(f"{label}: known, not supported: safe to drop", SAFE_TO_DROP[flag], "remove it")
+        return UsageError(
+            f"{label}: known, not supported: safe to drop",
+            SAFE_TO_DROP[flag],
+            "remove it",
+            code="flag-not-needed",
+        )
     if flag in NOT_YET:
-        return UsageError(f"{label}: not supported yet", "this release does not have it", NOT_YET[flag])
+        return UsageError(
+            f"{label}: not supported yet", "this release does not have it", NOT_YET[flag], code="flag-not-yet"
+        )
     return None

@@ -10,6 +10,8 @@ from typing import Any
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 RESIDENCIES = ("device", "host")
+TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
+XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
 
 def option(
@@ -56,7 +58,7 @@ class XTokenConfig:
         "the rest), prefix_kl (over common tokens, where another token counts as the common one that it begins with), p_kl "
         "(the student's probabilities projected onto the teacher's tokens), gold or h_kl (divergence on the common tokens, "
         "sorted differences on the others), uld (sorted differences only)",
-        choices=("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld"),
+        choices=XTOKEN_LOSSES,
     )
     alignment: str = option(
         "byte_offset",

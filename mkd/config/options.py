@@ -65,13 +65,21 @@ class Option:
             return tuple(texts)
         (text,) = texts
         if self.choices is not None and text not in self.choices:
-            raise UsageError(f"{label}: {text!r} is not a known value", "", f"use {_one_of(self.choices)}")
+            raise UsageError(
+                f"{label}: {text!r} is not a known value",
+                "",
+                f"use {_one_of(self.choices)}",
+                code="value-unknown",
+            )
         try:
             return _READERS[self.kind](text)
         except (ValueError, KeyError):
             wanted = _KIND_NAMES[self.kind]
             raise UsageError(
-                f"{label}: {text!r} is not {wanted}", f"{self.label}: {self.help}", f"give {wanted}"
+                f"{label}: {text!r} is not {wanted}",
+                f"{self.label}: {self.help}",
+                f"give {wanted}",
+                code="value-not-valid",
             ) from None
 
 

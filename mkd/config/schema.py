@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkd.config.models import DIVERGENCES, RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig, option
+from mkd.config.models import (
+    DIVERGENCES,
+    RESIDENCIES,
+    TEACHER_COMBINATIONS,
+    StudentConfig,
+    TeacherConfig,
+    XTokenConfig,
+    option,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -123,7 +131,7 @@ class KDConfig:
         "what several teachers make together: weighted_sum (of their divergences, each teacher's weight divided by the sum of "
         "all), average (one divergence from the mean of their probabilities, weighted likewise; student's tokenizer only), or "
         "select (for each pack the teacher with the lowest cross entropy of the same text)",
-        choices=("weighted_sum", "average", "select"),
+        choices=TEACHER_COMBINATIONS,
     )
     teacher_weighting: str = option(
         "static",
@@ -144,6 +152,21 @@ class KDConfig:
         "make the training loss's logits in fp32 under --bf16: ten times smaller rounding errors in the gradient, for twice "
         "the memory of a chunk of logits and about a tenth more time in the loss; evaluation has fp32 logits anyway",
     )
+
+    @property
+    def averages_teachers(self) -> bool:
+        """Whether one divergence compares the student with the mean of all teachers."""
+        return self.teacher_combination == "average"
+
+    @property
+    def selects_teacher(self) -> bool:
+        """Whether each pack has the loss of its best teacher alone."""
+        return self.teacher_combination == "select"
+
+    @property
+    def weighs_packs(self) -> bool:
+        """Whether the weights of several teachers differ from pack to pack."""
+        return self.selects_teacher or self.teacher_weighting != "static"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ def read_records(run: str | Path) -> list[dict]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
-        raise DataError(what, "", "name the log folder of a run, or its metrics.jsonl") from error
+        raise DataError(
+            what, "", "name the log folder of a run, or its metrics.jsonl", code="metrics-unreadable"
+        ) from error
     return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
 
@@ -48,4 +50,9 @@ def _record(path: Path, number: int, line: bytes) -> dict:
     except (ValueError, KeyError, TypeError):
         pass
     what = f"{path}:{number}: not a metrics record"
-    raise DataError(what, "each line is a JSON object with its iteration", "remove the line")
+    raise DataError(
+        what,
+        "each line is a JSON object with its iteration",
+        "remove the line",
+        code="metrics-record-not-valid",
+    )

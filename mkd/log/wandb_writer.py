@@ -35,6 +35,7 @@ class WandbWriter:
                 "--wandb-project is set and wandb is not installed",
                 why=f"the import failed with: {error}",
                 do="pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)",
+                code="wandb-missing",
             ) from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,10 @@ class WandbWriter:
         except Exception as error:  # its own errors share no class, and none of them is mkd's
             what = f"W&B did not start: {_first_line(error)}"
             raise UsageError(
-                what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
+                what,
+                "",
+                "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out",
+                code="wandb-not-started",
             ) from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")

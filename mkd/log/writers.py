@@ -44,6 +44,7 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
             f"{flag} is set and {package} is not installed",
             "its figures would be missing after the run",
             f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)",
+            code="log-package-missing",
         )
         for package, (flag, value) in wanted.items()
         if value and not is_installed(package)
@@ -115,6 +116,7 @@ class TensorBoardWriter:
                 "--tensorboard-dir is set and tensorboard is not installed",
                 why=f"the import failed with: {error}",
                 do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
+                code="tensorboard-missing",
             ) from error
         self._open = lambda purge_step: SummaryWriter(str(directory), purge_step=purge_step)
         self._events = self._open(None)
@@ -149,7 +151,10 @@ class MetricLogger:
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
             raise MkdError(
-                what, "a run whose figures are lost cannot be judged", "make room, and start it again"
+                what,
+                "a run whose figures are lost cannot be judged",
+                "make room, and start it again",
+                code="metrics-not-written",
             ) from error
 
     def truncate_after(self, iteration: int) -> None:

@@ -48,6 +48,7 @@ class CrashCounter:
                 "another try would most likely end in the same way, and go on using the machines",
                 f"look at the error of the last run, change what causes it, and start again; with the same settings, first "
                 f"delete {path}",
+                code="crash-loop",
             )
         counter = cls(path)
         counter._open(
@@ -87,7 +88,7 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     save = Path(config.checkpoint.save)
     counter = on_rank_0(
         lambda: CrashCounter.start(save, config),
-        lambda error: CheckpointError(f"cannot write to {save}: {error}"),
+        lambda error: CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable"),
     )
     return counter or CrashCounter()
 

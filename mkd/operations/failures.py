@@ -109,7 +109,7 @@ def end_of_rank(error: Exception, reports: FailureReports, meeting: Meeting) -> 
     rank = reports.rank
     if isinstance(error, MkdError) and error.on_all_ranks:
         if rank == 0:
-            _say(f"error: {error}")
+            _say(error.report())
         return error.exit_code
     if reports.has_peers and is_communication_error(error):
         first = reports.wait_for_peer()
@@ -178,7 +178,7 @@ def traceback_of(error: BaseException) -> str:
 def _own_words(error: Exception, details: str, rank: int) -> str:
     """A user's error needs no traceback; one of ours does."""
     if isinstance(error, MkdError):
-        return f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}"
+        return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
         return f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was killed or hangs"
     return f"{details}rank {rank} failed first: {one_line(error)}"

@@ -33,7 +33,9 @@ class PeerCannotStart(MkdError):
 
     def __init__(self, rank: int, problem: Problem):
         super().__init__(
-            f"stopped because rank {rank} cannot start: {problem.what}", do="see what that rank says"
+            f"stopped because rank {rank} cannot start: {problem.what}",
+            do="see what that rank says",
+            code="peer-cannot-start",
         )
         self.exit_code = problem.exit_code
 

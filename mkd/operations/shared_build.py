@@ -55,6 +55,7 @@ class SharedBuild:
                 f"received {signal.Signals(number).name}",
                 "data were being prepared: what was tokenised of an unfinished file is lost, finished ones are in the cache",
                 "start the same command again",
+                code="preempted-while-building",
             )
         return bool(all_done)
 

@@ -24,6 +24,7 @@ def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
                 f"--load {checkpoint.load} holds no checkpoint",
                 "the run would start from the student's own weights",
                 "check the path, or take --load away to start anew",
+                code="load-holds-no-checkpoint",
             )
         )
     continues = load is not None and (_is_same(load, save) or _is_same(load.parent, save))
@@ -33,6 +34,7 @@ def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
                 f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue",
                 "they, and the metrics of that run, would be replaced",
                 f"go on with that run (--load {checkpoint.save}), choose another --save, or remove the folder",
+                code="save-holds-another-run",
             )
         )
     return problems

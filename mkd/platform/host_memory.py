@@ -27,6 +27,7 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
                 f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
                 "weights or optimizer state that live on the host are copied from locked memory",
                 "give the job more memory, raise its limit of locked memory (ulimit -l), or keep them on the device",
+                code="host-memory-not-pinned",
             )
         weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
     return buffer

@@ -200,5 +200,8 @@ class Saver:
 
 def _unreadable(error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"cannot read what this run is made of: {error}", "", "check the files of models and data"
+        f"cannot read what this run is made of: {error}",
+        "",
+        "check the files of models and data",
+        code="inputs-unreadable",
     )

@@ -14,7 +14,8 @@ from mkd.evaluation.tasks import Task
 from mkd.models.builder import build_chunks
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
-from mkd.plan.checks.validate import layouts_of, validate, virtual_stages
+from mkd.plan.auto_layout import layouts_of, virtual_stages
+from mkd.plan.checks.problems import find_problems
 from mkd.platform import Platform
 from mkd.run.build_engine import load_weights
 from mkd.run.model_source import ModelSource, locate_model
@@ -31,7 +32,7 @@ def evaluate_student(
     problems: list[MkdError] = []
     config = without_training(config, world_size)
     source = locate_model(problems, "student", config.student)
-    problems += validate(config, world_size, source and source.shape)
+    problems += find_problems(config, world_size, source and source.shape)
     if problems:
         raise ErrorList(problems)
     data = config.data

@@ -166,7 +166,8 @@ def still_due(run: Run) -> frozenset[str]:
     if not is_evaluated(iteration, run.config.training):
         return frozenset()
     records = on_rank_0(
-        lambda: read_records(log_folder(run.config)), lambda error: DataError(f"cannot read metrics: {error}")
+        lambda: read_records(log_folder(run.config)),
+        lambda error: DataError(f"cannot read metrics: {error}", code="metrics-unreadable"),
     )
     recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}
     return run.parts - run.engine.context.broadcast_object(recorded)

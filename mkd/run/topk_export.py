@@ -74,7 +74,12 @@ def export_teacher(
     )
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
-        raise UsageError(what, "that many ids have a probability", "128 is enough for most vocabularies")
+        raise UsageError(
+            what,
+            "that many ids have a probability",
+            "128 is enough for most vocabularies",
+            code="topk-not-in-vocabulary",
+        )
     _make_folder(settings.out)
     context = join(plan, platform)
     train_set, valid_set = build_data(plan, context)
@@ -93,7 +98,10 @@ def teacher_as_student(config: Config, world_size: int) -> Config:
     """The run in which the teacher is alone, with the tokenizer and so the packs of `config`."""
     if not config.teachers or not (config.teachers[0].hf or config.teachers[0].load):
         raise UsageError(
-            "no teacher is given", "its predictions are what is exported", "give --teacher-hf DIR"
+            "no teacher is given",
+            "its predictions are what is exported",
+            "give --teacher-hf DIR",
+            code="teacher-missing",
         )
     teacher = config.teachers[0]
     tokenizer = config.data.tokenizer_model or config.student.hf or teacher.hf
@@ -132,7 +140,10 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot make --out {out}: {error}", "the cache is written there", "choose another one"
+            f"cannot make --out {out}: {error}",
+            "the cache is written there",
+            "choose another one",
+            code="out-not-writable",
         ) from error
 
 
@@ -184,6 +195,7 @@ def _write_description(
                 f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
                 "an export only goes on with the very same teacher, data and settings",
                 "choose another --out, or remove the folder",
+                code="teacher-cache-of-another-run",
             )
     meta.write(settings.out)
     return meta
@@ -248,6 +260,7 @@ class _Exporter:
                     f"{self.meta.teacher}: the teacher's predictions of {int(not_finite)} positions are not finite",
                     f"they are in {part} shards {', '.join(map(str, shards))} of {self.meta.samples_per_shard} packs each",
                     "check the teacher's weights, for example with tools/check_parity.py",
+                    code="teacher-not-finite",
                 )
 
 

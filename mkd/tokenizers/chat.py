@@ -56,6 +56,7 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
         f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
         "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
         "add {% generation %} marks to the template, or write the record as prompt and completion",
+        code="chat-turn-not-found",
     )
 
 
@@ -72,6 +73,7 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
             f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
             "the chat template rewrites assistant turns, so that it is not known which tokens are an answer's text",
             "use a template that keeps them, or write the record as prompt and completion",
+            code="chat-turn-not-found",
         )
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
@@ -175,6 +177,7 @@ def _render(hf, messages: Sequence[Mapping], add_generation_prompt: bool = False
             f"the chat template refuses the conversation: {error}",
             "it cannot become tokens in the way the model was trained on",
             "check the roles and their order against the template of the model",
+            code="chat-template-refuses",
         ) from error
 
 

@@ -53,6 +53,7 @@ class _Style:
                 f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
                 "texts of two tokenizers are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
                 "use models with such a tokenizer",
+                code="token-bytes-unknown",
             )
         return cls("ByteLevel" in types, "ByteFallback" in types)
 
@@ -186,6 +187,7 @@ def load_hugging_face(model: str) -> Tokenizer:
             f"{model} holds no tokenizer",
             f"none of {', '.join(TOKENIZER_FILES)} is there",
             "copy the tokenizer's files into the folder, or name another one with --tokenizer-model",
+            code="tokenizer-missing",
         )
     try:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -194,6 +196,7 @@ def load_hugging_face(model: str) -> Tokenizer:
             f"{model}: no Hugging Face tokenizer could be loaded",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}",
             "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
+            code="tokenizer-not-loadable",
         ) from error
     return HuggingFaceTokenizer(require_fast(hf, model))
 
@@ -205,5 +208,6 @@ def require_fast(hf, name: str):
             f"{name}: {type(hf).__name__} is not a fast tokenizer",
             "loss masks of conversations need the character offsets that only tokenizer.json based tokenizers give",
             "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
+            code="tokenizer-not-fast",
         )
     return hf

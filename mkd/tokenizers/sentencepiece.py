@@ -100,6 +100,7 @@ def load_sentencepiece(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a file",
             "--tokenizer-type SentencePieceTokenizer reads one SentencePiece .model file",
             "give the path of the .model file, or use --tokenizer-type HuggingFaceTokenizer for a folder",
+            code="tokenizer-file-missing",
         )
     try:
         return SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=model))
@@ -108,4 +109,5 @@ def load_sentencepiece(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a SentencePiece model",
             str(error),
             "check that the file is complete and not a Git LFS pointer",
+            code="tokenizer-file-not-sentencepiece",
         ) from error

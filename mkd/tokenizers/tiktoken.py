@@ -123,13 +123,17 @@ def load_tiktoken(model: str) -> Tokenizer:
             f"--tokenizer-model {model}: the encoding {name} is not known",
             "a rank file does not say how text is split into words",
             f"give one of the files {', '.join(f'{known}.tiktoken' for known in ENCODINGS)}, under that name",
+            code="tiktoken-encoding-unknown",
         )
     try:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
     except ImportError as error:
         raise UsageError(
-            f"--tokenizer-model {model} needs the package tiktoken", str(error), "pip install 'mkd[tiktoken]'"
+            f"--tokenizer-model {model} needs the package tiktoken",
+            str(error),
+            "pip install 'mkd[tiktoken]'",
+            code="tiktoken-missing",
         ) from error
     try:
         ranks = load_tiktoken_bpe(str(model))
@@ -138,6 +142,7 @@ def load_tiktoken(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a tiktoken rank file",
             str(error),
             "check that the file is complete and not a Git LFS pointer",
+            code="tokenizer-file-not-tiktoken",
         ) from error
     known = ENCODINGS[name]
     return TiktokenTokenizer(
@@ -150,4 +155,5 @@ def _no_offsets():
         "the tokens of a text do not join to the text",
         "tiktoken encodings never change a text, so the rank file lacks some bytes",
         "use the rank file that was published with the encoding",
+        code="tokens-do-not-join",
     )

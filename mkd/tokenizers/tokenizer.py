@@ -142,6 +142,7 @@ def no_chat_template() -> DataError:
         "a record with messages needs one to become tokens",
         "use the tokenizer of an instruction-tuned model, put a chat_template into its tokenizer_config.json, or write records "
         "with prompt and completion",
+        code="chat-template-missing",
     )
 
 

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from tests.reported import reported_text
 from tests.train.command import call_main, flags, make_files
 
 TORCH_TEXT = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
@@ -75,7 +76,7 @@ def without_memory(argv):
 
 def test_the_command_explains_torchs_error(files, ranks):
     ((exit_code, _, stderr),) = ranks.run(without_memory, 1, flags(files, "command"))
-    error = stderr.partition("error: ")[2]
+    error = reported_text(stderr)
     assert exit_code == 1 and error.startswith(
         "GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n"
     )

@@ -89,7 +89,10 @@ def test_keys_that_no_record_has_are_named(run, capsys):
     a, b = run("a", [2.0]), run("b", [2.0])
     assert main([a, b, "--keys", "loss", "los", "kd"]) == 64
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: no record has los, kd\n") and "loss, top1_agreement" in printed.err
+    assert (
+        printed.err.startswith("error[metrics-key-unknown]: no record has los, kd\n")
+        and "loss, top1_agreement" in printed.err
+    )
 
 
 def test_a_run_that_is_no_number_any_more_differs(run, capsys):

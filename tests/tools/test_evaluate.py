@@ -9,7 +9,7 @@ import pytest
 from mkd.config.load import load_config
 from mkd.config.schema import CheckpointConfig
 from mkd.evaluation.tasks import read_tasks
-from mkd.plan.checks.validate import validate
+from mkd.plan.checks.problems import find_problems
 from mkd.run.eval_alone import without_training
 from mkd.run.topk_export import teacher_as_student
 from tests.evaluation.eval_reference import reference_scores, write_tasks
@@ -127,5 +127,5 @@ def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp
     (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config
     for alone in (without_training(config, 1), teacher_as_student(config, 1)):
-        assert validate(alone, 1) == [] and alone.checkpoint == CheckpointConfig()
+        assert find_problems(alone, 1) == [] and alone.checkpoint == CheckpointConfig()
     assert teacher_as_student(config, 1).kd.kd_temperature == 2

@@ -19,6 +19,7 @@ from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
 from mkd.xtoken.align.align_view import COLOURS, RESET, view_alignment
+from tests.reported import reported_codes
 from tests.tokenizers.trained import train_hf_tokenizer
 from tools.inspect_data import main
 
@@ -102,7 +103,7 @@ def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
     arguments[2] = str(tmp_path / "bad.jsonl")
     assert main(arguments) == EXIT_DATA
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "bad.jsonl:2: " in error
+    assert reported_codes(error) == ["record-without-known-keys"] and "bad.jsonl:2: " in error
     assert main([*arguments, "--mode", "bytes"]) == EXIT_USAGE
     assert "use one of byte_offset, dp" in capsys.readouterr().err
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mkd.config.models import XTOKEN_LOSSES
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.fused import fused_chunk_kd
-from mkd.xtoken.loss_settings import LOSSES, ChunkLossSettings
+from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
@@ -117,7 +118,7 @@ class ChunkCase:
         return run
 
 
-def benchmark(machine: Machine, shape: ChunkShape, losses: tuple[str, ...] = LOSSES) -> Report:
+def benchmark(machine: Machine, shape: ChunkShape, losses: tuple[str, ...] = XTOKEN_LOSSES) -> Report:
     """Gate by the same loss in float64, time and weigh all losses at one shape; prints the table."""
     case, errors, timed = ChunkCase(shape, machine), {}, []
     for name in losses:

@@ -119,7 +119,10 @@ def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
     kind = platform.device.type if args.device == "auto" else args.device
     if kind == "cuda" and not platform.is_cuda:
         raise UsageError(
-            "--device cuda, but torch sees no GPU", "", "use --device cpu, or start it where there is one"
+            "--device cuda, but torch sees no GPU",
+            "",
+            "use --device cpu, or start it where there is one",
+            code="benchmark-without-gpu",
         )
     if kind == "cpu":
         torch.set_num_threads(args.threads)
@@ -157,11 +160,13 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
 
 
 def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
-    from mkd.xtoken.loss_settings import LOSSES
+    from mkd.config.models import XTOKEN_LOSSES
     from tools.benchmarks.chunks import ChunkShape, benchmark
 
     shapes = args.shape or [(8192, 2048, 4096, 32000, 151936) if machine.is_cuda else (64, 32, 48, 400, 700)]
-    return merge([benchmark(machine, ChunkShape(*shape), tuple(args.losses or LOSSES)) for shape in shapes])
+    return merge(
+        [benchmark(machine, ChunkShape(*shape), tuple(args.losses or XTOKEN_LOSSES)) for shape in shapes]
+    )
 
 
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:

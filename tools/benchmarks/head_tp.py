@@ -35,7 +35,10 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
     if shape.vocab % size:
         what = f"a vocabulary of {shape.vocab} does not divide over {size} processes"
         raise UsageError(
-            what, "every process holds an equal shard", "change --shape or the number of processes"
+            what,
+            "every process holds an equal shard",
+            "change --shape or the number of processes",
+            code="benchmark-vocabulary-not-divisible",
         )
     case = HeadCase(shape, machine)
     width = shape.vocab // size

@@ -16,8 +16,8 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.parallel.context import ParallelContext
+from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
-from mkd.plan.checks.validate import layouts_of, virtual_stages
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
@@ -132,6 +132,11 @@ def random_engine(settings: PairSettings, machine: Machine, context: ParallelCon
     """What `mkd.run.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
     if machine.device.type != context.device.type:
         what = f"--device {machine.device.type} on a machine with a GPU"
-        raise UsageError(what, "the engine runs on the GPU where there is one", "leave --device out")
+        raise UsageError(
+            what,
+            "the engine runs on the GPU where there is one",
+            "leave --device out",
+            code="benchmark-device-taken",
+        )
     plan = random_plan(settings, machine, context)
     return build_engine(plan, context)[0], plan

@@ -82,5 +82,10 @@ SHAPES = {
 def shape_of(name: str) -> ModelShape:
     """Raises UsageError for a name that is not in the table."""
     if name not in SHAPES:
-        raise UsageError(f"shape {name!r} is not known", "", f"choose one of: {', '.join(SHAPES)}")
+        raise UsageError(
+            f"shape {name!r} is not known",
+            "",
+            f"choose one of: {', '.join(SHAPES)}",
+            code="benchmark-shape-unknown",
+        )
     return ModelShape.from_hf_config(SHAPES[name])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.validate import validate
+from mkd.plan.checks.problems import find_problems
 
 BASE = ["--student-hf", "s", "--data-path", "d.jsonl", "--train-iters", "10", "--seq-length", "64"]
 TWO = "[{hf: a}, {hf: b}]"
@@ -14,7 +14,7 @@ def problems(tmp_path):
     def check(teachers: str, *argv: str):
         path = tmp_path / "run.yaml"
         path.write_text(f"teachers: {teachers}\n", encoding="utf-8")
-        errors = validate(load_config([*BASE, "--config", str(path), *argv]).config, 1)
+        errors = find_problems(load_config([*BASE, "--config", str(path), *argv]).config, 1)
         assert all(error.exit_code == 64 and error.what and error.why and error.do for error in errors)
         return errors
 
@@ -51,9 +51,9 @@ def test_sound_teachers(problems):
 
 
 def test_no_model(problem):
-    assert problem("[{name: a}]").what == "no teacher is given, but kd-ratio is 0.5"
-    assert problem("[{}, {}]").what == "no teacher is given, but kd-ratio is 0.5"
-    assert problem("[{hf: a}, {name: b}]").what == "teachers[1] names no model"
+    assert problem("[{name: a}]").code == problem("[{}, {}]").code == "teacher-missing"
+    error = problem("[{hf: a}, {name: b}]")
+    assert error.code == "teacher-without-model" and error.what.startswith("teachers[1] ")
 
 
 def test_plain_training_reads_no_teacher(problems):
@@ -62,51 +62,53 @@ def test_plain_training_reads_no_teacher(problems):
 
 
 @pytest.mark.parametrize(
-    ("teachers", "what"),
+    ("teachers", "code", "named"),
     [
-        ("[{hf: a, weight: 0.5}]", "teachers[0].weight is 0.5"),
-        ("[{hf: a, weight: 0}, {hf: b}]", "teachers[0].weight 0.0 must be above 0"),
-        ("[{hf: a}, {hf: b, weight: -1}]", "teachers[1].weight -1.0 must be above 0"),
-        ("[{hf: a, weight: 0}, {hf: b, weight: 0}]", "the weights of all 2 teachers are 0"),
+        ("[{hf: a, weight: 0.5}]", "teacher-weight-of-single", "teachers[0].weight"),
+        ("[{hf: a, weight: 0}, {hf: b}]", "teacher-weight-not-positive", "teachers[0].weight"),
+        ("[{hf: a}, {hf: b, weight: -1}]", "teacher-weight-not-positive", "teachers[1].weight"),
+        ("[{hf: a, weight: 0}, {hf: b, weight: 0}]", "teacher-weights-all-zero", "2 teachers"),
     ],
 )
-def test_weights(problem, teachers, what):
-    assert problem(teachers).what == what
+def test_weights(problem, teachers, code, named):
+    error = problem(teachers)
+    assert error.code == code and named in error.what
 
 
 def test_weights_that_nobody_reads(problem, problems):
     error = problem("[{hf: a}, {hf: b, weight: 2}]", "--teacher-combination", "select")
-    assert error.what == "teachers[1].weight 2.0 would have no effect" and "select" in error.why
+    assert error.code == "setting-without-effect" and "select" in error.why
+    assert error.what.startswith("teachers[1].weight 2.0 ")
     assert problems("[{hf: a}, {hf: b, weight: 2}]", "--teacher-weighting", "entropy") == []
 
 
 def test_names(problem, problems):
-    assert problem("[{hf: a, name: x}, {hf: b, name: x}]").what == "2 teachers have the name x"
-    assert problem("[{hf: a, name: x y}]").what == "teacher name 'x y' is not a plain word"
+    assert problem("[{hf: a, name: x}, {hf: b, name: x}]").code == "teacher-names-equal"
+    assert problem("[{hf: a, name: x y}]").code == "teacher-name-not-valid"
     assert problems("[{hf: 'run 1/model'}, {hf: 'run 2/model'}]") == [], (
         "names that mkd makes are plain and unique"
     )
 
 
 def test_stored_probabilities(problem, problems):
-    assert problem("[{topk: a}, {hf: b}]").what == "--teacher-topk is given, and 2 teachers"
-    assert problem("[{hf: b}, {topk: a}]").what == "teachers[1].topk is given, and 2 teachers"
+    for teachers, place in (
+        ("[{topk: a}, {hf: b}]", "--teacher-topk"),
+        ("[{hf: b}, {topk: a}]", "teachers[1].topk"),
+    ):
+        error = problem(teachers)
+        assert error.code == "stored-teacher-not-alone" and error.what.startswith(f"{place} is given")
     both = problems("[{topk: a, residency: host}, {topk: b, residency: host}]", "--kd-divergence", "jsd")
-    assert [error.what for error in both] == [
-        "--teacher-topk and teachers[1].topk are given, and 2 teachers",
-        "kd-divergence jsd cannot be computed from --teacher-topk and teachers[1].topk",
-        "teacher-residency host would have no effect",
+    assert [error.code for error in both] == [
+        "stored-teacher-not-alone",
+        "stored-teacher-divergence",
+        "setting-without-effect",
     ]
-    assert (
-        problem("[{topk: a, xtoken: {}}]").what
-        == "--teacher-topk is given for a teacher with xtoken settings"
-    )
-    assert problem("[{topk: a, residency: host}]").what == "teacher-residency host would have no effect"
-    error = problem("[{topk: a}]", "--kd-divergence", "jsd")
-    assert error.what == "kd-divergence jsd cannot be computed from --teacher-topk"
-    assert problem("[{topk: a, divergence: reverse_kl}]").what.startswith(
-        "kd-divergence reverse_kl cannot be computed"
-    )
+    assert all("--teacher-topk and teachers[1].topk" in error.what for error in both[:2])
+    assert problem("[{topk: a, xtoken: {}}]").code == "stored-teacher-with-xtoken"
+    assert problem("[{topk: a, residency: host}]").code == "setting-without-effect"
+    assert problem("[{topk: a}]", "--kd-divergence", "jsd").code == "stored-teacher-divergence"
+    error = problem("[{topk: a, divergence: reverse_kl}]")
+    assert error.code == "stored-teacher-divergence" and "reverse_kl" in error.what
     assert (
         problems("[{topk: a}]") == problems("[{topk: a}]", "--kd-ratio", "0", "--kd-divergence", "jsd") == []
     )
@@ -132,13 +134,13 @@ def test_stored_probabilities(problem, problems):
     ],
 )
 def test_settings_of_several_teachers_that_do_nothing(problem, teachers, flags, what):
-    assert problem(teachers, *flags).what == f"{what} would have no effect"
+    error = problem(teachers, *flags)
+    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
 
 
 def test_an_average_needs_the_same_tokens(problem):
     error = problem("[{hf: a}, {hf: b, xtoken: {}}]", "--teacher-combination", "average")
-    assert error.what == "teacher-combination average, but teachers[1] has xtoken settings"
-    assert error.do == "use --teacher-combination weighted_sum"
+    assert error.code == "average-of-different-tokens" and "teachers[1]" in error.what
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,8 @@ def test_an_average_needs_the_same_tokens(problem):
     ],
 )
 def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
-    assert problem(f"[{{hf: t, {teacher}}}]", *flags).what == f"{what} would have no effect"
+    error = problem(f"[{{hf: t, {teacher}}}]", *flags)
+    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
 
 
 @pytest.mark.parametrize(
@@ -185,31 +188,27 @@ def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
 
 @pytest.mark.parametrize("teachers", ["[{hf: t, xtoken: {}}]", TWO])
 def test_chunks_and_several_teachers_need_the_fused_head(problem, teachers):
-    assert problem(teachers, "--no-kd-fused-head").do == "remove --no-kd-fused-head"
+    assert problem(teachers, "--no-kd-fused-head").code == "unfused-head-unsupported"
 
 
 @pytest.mark.parametrize(
-    ("teacher", "what"),
+    ("teacher", "path"),
     [
-        ("temperature: 0", "teachers[1].temperature 0.0 must be from 0.01 to 100"),
-        ("temperature: 1e-30", "teachers[1].temperature 1e-30 must be from 0.01 to 100"),
-        ("divergence: jsd, jsd_beta: 2", "teachers[1].jsd_beta 2.0 must be from 0 to 1"),
-        ("divergence: mixed_kl, mixed_kl_weight: -1", "teachers[1].mixed_kl_weight -1.0 must be from 0 to 1"),
-        ("xtoken: {top_k: 0}", "teachers[1].xtoken.top_k 0 must be 1 or more"),
-        ("xtoken: {seq_length: 0}", "teachers[1].xtoken.seq_length 0 must be 1 or more"),
+        ("temperature: 0", "temperature"),
+        ("temperature: 1e-30", "temperature"),
+        ("divergence: jsd, jsd_beta: 2", "jsd_beta"),
+        ("divergence: mixed_kl, mixed_kl_weight: -1", "mixed_kl_weight"),
+        ("xtoken: {top_k: 0}", "xtoken.top_k"),
+        ("xtoken: {seq_length: 0}", "xtoken.seq_length"),
     ],
 )
-def test_ranges_of_every_teacher(problem, teacher, what):
+def test_ranges_of_every_teacher(problem, teacher, path):
     error = problem(f"[{{hf: t}}, {{hf: u, {teacher}}}]")
-    assert error.what == what and error.do == f"change {what.split()[0]}"
+    assert error.code == "value-out-of-range" and error.do.endswith(f" teachers[1].{path}")
 
 
 def test_temperature_of_the_first_teacher_is_yaml_only_too(problem):
-    assert (
-        problem("[{hf: t, temperature: 101}]").what
-        == "teachers[0].temperature 101.0 must be from 0.01 to 100"
-    )
-    assert (
-        problem("[{hf: t}]", "--kd-temperature", "1e-30").what
-        == "kd-temperature 1e-30 must be from 0.01 to 100"
-    )
+    error = problem("[{hf: t, temperature: 101}]")
+    assert error.code == "value-out-of-range" and error.do.endswith(" teachers[0].temperature")
+    error = problem("[{hf: t}]", "--kd-temperature", "1e-30")
+    assert error.code == "value-out-of-range" and error.do.endswith(" --kd-temperature")

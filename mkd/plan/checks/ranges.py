@@ -1,14 +1,14 @@
-"""What every number of the settings must be by itself."""
+"""Check the range of every number by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mkd.config.options import settings
+from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 
-# what the arithmetic of layouts, batches and packs multiplies and divides, by the checks that read it
+# The options that the checks of layouts, batches and packs calculate with.
 SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
 STAGES = (
     "pipeline_model_parallel_size",
@@ -20,7 +20,7 @@ PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
-_LARGEST = 2**62  # sums with other settings stay 64-bit numbers
+_LARGEST = 2**62  # sums with other settings still fit 64 bits
 _RANGES = {
     "device_memory_gib": ("above 0", lambda x: x > 0),
     "distributed_timeout_minutes": ("above 0 and at most a million", lambda x: 0 < x <= 1e6),
@@ -71,21 +71,30 @@ _RANGES = {
     ),
     "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
 }
-"""Option -> (what it must be, whether a value is that). Settings that were not given (None) are not asked."""
+"""Option -> (what it must be, whether a value is that). Settings that are not given (None) are not checked."""
 
 
-def check_ranges(config: Config) -> Iterator[tuple[str, UsageError]]:
-    """(option, error) of every number that no run can have."""
-    if config.training.train_iters < 1:
-        what = f"train-iters is {config.training.train_iters}"
-        yield "train_iters", UsageError(what, "a run needs at least one step", "give --train-iters N")
+def check_ranges(config: Config) -> Iterator[UsageError]:
+    """Whether every number is in its range."""
+    for option, value, wanted in _out_of_range(config):
+        yield UsageError(
+            f"{option.label} {value} must be {wanted}",
+            f"{option.label}: {option.help}",
+            f"change {option.place}",
+            code="value-out-of-range",
+        )
+
+
+def options_out_of_range(config: Config) -> set[str]:
+    """Return the names of the options that `check_ranges` reports."""
+    return {option.name for option, *_ in _out_of_range(config)}
+
+
+def _out_of_range(config: Config) -> Iterator[tuple[Option, int | float, str]]:
+    """Yield (option, value, what it must be)."""
     for option, value in settings(config):
         wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
         if isinstance(value, int) and value > _LARGEST:
             wanted, is_fine = "at most 2^62", lambda x: False
         if value is not None and not is_fine(value):
-            why = f"{option.label}: {option.help}"
-            yield (
-                option.name,
-                UsageError(f"{option.label} {value} must be {wanted}", why, f"change {option.place}"),
-            )
+            yield option, value, wanted

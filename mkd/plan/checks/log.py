@@ -1,4 +1,4 @@
-"""Checks of what a run reports."""
+"""Check what a run reports: W&B and profiles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from mkd.config.schema import Config, LogConfig
 from mkd.errors import UsageError
-from mkd.plan.checks.validate_teachers import no_effect
+from mkd.plan.checks.no_effect import no_effect
 
 
 def check_log(config: Config) -> Iterator[UsageError]:
-    """Settings of W&B and of profiling that contradict each other or would have no effect."""
+    """Whether the settings of W&B and of profiling fit each other and have an effect."""
     log, default = config.log, LogConfig()
     if log.wandb_entity and not log.wandb_project:
         yield no_effect(
@@ -28,8 +28,9 @@ def check_log(config: Config) -> Iterator[UsageError]:
     if log.profile_step_end <= log.profile_step_start:
         yield UsageError(
             f"profile-step-end {log.profile_step_end} is not above profile-step-start {log.profile_step_start}",
-            "the steps after the one, up to the other, are profiled",
+            "the profile covers the steps after profile-step-start, up to profile-step-end",
             f"use --profile-step-end {log.profile_step_start + 2}",
+            code="profile-steps-empty",
         )
     elif config.training.train_iters <= log.profile_step_start:
         yield no_effect(
@@ -39,5 +40,9 @@ def check_log(config: Config) -> Iterator[UsageError]:
         )
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
-        what = f"profile-ranks {' '.join(wrong)} are not ranks"
-        yield UsageError(what, "ranks are whole numbers from 0", "use for example --profile-ranks 0 1")
+        yield UsageError(
+            f"profile-ranks {' '.join(wrong)} are not ranks" if wrong else "profile-ranks is empty",
+            "ranks are whole numbers from 0",
+            "use for example --profile-ranks 0 1",
+            code="profile-ranks-not-valid",
+        )

@@ -1,4 +1,4 @@
-"""Checks of the teachers and of the distillation loss: what is compared, by which divergence, with which weights."""
+"""Check the student, the teachers and the settings of the distillation loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
+from mkd.plan.checks.no_effect import no_effect
 
 _XTOKEN_LOSSES = {
     "top_k": ("partition_kl",),
@@ -18,8 +19,15 @@ _XTOKEN_LOSSES = {
 """Cross-tokenizer setting -> the losses that read it."""
 
 
-def check_teachers(config: Config) -> Iterator[UsageError]:
-    """Whether there is a teacher when one is needed, and whether those that there are can be told apart and weighted."""
+def check_models(config: Config) -> Iterator[UsageError]:
+    """Whether there is a student and, if the loss needs them, teachers with distinct names and usable weights."""
+    if not (config.student.hf or config.student.load):
+        yield UsageError(
+            "no student is given",
+            "there is nothing to train",
+            "give --student-hf DIR or --student-load CKPT",
+            code="student-missing",
+        )
     teachers, ratio = config.teachers, config.kd.kd_ratio
     if ratio == 0:  # plain training loads no teacher
         return
@@ -28,6 +36,7 @@ def check_teachers(config: Config) -> Iterator[UsageError]:
             f"no teacher is given, but kd-ratio is {ratio}",
             "the distillation loss needs the teacher's logits",
             "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
+            code="teacher-missing",
         )
         return
     for index, teacher in enumerate(teachers):
@@ -36,6 +45,7 @@ def check_teachers(config: Config) -> Iterator[UsageError]:
                 f"teachers[{index}] names no model",
                 "every entry is a teacher of its own",
                 "give its hf or load, or remove it",
+                code="teacher-without-model",
             )
     yield from _stored(config)
     yield from _names(config)
@@ -59,6 +69,7 @@ def _stored(config: Config) -> Iterator[UsageError]:
             f"{_given(stored)}, and {len(config.teachers)} teachers",
             "stored log-probabilities take the place of the only teacher",
             "give hf or load instead, or keep one teacher alone",
+            code="stored-teacher-not-alone",
         )
     related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
     if related:
@@ -66,6 +77,7 @@ def _stored(config: Config) -> Iterator[UsageError]:
             f"{_given(related)} for a teacher with xtoken settings",
             "it stores probabilities of the student's tokens, and this teacher has other ones",
             "run this teacher from its hf or load, or remove xtoken",
+            code="stored-teacher-with-xtoken",
         )
     divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
     for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
@@ -74,6 +86,7 @@ def _stored(config: Config) -> Iterator[UsageError]:
             + " and ".join(place for place, one in divergences.items() if one == divergence),
             "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
+            code="stored-teacher-divergence",
         )
     if any(teacher.residency == "host" for teacher in stored.values()):
         yield no_effect("teacher-residency host", "a stored teacher has no weights", "remove it")
@@ -90,12 +103,14 @@ def _names(config: Config) -> Iterator[UsageError]:
                 f"{count} teachers have the name {name}",
                 "metrics of each teacher carry its name",
                 "give every one its own name",
+                code="teacher-names-equal",
             )
         if not re.fullmatch(r"[\w.-]+", name):
             yield UsageError(
                 f"teacher name {name!r} is not a plain word",
                 "it becomes part of the names of metrics, kd_loss/NAME",
                 "use letters, digits and . _ -",
+                code="teacher-name-not-valid",
             )
 
 
@@ -107,6 +122,7 @@ def _weights(config: Config) -> Iterator[UsageError]:
                 f"teachers[0].weight is {weights[0]}",
                 "a single teacher has the whole weight",
                 "remove it; --kd-ratio sets the share of distillation in the loss",
+                code="teacher-weight-of-single",
             )
         return
     if not any(weights):
@@ -114,6 +130,7 @@ def _weights(config: Config) -> Iterator[UsageError]:
             f"the weights of all {len(weights)} teachers are 0",
             "weights are divided by their sum",
             "give weights above 0",
+            code="teacher-weights-all-zero",
         )
         return
     for index, weight in enumerate(weights):
@@ -122,8 +139,9 @@ def _weights(config: Config) -> Iterator[UsageError]:
                 f"teachers[{index}].weight {weight} must be above 0",
                 "a teacher without weight would run for nothing, and one below 0 would be unlearnt",
                 "give a weight above 0, or remove this teacher",
+                code="teacher-weight-not-positive",
             )
-        elif weight != 1 and kd.teacher_combination == "select":
+        elif weight != 1 and kd.selects_teacher:
             why = "teacher-combination select takes the best teacher of each pack whole"
             yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
 
@@ -151,6 +169,7 @@ def check_objective(config: Config) -> Iterator[UsageError]:
             "no-kd-fused-head needs one teacher, with the student's tokenizer",
             "several teachers, and chunks of another tokenizer, are compared by the fused head only",
             "remove --no-kd-fused-head",
+            code="unfused-head-unsupported",
         )
 
 
@@ -171,7 +190,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
     elif kd.teacher_weighting_temperature != default.teacher_weighting_temperature:
         setting = f"teacher-weighting-temperature {kd.teacher_weighting_temperature}"
         yield no_effect(setting, "teacher-weighting is static", "add --teacher-weighting ce")
-    if kd.teacher_combination != "average" or len(config.teachers) < 2:
+    if not kd.averages_teachers or len(config.teachers) < 2:
         return
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None:
@@ -179,6 +198,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
                 f"teacher-combination average, but teachers[{index}] has xtoken settings",
                 "probabilities of different tokens have no mean",
                 "use --teacher-combination weighted_sum",
+                code="average-of-different-tokens",
             )
         for field in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight"):
             if getattr(teacher, field) is not None:
@@ -227,10 +247,3 @@ def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: 
         if value != getattr(XTokenConfig(), field) and xtoken.loss not in losses:
             why = f"its loss is {xtoken.loss}"
             yield no_effect(f"{path}.xtoken.{field} {value}", why, f"use loss {' or '.join(losses)}")
-
-
-def no_effect(setting: str, why: str, do: str) -> UsageError:
-    """The error for a setting that nothing reads."""
-    return UsageError(
-        f"{setting} would have no effect", why, do if do == "remove it" else f"{do}, or remove it"
-    )
