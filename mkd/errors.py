@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_USAGE = 64
@@ -93,7 +94,7 @@ class ErrorList(UsageError):
 
     def __init__(self, errors: list[MkdError]):
         assert errors
-        self.errors = [
+        self.errors: list[MkdError] = [
             one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])
         ]
         codes = {error.exit_code for error in self.errors}
@@ -115,7 +116,7 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """
 
     @wraps(main)
-    def run(*args, **kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         try:
             return main(*args, **kwargs) or EXIT_DONE
         except MkdError as error:
