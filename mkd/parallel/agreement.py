@@ -27,7 +27,7 @@ def agree(problem: MkdError | None) -> None:
 def attempt(
     action: Callable[[], T], explain: Callable[[Exception], MkdError]
 ) -> tuple[T | None, MkdError | None]:
-    """Return (result, problem) of an action without collectives; `explain` turns other errors into MkdError."""
+    """Return (result, problem) of an action without collectives; `explain` makes an MkdError of others."""
     try:
         return action(), None
     except MkdError as error:

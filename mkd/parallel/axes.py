@@ -80,7 +80,8 @@ def grid_groups(sizes: Mapping[str, int], span: Iterable[str]) -> list[list[int]
 def build_groups(sizes: Mapping[str, int], timeout: timedelta) -> ProcessGroupCollection:
     """Create the groups of a grid with the `sizes` of all axes, over all processes. Collective.
 
-    A process that is in no group of a field (an inner pipeline stage for `embd`) has None there, as in Megatron.
+    A process that is in no group of a field (an inner pipeline stage for `embd`) has None there, as in
+    Megatron.
     """
     assert math.prod(sizes[name] for name in AXES) == dist.get_world_size(), "the axes span the world"
     members = {field: grid_groups(sizes, span) for field, span in SPANS.items()}

@@ -1,4 +1,4 @@
-"""`ParallelContext`: this process's place in the grid. The only file that asks Megatron's `parallel_state`."""
+"""`ParallelContext`: this process's place in the grid; alone asks Megatron's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ParallelContext:
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
-        """Join the process group (unless the caller already has), build Megatron's groups and seed the generators.
+        """Join the process group (unless the caller already has), build Megatron's groups and seed generators.
 
         World size and rank come from torchrun's environment; without it this is a single process.
         """
@@ -127,10 +127,11 @@ class ParallelContext:
         context_parallel: int = 1,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
-        """Return a second context over the same processes in another layout, for a frozen teacher. Collective.
+        """Return a second context over the same processes in another layout. Collective.
 
-        Megatron's `parallel_state` and the generators stay those of this context. So a model under the second
-        one runs forward with weights that are loaded; random initialisation, DDP and the optimizer belong here.
+        It serves a frozen teacher: Megatron's `parallel_state` and the generators stay those of this context.
+        So a model under the second one runs forward with weights that are loaded; random initialisation, DDP
+        and the optimizer belong here.
         """
         sizes = {"tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
         replica = tensor_parallel * context_parallel * pipeline_parallel
@@ -143,7 +144,7 @@ class ParallelContext:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed torch's and Megatron's generators: alike on data-parallel ranks, different on pipeline ranks."""
+        """Seed torch's and Megatron's generators: differently on each pipeline rank."""
         torch.manual_seed(seed + 100 * self.pp.rank)
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank, force_reset_rng=True)
 
@@ -167,7 +168,7 @@ class ParallelContext:
         return box[0]
 
     def rank_0_first(self, prepare: Callable[[], T]) -> T:
-        """Return `prepare()`, called on rank 0 first and then on the others, which may find its files. Collective.
+        """Return `prepare()`, called on rank 0 and then on the others, which find its files. Collective.
 
         All ranks raise an MkdError of rank 0, so none of them waits forever.
         """

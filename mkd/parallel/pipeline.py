@@ -1,8 +1,9 @@
-"""Point-to-point communication of pipeline stages: the student's activation carries the teachers' hidden states.
+"""Point-to-point messages of pipeline stages: the student's activation carries the teachers' hidden states.
 
-Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one method
-overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor: a stage attaches them to
-its output, the communicator sends them and attaches the received ones, and the next stage takes them off.
+Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
+method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor: a stage
+attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
+takes them off.
 
 Elements sent per micro-batch and hop, each divided over cp, and over tp with sequence parallelism:
 
@@ -26,7 +27,7 @@ _TEACHER_HIDDENS = "mkd_teacher_hiddens"
 
 
 def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor]) -> Tensor:
-    """Attach `teacher_hiddens` to `activation` and return it. A teacher_hidden is data: it carries no graph."""
+    """Attach `teacher_hiddens`, detached from any graph, to `activation` and return it."""
     if teacher_hiddens:
         setattr(
             activation, _TEACHER_HIDDENS, tuple(teacher_hidden.detach() for teacher_hidden in teacher_hiddens)
@@ -35,13 +36,13 @@ def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor])
 
 
 def take_teacher_hidden(activation: Tensor | None) -> tuple[Tensor, ...]:
-    """Remove and return the teacher_hiddens of `activation`, so that they are freed before the backward pass."""
+    """Remove and return the teacher_hiddens of `activation`, to free them before the backward pass."""
     return () if activation is None else activation.__dict__.pop(_TEACHER_HIDDENS, ())
 
 
 @dataclass
 class _Transfer:
-    """Requests of one direction and the tensors they read, because the schedule frees its outputs after posting."""
+    """Requests of one direction and the tensors they read, because the schedule frees its outputs early."""
 
     requests: list[dist.Work]
     tensors: tuple[Tensor, ...]
@@ -78,7 +79,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         tensor_shape,
         wait_on_reqs: bool = True,
     ):
-        """Send and receive as Megatron's method; return (activation, gradient, requests by direction or None)."""
+        """Send and receive as Megatron's method; return (activation, gradient, requests or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
@@ -133,7 +134,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
     def _post_single(
         self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
     ):
-        """Post single requests in Megatron's order, which alternates by rank, followed by the teacher_hiddens."""
+        """Post single requests in Megatron's order, which alternates by rank; then the teacher_hiddens."""
         peers = dict(
             group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank
         )

@@ -1,8 +1,8 @@
 """The rows of a pack that each context-parallel rank holds, the same for data and attention.
 
-Every document is cut into `2 * size` equal pieces. Rank r holds pieces r and 2 * size - 1 - r, so that a causal mask
-gives all ranks the same work. Transformer Engine, whose attention runs on GPUs, divides documents in the same way
-(`thd_get_partitioned_indices`).
+Every document is cut into `2 * size` equal pieces. Rank r holds pieces r and 2 * size - 1 - r, so that a
+causal mask gives all ranks the same work. Transformer Engine, whose attention runs on GPUs, divides documents
+in the same way (`thd_get_partitioned_indices`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def document_parts(span: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return the [first, last) positions that `rank` holds of a document of `span` padded tokens, ascending."""
+    """Return the [first, last) positions that `rank` holds of a document of `span` padded tokens."""
     if size == 1:
         return [(0, span)]
     piece, rest = divmod(span, 2 * size)

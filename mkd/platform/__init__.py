@@ -55,7 +55,7 @@ def local_rank() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use; all of the machine if the system does not say (macOS)."""
+    """Return how many CPU cores this process may use; on macOS, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

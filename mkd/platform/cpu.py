@@ -1,9 +1,10 @@
 """Megatron-core on CPU: the only file of mkd that replaces attributes of another library.
 
-megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps those names
-to the CPU by replacing attributes. (A TorchFunctionMode would be shorter, but it sees every call of torch and costs a
-quarter of a small model's time.) Arithmetic stays Megatron's, except for the norm of gradients, whose fallback is not
-exact enough. Communication and schedules are Megatron's; gloo carries the messages.
+megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps
+those names to the CPU by replacing attributes. (A TorchFunctionMode would be shorter, but it sees every call
+of torch and costs a quarter of a small model's time.) Arithmetic stays Megatron's, except for the norm of
+gradients, whose fallback is not exact enough. Communication and schedules are Megatron's; gloo carries the
+messages.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def _hide(packages: tuple[str, ...]) -> None:
 def _nothing_compiled() -> Iterator[None]:
     """Turn torch.compile into a decorator that does nothing, inside the `with` block.
 
-    Megatron decorates its fused functions when it is imported. That loads the compiler, which adds two seconds to every
-    start for functions that are fused for GPUs. If Megatron was imported before, nothing changes.
+    Megatron decorates its fused functions when it is imported. That loads the compiler, which adds two
+    seconds to every start for functions that are fused for GPUs. If Megatron was imported before, nothing
+    changes.
     """
     compile_function = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda decorated: decorated)
@@ -91,7 +93,7 @@ def _not_yet(package: str) -> Iterator[None]:
 
 
 def _replace_tensor_functions() -> None:
-    """Create tensors for "cuda" on the CPU, keep them there, and let `Tensor.type()` call them CUDA tensors."""
+    """Create and keep tensors for "cuda" on the CPU; `Tensor.type()` calls them CUDA tensors."""
     _device_constructors()  # caches the original factories, which `with torch.device(...)` must recognise
     for owner, names in ((torch, FACTORIES), (Tensor, METHODS)):
         for name in names:
@@ -101,7 +103,7 @@ def _replace_tensor_functions() -> None:
 
 
 def _on_cpu(function: Callable) -> Callable:
-    """Return `function` with a device "cuda" (by name, or the argument after a tensor) replaced by the CPU."""
+    """Return `function` with a device "cuda" (by name, or after a tensor) replaced by the CPU."""
 
     @functools.wraps(function)
     def on_cpu(*args, **kwargs):
@@ -207,8 +209,8 @@ def _replace_generators() -> None:
 def _replace_norm() -> None:
     """Replace the norm of gradients by one with a relative error of 1e-7: [1] fp32 over a list of tensors.
 
-    Megatron's fallback for the fused kernel takes `torch.norm` of whole tensors, which is 2e-3 off for a large
-    embedding.
+    Megatron's fallback for the fused kernel takes `torch.norm` of whole tensors, which is 2e-3 off for a
+    large embedding.
     """
     from megatron.core.optimizer import clip_grads
 

@@ -14,10 +14,11 @@ ALIGNMENT = 256  # bytes; that of CUDA's own allocations, and more than any kern
 
 
 def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Return [nbytes] uint8 on the host, uninitialised; page-locked if `device` is a GPU, for asynchronous copies.
+    """Return [nbytes] uint8 on the host, uninitialised; page-locked if `device` is a GPU.
 
-    The memory is registered with CUDA rather than taken from torch's allocator of pinned memory, which rounds every
-    size up to a power of two. Raises UsageError if the machine refuses to lock it.
+    Copies from page-locked memory are asynchronous. The memory is registered with CUDA rather than taken from
+    torch's allocator of pinned memory, which rounds every size up to a power of two. Raises UsageError if the
+    machine refuses to lock it.
     """
     buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if device.type == "cuda" and nbytes:
@@ -26,7 +27,7 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
             raise UsageError(
                 f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
                 "weights or optimizer state that live on the host are copied from locked memory",
-                "give the job more memory, raise its limit of locked memory (ulimit -l), or keep them on the device",
+                "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on the device",
             )
         weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
     return buffer
@@ -38,7 +39,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `buffer` ([packed_bytes(tensors)] uint8 or more) with the shapes and dtypes of `tensors`."""
+    """Return views of `buffer` ([packed_bytes(tensors)] uint8 or more) in the shapes and dtypes of `tensors`."""
     return list(_views(buffer, tensors))
 
 
