@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 EXIT_DONE = 0
 EXIT_USAGE = 64
@@ -118,7 +118,7 @@ class ErrorList(UsageError):
 
     def __init__(self, errors: Sequence[MkdError]):
         assert errors
-        self.errors = [
+        self.errors: list[MkdError] = [
             one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])
         ]
         exit_codes = {error.exit_code for error in self.errors}
@@ -158,7 +158,7 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """
 
     @wraps(main)
-    def run(*args, **kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         try:
             return main(*args, **kwargs) or EXIT_DONE
         except MkdError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from subprocess import run  # not the module: `make check` includes this file
 
 from mkd import errors
 
@@ -24,8 +24,10 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch
 
 @cache
 def repository_files() -> list[Path]:
-    """The files of a clean clone: nothing from build products, runs or hidden folders other than .ci."""
-    skipped = re.compile(r"(^\.(?!ci$))|^(runs|build|dist|__pycache__)$|\.egg-info$")
+    """Return the files of a clean clone, without build products, runs and hidden files other than .ci and .github."""
+    skipped = re.compile(
+        r"(^\.(?!(ci|github|pre-commit-config\.yaml)$))|^(runs|build|dist|__pycache__)$|\.egg-info$"
+    )
     found = []
     for folder, below, files in os.walk(ROOT):
         below[:] = [part for part in below if not skipped.search(part)]
@@ -91,9 +93,7 @@ def test_config_and_plan_start_without_torch():
     ]
     assert modules
     code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
 
 

@@ -11,9 +11,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 

@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from mkd.checkpoint.agreement import agree, attempt, on_rank_0
 from mkd.checkpoint.folders import (
     COMMON_FILE,
     HF_FOLDER,
@@ -42,6 +41,7 @@ from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, sea
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError
 from mkd.faults import fault_at
+from mkd.parallel.agreement import agree, attempt, on_rank_0
 from mkd.parallel.context import ParallelContext
 
 

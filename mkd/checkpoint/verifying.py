@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0, together
 from mkd.checkpoint.folders import (
     MEGATRON_FILE,
     REPLACED,
@@ -24,6 +23,7 @@ from mkd.checkpoint.manifest import (
 )
 from mkd.checkpoint.pickles import refuse_code
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import on_rank_0, together
 from mkd.parallel.context import ParallelContext
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import MappingProxyType, NoneType
@@ -90,7 +90,12 @@ def _finite(text: str) -> float:
     return value
 
 
-_READERS = {int: int, float: _finite, bool: lambda text: _BOOLEANS[text.lower()], str: str}
+_READERS: Mapping[type, Callable[[str], Any]] = {
+    int: int,
+    float: _finite,
+    bool: lambda text: _BOOLEANS[text.lower()],
+    str: str,
+}
 
 
 def _one_of(values: Iterable[str]) -> str:
@@ -131,7 +136,7 @@ def _of_first_teacher(section: str) -> str:
 def section_types() -> Mapping[str, type]:
     """Section -> its dataclass, in the order of the schema; the teachers' sections are those of the first one."""
     hints = get_type_hints(Config)
-    types = {}
+    types: dict[str, type] = {}
     for field in fields(Config):
         assert field.default is not MISSING
         if field.name == "teachers":

@@ -118,7 +118,7 @@ class IntervalAverager:
     clamped: a negative or non-finite value stays as it is. A metric that no step reported is absent from the record.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._totals: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 

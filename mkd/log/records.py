@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from mkd.errors import DataError
 
 TRAIN = "train"
 
 
-def read_records(run: str | Path) -> list[dict]:
+def read_records(run: str | Path) -> list[dict[str, Any]]:
     """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
 
     An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
@@ -28,12 +29,12 @@ def read_records(run: str | Path) -> list[dict]:
     return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def split_of(record: dict) -> str:
+def split_of(record: dict[str, Any]) -> str:
     """`train`, or what an evaluation record says of itself."""
     return record.get("split", TRAIN)
 
 
-def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
+def curve(records: list[dict[str, Any]], split: str, key: str) -> dict[int, float]:
     """Iteration -> value of one key; steps without a value are absent."""
     return {
         record["iteration"]: record[key]
@@ -42,7 +43,7 @@ def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
     }
 
 
-def _record(path: Path, number: int, line: bytes) -> dict:
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if isinstance(record["iteration"], int) and isinstance(split_of(record), str):

@@ -9,10 +9,10 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mkd.config.schema import LogConfig
 from mkd.errors import MkdError, UsageError
@@ -118,7 +118,9 @@ class TensorBoardWriter:
                 do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
                 code="tensorboard-missing",
             ) from error
-        self._open = lambda purge_step: SummaryWriter(str(directory), purge_step=purge_step)
+        self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(
+            str(directory), purge_step=purge_step
+        )
         self._events = self._open(None)
 
     def write(self, record: Record) -> None:

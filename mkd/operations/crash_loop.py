@@ -12,10 +12,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.config.schema import Config
 from mkd.errors import CheckpointError, CrashLoop
 from mkd.operations.failures import exit_code_of
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 
 RUNNING = "RUNNING"

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, start_save
 from mkd.checkpoint.folders import (
     ABANDONED,
@@ -27,6 +26,7 @@ from mkd.checkpoint.saving import Save
 from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.run.changed_settings import describe_changes, run_settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingPosition, load_checkpoint
 from mkd.checkpoint.folders import read_state
 from mkd.checkpoint.save_folder import checkpoint_bytes
@@ -24,6 +23,7 @@ from mkd.operations.profiling import Profiler
 from mkd.operations.signals import Signals
 from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import MARGIN_S, Watchdog
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.run.build_data import build_data

@@ -81,7 +81,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_ids(self) -> Mapping[bytes, int]:
-        return {self.token_bytes[i]: i for i in range(len(self.token_bytes)) if self._processor.is_byte(i)}
+        pieces = enumerate(self.token_bytes)
+        return {piece: i for i, piece in pieces if piece is not None and self._processor.is_byte(i)}
 
     def _piece_bytes(self, token: int) -> bytes | None:
         piece = self._processor.id_to_piece(token)

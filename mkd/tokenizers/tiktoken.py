@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -52,7 +53,7 @@ ENCODINGS = {
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken encoding. It configures no BOS, so none is added; <|endoftext|> is EOS."""
 
-    def __init__(self, encoding):
+    def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
         self.eos_id = self.pad_id = encoding.eot_token
 
@@ -95,7 +96,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def roles(self) -> Mapping[str, int]:
-        return {"eos": self.eos_id}
+        return {"eos": self.pad_id}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -150,7 +151,7 @@ def load_tiktoken(model: str) -> Tokenizer:
     )
 
 
-def _no_offsets():
+def _no_offsets() -> NoReturn:
     raise DataError(
         "the tokens of a text do not join to the text",
         "tiktoken encodings never change a text, so the rank file lacks some bytes",

@@ -1,4 +1,4 @@
-"""One rank's trouble is everybody's: ranks agree on an error before any of them goes on."""
+"""Ranks agree on an error before any of them continues: an error of one rank is raised by all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ T = TypeVar("T")
 
 
 def agree(problem: MkdError | None) -> None:
-    """Raise on every rank what the first rank with a problem has met. Collective."""
+    """Raise the problem of the lowest rank that has one, on every rank. Collective."""
     problems: list[MkdError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for rank, found in enumerate(problems):
         if found is not None:
-            raised = problem if rank == dist.get_rank() else found  # ours has its traceback
+            raised = problem if rank == dist.get_rank() else found  # the local error keeps its traceback
+            assert raised is not None
             raised.on_all_ranks = True
             raise raised
 
@@ -26,7 +27,7 @@ def agree(problem: MkdError | None) -> None:
 def attempt(
     action: Callable[[], T], explain: Callable[[Exception], MkdError]
 ) -> tuple[T | None, MkdError | None]:
-    """(result, problem) of an action that talks to no other rank; `explain` turns other errors into a user's."""
+    """Return (result, problem) of an action without collectives; `explain` makes an MkdError of others."""
     try:
         return action(), None
     except MkdError as error:
@@ -38,14 +39,14 @@ def attempt(
 
 
 def on_rank_0(action: Callable[[], T], explain: Callable[[Exception], MkdError]) -> T | None:
-    """The result of `action` on rank 0, None elsewhere. What goes wrong there is raised by all. Collective."""
+    """Return the result of `action` on rank 0 and None elsewhere; all ranks raise its error. Collective."""
     result, problem = attempt(action, explain) if dist.get_rank() == 0 else (None, None)
     agree(problem)
     return result
 
 
 def together(action: Callable[[], T], explain: Callable[[Exception], MkdError]) -> T:
-    """The result of `action` on every rank, if it went well on all of them. Collective."""
+    """Return the result of `action` if it succeeds on every rank; otherwise all ranks raise. Collective."""
     result, problem = attempt(action, explain)
     agree(problem)
-    return result
+    return result  # type: ignore[return-value]  # agree raises where there is no result
