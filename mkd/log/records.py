@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl back."""
+"""Read metrics.jsonl back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict]:
-    """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
+    """Return the records of a run: a metrics.jsonl, or the folder that holds it. Empty before the first is written.
 
-    An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
-    has a line that is no record.
+    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file that
+    cannot be read, or for a line that is no record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -27,12 +27,12 @@ def read_records(run: str | Path) -> list[dict]:
 
 
 def split_of(record: dict) -> str:
-    """`train`, or what an evaluation record says of itself."""
+    """Return `train`, or the split that an evaluation record names."""
     return record.get("split", TRAIN)
 
 
 def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
-    """Iteration -> value of one key; steps without a value are absent."""
+    """Return iteration -> value of one key, without the steps that have no value."""
     return {
         record["iteration"]: record[key]
         for record in records
