@@ -21,7 +21,7 @@ HELP_ARGUMENTS = ("help", "description", "epilog")  # of argparse and of options
 
 
 def headless_texts() -> list[tuple[str, str]]:
-    """Return (place, first line) of every offender; a place is `mkd/run/loop.py:12` or the name of an option or metric."""
+    """Return (place, first line) of every offender: `mkd/run/loop.py:12`, or the name of an option or metric."""
     texts = [*_written_texts(), *_registered_texts()]
     return [(place, text.strip().splitlines()[0]) for place, text in texts if HEADLESS.match(text)]
 
@@ -46,7 +46,7 @@ def _searched_files() -> list[Path]:
 
 
 def _texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of every docstring, also below constants and fields, and of every written help argument."""
+    """Yield (line, text) of docstrings, also below constants and fields, and of help arguments."""
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):

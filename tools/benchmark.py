@@ -1,4 +1,5 @@
-"""Measure mkd beside its peers: time, peak memory and errors, as ratios, with one PASS or FAIL line per requirement.
+"""Measure mkd beside its peers: time, peak memory and errors, as ratios, with one PASS or FAIL line per
+requirement.
 
 python tools/benchmark.py logits --shape 8192,151936
 torchrun --nproc-per-node 2 tools/benchmark.py head

@@ -57,9 +57,9 @@ def flags_page() -> str:
     parts = [
         NOTE,
         "# Flags\n",
-        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside it, without the "
-        "section's name). The command line wins over the file, the file over defaults. A setting marked *YAML* has no "
-        "flag. `--no-NAME` turns off a setting that is on.\n",
+        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside "
+        "it, without the section's name). The command line wins over the file, the file over defaults. A "
+        "setting marked *YAML* has no flag. `--no-NAME` turns off a setting that is on.\n",
         "`--config FILE.yaml` names the file; `--help` prints this page.\n",
         *_first_flags(),
     ]
@@ -137,16 +137,18 @@ def metrics_page() -> str:
             [
                 NOTE,
                 "# Metrics\n",
-                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
+                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
+                "evaluation, with "
                 '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value '
-                "that is not computed or not finite is `null`. A log interval is summed and divided once, so that lines "
-                "weighted by `num_loss_tokens` average exactly.\n",
-                "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the ids that both "
-                "models have, as the divergence does. For a cross-tokenizer teacher they cover all of its ids.\n",
+                "that is not computed or not finite is `null`. A log interval is summed and divided once, "
+                "so that lines weighted by `num_loss_tokens` average exactly.\n",
+                "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
+                "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
+                "cover all of its ids.\n",
                 *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
                 "With several teachers, or a cross-tokenizer teacher, each teacher also has its own values: "
-                "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, "
-                "and:\n",
+                "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
+                "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
                 'Held-out tasks have their own lines, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
             ]

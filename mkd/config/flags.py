@@ -32,7 +32,7 @@ class CommandLine:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Argument parser that raises its errors as `UsageError`, so that main prints them together with all others."""
+    """Argument parser that raises its errors as `UsageError`, which main prints together with all others."""
 
     def error(self, message: str) -> NoReturn:
         problem = UsageError(message, "", "see --help")
@@ -49,7 +49,10 @@ def whole_number(text: str, least: int = 1) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser, with a group of flags per section. It keeps values as text for `parse_command_line`."""
+    """Build the parser, with a group of flags per section.
+
+    It keeps values as text for `parse_command_line`.
+    """
     parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(

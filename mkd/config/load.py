@@ -19,7 +19,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Settings of a run, and by path (`kd.kd_ratio`) their origins: `default`, `FILE.yaml:LINE` or `--flag`."""
+    """Settings of a run, and their origins by path (`kd.kd_ratio`): `default`, `FILE.yaml:LINE`, `--flag`."""
 
     config: Config
     origins: Mapping[str, str]

@@ -22,9 +22,10 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. `path` (`kd.kd_ratio`, `teachers[0].xtoken.loss`) is its place, `name` (`xtoken_loss`) its flag.
+    """One setting, with its place `path` (`teachers[0].xtoken.loss`) and its flag's `name` (`xtoken_loss`).
 
-    Names are unique except among teachers: settings of later teachers have no flags and share the first one's names.
+    Names are unique except among teachers: settings of later teachers have no flags and share the first one's
+    names.
     """
 
     path: str
@@ -115,7 +116,7 @@ def _option(field: Any, hint: Any, section: str) -> Option:
 
 
 def _of_first_teacher(section: str) -> str:
-    """Return the section of the first teacher that describes `section`: `teachers[0].xtoken` for `teachers[3].xtoken`."""
+    """Return the first teacher's section of the same kind: `teachers[0].xtoken` for `teachers[3].xtoken`."""
     return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, section)
 
 

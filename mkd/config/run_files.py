@@ -109,7 +109,7 @@ class CheckpointConfig:
     accept_change: tuple[str, ...] = option(
         (),
         "differences to accept from the run that saved the checkpoint, by their names in the error: "
-        "data, tokenizer, loss, teacher ...",
+        "data, tokenizer, loss, teacher and others (default: none)",
     )
     export_hf: str | None = option(
         None, "folder to export the trained student to, as a Hugging Face model (default: no export)"

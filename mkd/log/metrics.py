@@ -9,7 +9,10 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """Way the steps of a log interval become one value. In an interval of one step it is that step's value."""
+    """Way the steps of a log interval become one value.
+
+    In an interval of one step it is that step's value.
+    """
 
     TOKEN_MEAN = "sum over loss tokens, divided once by the interval's num_loss_tokens"
     STEP_MEAN = "mean over steps"
@@ -87,8 +90,8 @@ METRICS = (
         "gap_closed",
         "proportion",
         Reduction.LAST,
-        "fraction of the initial held-out kd_loss removed so far. Absent if the loss, the teachers or the held-out "
-        "set have changed since",
+        "fraction of the initial held-out kd_loss removed so far. Absent if the loss, the teachers or the "
+        "held-out set have changed since",
     ),
     Metric(
         "peak_memory_gib",
@@ -113,7 +116,10 @@ _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """Return the registry entry of `key`; that of `kd_loss/<teacher>` is `kd_loss`. Raises KeyError if unknown."""
+    """Return the registry entry of `key`; that of `kd_loss/<teacher>` is `kd_loss`.
+
+    Raises KeyError if unknown.
+    """
     return _BY_NAME[key.partition("/")[0]]
 
 
@@ -122,8 +128,8 @@ class IntervalAverager:
 
     Token means are sums over sums: each step weighs as many loss tokens as it has. Lines weighted by their
     num_loss_tokens therefore average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log
-    interval. Nothing is clamped: negative and non-finite values stay. A metric that no step reported is absent
-    from the record.
+    interval. Nothing is clamped: negative and non-finite values stay. A metric that no step reported is
+    absent from the record.
     """
 
     def __init__(self):
@@ -138,9 +144,9 @@ class IntervalAverager:
     ) -> None:
         """Add one step.
 
-        `token_sums`: sums over the step's loss tokens, including `num_loss_tokens`. `row_sums`: (sum, rows) of
-        metrics of single teachers, which are means over that teacher's rows. `values`: this step's metrics of the
-        other reductions; means over time need `step_time_ms` with them.
+        `token_sums`: sums over the step's loss tokens, including `num_loss_tokens`. `row_sums`: (sum, rows)
+        of metrics of single teachers, which are means over that teacher's rows. `values`: this step's metrics
+        of the other reductions; means over time need `step_time_ms` with them.
         """
         for key, total in token_sums.items():
             if key != "num_loss_tokens":

@@ -19,7 +19,7 @@ LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy
 def progress_line(
     record: Mapping[str, float], *, train_iters: int, global_batch_size: int, now: datetime | None = None
 ) -> str:
-    """Format a training record (`IntervalAverager.flush`) as one line, with Megatron's spelling of its fields.
+    """Format a training record (`IntervalAverager.flush`) as one line, in Megatron's spelling.
 
     Absent metrics are left out; zero, negative and non-finite values are shown. ETA counts training steps
     only. `global_batch_size` in packs; `now` is local time, the clock's by default.
@@ -47,7 +47,10 @@ def progress_line(
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """Format an evaluation record as one line in Megatron's style. Only the cross entropy has a perplexity."""
+    """Format an evaluation record as one line in Megatron's style.
+
+    Only the cross entropy has a perplexity.
+    """
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")

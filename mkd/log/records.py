@@ -11,10 +11,10 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict]:
-    """Return the records of a run: a metrics.jsonl, or the folder that holds it. Empty before the first is written.
+    """Return the records of a run, given its metrics.jsonl or the folder of that. Empty before the first.
 
-    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file that
-    cannot be read, or for a line that is no record.
+    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file
+    that cannot be read, or for a line that is no record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path

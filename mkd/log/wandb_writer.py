@@ -24,7 +24,9 @@ class WandbWriter:
     def __init__(
         self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False
     ):
-        """Start a W&B run whose configuration is `settings`. If it `resumes`, extend the curves of the folder's run.
+        """Start a W&B run whose configuration is `settings`.
+
+        If it `resumes`, extend the curves of the folder's run.
 
         Raises UsageError if wandb is not installed or does not start.
         """

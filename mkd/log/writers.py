@@ -35,7 +35,7 @@ class Writer(Protocol):
 
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Return an error for each requested writer whose package is missing; checked on every rank before loading."""
+    """Return an error for each requested writer whose package is missing, to raise before anything is loaded."""
     wanted = {
         "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
         "wandb": ("--wandb-project", log.wandb_project),
@@ -52,7 +52,10 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
 
 
 def is_installed(package: str) -> bool:
-    """Return True if `package` is installed. A folder of that name in the current directory (W&B's) does not count."""
+    """Return True if `package` is installed.
+
+    A folder of that name in the current directory (W&B's) does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -86,7 +89,10 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """Remove later records (see `Writer`). The file is replaced atomically: a crash leaves old or new lines."""
+        """Remove later records (see `Writer`).
+
+        The file is replaced atomically: a crash leaves old or new lines.
+        """
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):

@@ -41,7 +41,7 @@ def test_every_option_has_help_and_a_default_it_accepts():
 
 
 def test_help_texts_keep_the_rules_of_writing():
-    """Sentences have at most 25 words; `(default: ...)` ends a text, and only where the default is None or empty."""
+    """Sentences have at most 25 words. `(default: ...)` ends a text, only if the default is None or empty."""
     for option in all_options():
         assert "not given" not in option.help.lower(), option.path
         sentences = re.split(r"(?<=\.)\s", option.help)
