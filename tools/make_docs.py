@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are generated: flags, metrics, and the list of errors in troubleshooting.
+"""Write the pages of docs/ that are generated: flags, metrics, the table of performance, and the errors.
 
 python tools/make_docs.py            # write them
 python tools/make_docs.py --check    # change nothing; exit with 1 if a page is out of date
@@ -22,9 +22,11 @@ from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
 from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
+from tools.benchmarks import results  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
 ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/, tools/ and launch/ -->\n"
+TABLE_BELOW = "<!-- below: made by tools/make_docs.py from tools/benchmarks/results/*.csv -->\n"
 SOURCES = ("mkd", "tools", "launch")  # of errors
 FIRST_FLAGS = (  # chosen by hand: what a first real run sets
     "--student-hf",
@@ -42,13 +44,19 @@ DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # what applies where t
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
+    "performance": "docs/performance.md",
     "troubleshooting": "docs/troubleshooting.md",
 }
 
 
 def pages() -> dict[Path, str]:
     """Return path -> contents of every generated page."""
-    texts = {"flags": flags_page(), "metrics": metrics_page(), "troubleshooting": troubleshooting_page()}
+    texts = {
+        "flags": flags_page(),
+        "metrics": metrics_page(),
+        "performance": performance_page(),
+        "troubleshooting": troubleshooting_page(),
+    }
     return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
 
 
@@ -138,10 +146,9 @@ def metrics_page() -> str:
                 NOTE,
                 "# Metrics\n",
                 "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
-                "evaluation, with "
-                '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value '
-                "that is not computed or not finite is `null`. A log interval is summed and divided once, "
-                "so that lines weighted by `num_loss_tokens` average exactly.\n",
+                'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
+                "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. "
+                "A log interval is summed and divided once, so that lines weighted by `num_loss_tokens` average exactly.\n",
                 "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
                 "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
                 "cover all of its ids.\n",
@@ -150,11 +157,19 @@ def metrics_page() -> str:
                 "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
                 "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
-                'Held-out tasks have their own lines, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
+                'Held-out tasks have their own lines, with `"split": "tasks"`: see '
+                "[evaluation.md](evaluation.md).",
             ]
         )
         + "\n"
     )
+
+
+def performance_page() -> str:
+    """Return the written part of the page, and below it the latest medians of all benchmarks."""
+    path = ROOT / _FILE_NAMES["performance"]
+    written = path.read_text(encoding="utf-8").partition(TABLE_BELOW)[0]
+    return "\n".join([written + TABLE_BELOW, *_table(results.latest_medians())]).rstrip("\n") + "\n"
 
 
 def troubleshooting_page() -> str:
