@@ -98,9 +98,19 @@ def _cells(figures: Sequence[Figure]) -> tuple[str, ...]:
         by_quantity.setdefault(figure.quantity, []).append(figure)
     (name, main), *others = by_quantity.items()
     label = "" if name in ("time", "rate") else f"{name} "
-    rest = [" ".join(filter(None, (other, _latest(of), _spread(of, "({})")))) for other, of in others]
-    day = max(figure.date for figure in main if figure.median or not _latest(main))
-    return (label + _latest(main)).rstrip(), _spread(main), "; ".join(rest), day
+    day = _latest_day(main)
+    rest = [(other, _latest(of), _spread(of, "({})"), _other_day(of, day)) for other, of in others]
+    texts = [" ".join(filter(None, parts)) for parts in rest]
+    return (label + _latest(main)).rstrip(), _spread(main), "; ".join(texts), day
+
+
+def _latest_day(figures: Sequence[Figure]) -> str:
+    """Return the last day with a median, or the last day of all if only ranges are known."""
+    return max((figure.date for figure in figures if figure.median), default=max(one.date for one in figures))
+
+
+def _other_day(figures: Sequence[Figure], day: str) -> str:
+    return "" if _latest_day(figures) == day else f"on {_latest_day(figures)}"
 
 
 def _latest(figures: Sequence[Figure]) -> str:
