@@ -1,4 +1,4 @@
-"""The house rules that a linter cannot hold: sizes, ASCII, a torch-free config, mirrored tests, a README that works."""
+"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests, README."""
 
 from __future__ import annotations
 
@@ -12,12 +12,46 @@ from pathlib import Path
 from subprocess import run  # not the module: `make check` includes this file
 
 from mkd import errors
+from tests.headless import count_by_folder, headless_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TORCH_FREE_PACKAGES = ("config", "plan")
 HEAVY_MODULES = ("torch", "megatron", "transformers")
+MAX_HEADLESS = {  # texts that open without a verb or noun (tests/headless.py), by folder: may only shrink
+    "launch": 2,
+    "mkd": 5,
+    "mkd/checkpoint": 16,
+    "mkd/convert": 1,
+    "mkd/data": 14,
+    "mkd/evaluation": 6,
+    "mkd/losses": 11,
+    "mkd/models": 4,
+    "mkd/operations": 15,
+    "mkd/parallel": 2,
+    "mkd/plan": 33,
+    "mkd/platform": 4,
+    "mkd/run": 24,
+    "mkd/tokenizers": 3,
+    "mkd/train": 13,
+    "mkd/xtoken": 17,
+    "tests": 3,
+    "tests/checkpoint": 10,
+    "tests/convert": 1,
+    "tests/data": 2,
+    "tests/evaluation": 2,
+    "tests/losses": 2,
+    "tests/models": 5,
+    "tests/operations": 5,
+    "tests/plan": 1,
+    "tests/platform": 2,
+    "tests/run": 8,
+    "tests/tokenizers": 1,
+    "tests/train": 17,
+    "tests/xtoken": 1,
+    "tools": 2,
+}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}
 
@@ -85,6 +119,14 @@ def test_no_path_of_one_machine():
     assert not offenders
 
 
+def test_texts_start_with_a_verb_or_a_noun():
+    """Docstrings and help texts never open with Of, That of, Those of, Not so, What or Whether."""
+    found = headless_texts()
+    counts = count_by_folder([place for place, _ in found])
+    grown = {folder for folder, count in counts.items() if count > MAX_HEADLESS.get(folder, 0)}
+    assert not [text for text in found if count_by_folder([text[0]]).keys() & grown]
+
+
 def test_config_and_plan_start_without_torch():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -98,7 +140,7 @@ def test_config_and_plan_start_without_torch():
 
 
 def test_tests_mirror_the_package():
-    """tests/X/.../test_*.py belongs to mkd/X/... (or to a top-level folder such as tools/); names are unique."""
+    """Check that tests/X/.../test_*.py belongs to mkd/X/... or a top-level folder; names are unique."""
     tests = [
         path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")
     ]

@@ -1,12 +1,12 @@
-"""Look at training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
+"""Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
 
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
-Packs: tokens with loss are green, others grey (without colours: in parentheses), then the share of loss tokens, the packing
-efficiency and the lengths of documents. --align: the chunks that stand for the same text, in two colours.
-Colours are for terminals without NO_COLOR, or for --color.
+In packs, tokens with loss are green and others grey (without colours: in parentheses). The fraction of loss
+tokens, the packing efficiency and the lengths of documents follow. --align shows aligned chunks in two
+colours. Colours appear on terminals unless NO_COLOR is set, and with --color.
 """
 
 from __future__ import annotations
@@ -59,43 +59,43 @@ def build_parser() -> argparse.ArgumentParser:
         type=partial(whole_number, least=0),
         default=3,
         metavar="N",
-        help="packs or records to show (default 3)",
+        help="packs or records to show (default: 3)",
     )
     add(
         "--samples",
         type=int,
         nargs="+",
         metavar="N",
-        help="packs to show instead of the first ones, by the numbers that non_finite.jsonl and loss_spikes.jsonl of a run "
-        "have; with the run's data flags, and its one --data-path as --input",
+        help="packs to show instead of the first ones, by their numbers in non_finite.jsonl or loss_spikes.jsonl of a run. "
+        "Give the run's data flags, and its one --data-path as --input",
     )
-    add("--color", action="store_true", help="colours even where the output is not a terminal")
-    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default 2048)")
-    add("--pack", default="bfd", choices=PACKINGS, help="as for training (default bfd)")
-    add("--overlong", default="split", choices=OVERLONG, help="as for training (default split)")
+    add("--color", action="store_true", help="use colours even if the output is not a terminal")
+    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
+    add("--pack", default="bfd", choices=PACKINGS, help="same as in training (default: bfd)")
+    add("--overlong", default="split", choices=OVERLONG, help="same as in training (default: split)")
     add(
         "--split",
         default="1",
         metavar="A,B,C",
-        help="as for training, whose packs are shown (default: all is for training)",
+        help="same as in training; packs for training are shown (default: all documents)",
     )
-    add("--characters-per-sample", type=int, metavar="N", help="as for training")
+    add("--characters-per-sample", type=int, metavar="N", help="same as in training")
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="as for training (default: yes)",
+        help="same as in training (default: yes)",
     )
-    add("--max-bad-records", type=int, default=0, metavar="N", help="as for training (default 0)")
+    add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
     add(
         "--data-cache-path",
         metavar="DIR",
-        help="folder of a run's tokenised text; not given: a temporary one",
+        help="folder of a run's tokenised text (default: a temporary one)",
     )
-    add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
+    add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
-    add("--teacher", metavar="TOKENIZER", help="the teacher's, for --align")
-    add("--mode", default="byte_offset", help="byte_offset (default) or dp")
+    add("--teacher", metavar="TOKENIZER", help="teacher's tokenizer, for --align")
+    add("--mode", default="byte_offset", help="alignment: byte_offset or dp (default: byte_offset)")
     add(
         "--reasoning",
         action=argparse.BooleanOptionalAction,
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 def aligned_records(
     args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[tuple[int, AlignedText]]:
-    """(row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
+    """Yield (row number, alignment) of a file's first records. Raises MkdError that names file and row."""
     for number, row in islice(read_rows(args.input), args.limit):
         try:
             yield number, align_record(parse_row(row), args, student, teacher)
@@ -147,7 +147,7 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
-    """Tokenise and pack the file as training does, and show the first packs and what all of them hold."""
+    """Tokenise and pack the file as training does; show the first packs and a summary of all."""
     if args.seq_length < 1:
         raise UsageError(
             f"--seq-length {args.seq_length} is not a number of tokens",
@@ -180,14 +180,14 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
 
 
 def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
-    """Raises UsageError for a pack that there is not."""
+    """Return the numbers of the packs to show. Raises UsageError for a pack that does not exist."""
     if args.samples is None:
         return range(min(args.limit, num_packs))
     beyond = [index for index in args.samples if not 0 <= index < num_packs]
     if beyond:
         raise UsageError(
             f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
-            "other settings than the run's make other packs of it",
+            "settings that differ from the run's make different packs",
             "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
             code="sample-beyond-packs",
         )

@@ -1,12 +1,13 @@
-"""Write the pages of docs/ that are made from code: flags, metrics and errors.
+"""Write the pages of docs/ that are generated: flags, metrics, errors, and the table of performance.
 
 python tools/make_docs.py            # write them
-python tools/make_docs.py --check    # change nothing; exit code 1 where a page is not what the code says
+python tools/make_docs.py --check    # change nothing; exit with 1 if a page is out of date
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,31 +19,53 @@ from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
 from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
+from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
+TABLE_BELOW = "<!-- below: made by tools/make_docs.py from tools/benchmarks/results/*.csv -->\n"
+FIRST_FLAGS = (  # chosen by hand: what a first real run sets
+    "--student-hf",
+    "--teacher-hf",
+    "--data-path",
+    "--seq-length",
+    "--global-batch-size",
+    "--train-iters",
+    "--lr",
+    "--bf16",
+    "--save",
+    "--load",
+)
+DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # what applies where the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
+    "performance": "docs/performance.md",
     "errors": "docs/errors.md",
 }
 
 
 def pages() -> dict[Path, str]:
-    """Path -> what it should hold."""
-    texts = {"flags": flags_page(), "metrics": metrics_page(), "errors": NOTE + errors_page(ROOT)}
+    """Return path -> contents of every generated page."""
+    texts = {
+        "flags": flags_page(),
+        "metrics": metrics_page(),
+        "performance": performance_page(),
+        "errors": NOTE + errors_page(ROOT),
+    }
     return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
 
 
 def flags_page() -> str:
-    """Every option by section, then Megatron's flags that mkd has not."""
+    """Return the page of all options by section, then Megatron's flags that mkd does not have."""
     parts = [
         NOTE,
         "# Flags\n",
-        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside it, without the "
-        "section's name). The command line wins over the file, the file over defaults. A setting that says *YAML* has no "
-        "flag. `--no-NAME` turns off what is on.\n",
+        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside "
+        "it, without the section's name). The command line wins over the file, the file over defaults. A "
+        "setting marked *YAML* has no flag. `--no-NAME` turns off a setting that is on.\n",
         "`--config FILE.yaml` names the file; `--help` prints this page.\n",
+        *_first_flags(),
     ]
     for section, cls in [*section_types().items(), ("", None)]:
         options = [option for option in all_options() if option.section == section]
@@ -51,7 +74,7 @@ def flags_page() -> str:
             *([cls.__doc__.strip() + "\n"] if cls else []),
             *_table(_option_rows(options)),
         ]
-    parts += ["## Flags of Megatron-LM that mkd has not\n", "Each is an error, which says what to do.\n"]
+    parts += ["## Flags of Megatron-LM that mkd does not have\n", "Each is an error that says what to do.\n"]
     parts += _table([("flag", "use instead"), *_by_reason(megatron_flags.USE_INSTEAD)])
     parts += [
         "Safe to drop:\n",
@@ -59,6 +82,12 @@ def flags_page() -> str:
     ]
     parts += ["Not yet:\n", *_table([("flag", "until then"), *_by_reason(megatron_flags.NOT_YET)])]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _first_flags() -> list[str]:
+    by_flag = {option.flag: option for option in all_options() if option.has_flag}
+    rows = _option_rows([by_flag[flag] for flag in FIRST_FLAGS])
+    return ["## The ten flags you need\n", *_table(rows), "All others have defaults that suit a first run.\n"]
 
 
 def _title(section: str) -> str:
@@ -72,17 +101,24 @@ def _option_rows(options: Sequence[Option]) -> Iterator[tuple[str, ...]]:
     for option in options:
         name = f"`{option.flag}`" if option.has_flag else f"`{option.field}` (YAML)"
         kind = {int: "N", float: "X", str: "TEXT", tuple: "TEXT ...", bool: "on, off"}[option.kind]
-        yield name, ", ".join(option.choices) if option.choices else kind, _default(option), option.help
+        meaning, default = split_default(option)
+        yield name, ", ".join(option.choices) if option.choices else kind, default, meaning
 
 
-def _default(option: Option) -> str:
+def split_default(option: Option) -> tuple[str, str]:
+    """Return an option's help without its `(default: ...)`, and the text of its default."""
+    if written := DEFAULT_IN_HELP.search(option.help):
+        return option.help[: written.start()], written.group(1)
     if option.default is None or option.default == () or "required" in option.help:
-        return ""
-    return ("on" if option.default else "off") if option.kind is bool else f"`{option.default}`"
+        return option.help, ""
+    if option.kind is bool:
+        return option.help, "on" if option.default else "off"
+    text = " ".join(option.default) if option.kind is tuple else option.default
+    return option.help, f"`{text}`"
 
 
 def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
-    """One row for the flags that share a text, in the order of the code."""
+    """Return one row for all flags that share a text, in the order of the code."""
     reasons: dict[str, list[str]] = {}
     for flag, reason in table.items():
         reasons.setdefault(reason, []).append(f"`{flag}`")
@@ -90,7 +126,7 @@ def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def metrics_page() -> str:
-    """Every key of metrics.jsonl, and where it stands in the progress line."""
+    """Return the page of all keys of metrics.jsonl, with their labels in the progress line."""
     labels: dict[str, list[str]] = {}
     for label, key in LOSS_FIELDS.items():
         labels.setdefault(key, []).append(label)
@@ -105,21 +141,31 @@ def metrics_page() -> str:
             [
                 NOTE,
                 "# Metrics\n",
-                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
-                '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
-                "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
-                "lines weighted by `num_loss_tokens` average exactly.\n",
-                "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
-                "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
+                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
+                'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
+                "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. "
+                "A log interval is summed and divided once, so that lines weighted by `num_loss_tokens` average exactly.\n",
+                "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
+                "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
+                "cover all of its ids.\n",
                 *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
-                "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
-                "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
+                "With several teachers, or a cross-tokenizer teacher, each teacher also has its own values: "
+                "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
+                "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
-                'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
+                'Held-out tasks have their own lines, with `"split": "tasks"`: see '
+                "[evaluation.md](evaluation.md).",
             ]
         )
         + "\n"
     )
+
+
+def performance_page() -> str:
+    """Return the written part of the page, and below it the latest medians of all benchmarks."""
+    path = ROOT / _FILE_NAMES["performance"]
+    written = path.read_text(encoding="utf-8").partition(TABLE_BELOW)[0]
+    return "\n".join([written + TABLE_BELOW, *_table(results.latest_medians())]).rstrip("\n") + "\n"
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Make a shallower student from a teacher: keep evenly spaced decoder layers, and everything else.
+"""Make a shallower student from a teacher: keep evenly spaced decoder layers and everything outside the
+layers.
 
 The result is a Hugging Face folder of the same family, width and tokenizer, ready for --student-hf.
 """
@@ -27,11 +28,11 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]:
-    """Evenly spaced layer indices, first and last included."""
+    """Return evenly spaced layer indices, including the first and the last."""
     if not 1 < num_student_layers <= num_teacher_layers:
         raise UsageError(
             f"--num-layers {num_student_layers} cannot be picked from {num_teacher_layers} layers",
-            "the first and the last layer are kept, the others come from between them",
+            "the first and the last layer are kept, and evenly spaced ones between them",
             f"choose 2 to {num_teacher_layers}",
             code="student-layers-not-pickable",
         )
@@ -40,7 +41,7 @@ def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]
 
 
 def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]:
-    """Write the student folder and return the teacher layers it consists of."""
+    """Write the student's folder and return the teacher layers that it consists of."""
     layers = picked_layers(ModelShape.from_hf_dir(teacher_dir).num_layers, num_layers)
     position = {str(teacher): student for student, teacher in enumerate(layers)}
     tensors: dict[str, torch.Tensor] = {}
@@ -67,7 +68,7 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
 @returns_exit_code
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="teacher's Hugging Face folder")
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder of the teacher")
     parser.add_argument("--num-layers", type=int, required=True, help="decoder layers of the student")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     args = parser.parse_args()

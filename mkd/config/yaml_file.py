@@ -1,8 +1,8 @@
 """The YAML file: same names as the flags, grouped in sections for people; every value remembers its line.
 
-The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema decides how a
-scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the top level, and inside its own
-section also without the section's name (`ratio`).
+The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema
+decides how a scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the
+top level, and inside its own section also without the section's name (`ratio`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as
 
 @dataclass
 class YamlFile:
-    """What a file gives: values by path with their `FILE:LINE`, and everything that is wrong with it."""
+    """Values of a file by path, with their `FILE:LINE`, and all of its errors."""
 
     path: str
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (value, FILE:LINE)
@@ -43,7 +43,7 @@ class YamlFile:
 
 
 def read_yaml(path: str) -> YamlFile:
-    """Read a configuration file. Nothing is raised: problems are in the result's `errors`."""
+    """Read a configuration file. Never raises: problems are in the result's `errors`."""
     file = YamlFile(path)
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -107,7 +107,7 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
 
 
 def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
-    """The nested section: it means something even when it is empty, so that its own path is among the values."""
+    """Read the nested section. Even empty it has a meaning, so its own path is among the values."""
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
         file.fail(
@@ -125,7 +125,10 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
 
 
 def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """(key, its node, value node) of a mapping; duplicate keys and what is no mapping become errors."""
+    """Yield (key, its node, value node) of a mapping.
+
+    Duplicate keys and other kinds of nodes become errors.
+    """
     if not isinstance(node, yaml.MappingNode):
         file.fail(
             node,
@@ -216,7 +219,7 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
 
 
 def _find(key: str, section: str) -> Option | None:
-    """The option that `key` means in `section`: its own settings first, then the flag names of all of them."""
+    """Return the option that `key` means in `section`: first its own settings, then all flag names."""
     for option in _own_options(section):
         if key in (option.field, option.name) or f"{section}_{key}" == option.field:
             return option

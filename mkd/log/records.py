@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl back."""
+"""Read metrics.jsonl back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict[str, Any]]:
-    """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
+    """Return the records of a run, given its metrics.jsonl or the folder of that. Empty before the first.
 
-    An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
-    has a line that is no record.
+    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file
+    that cannot be read, or for a line that is no record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -30,12 +30,12 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
 
 
 def split_of(record: dict[str, Any]) -> str:
-    """`train`, or what an evaluation record says of itself."""
+    """Return `train`, or the split that an evaluation record names."""
     return record.get("split", TRAIN)
 
 
 def curve(records: list[dict[str, Any]], split: str, key: str) -> dict[int, float]:
-    """Iteration -> value of one key; steps without a value are absent."""
+    """Return iteration -> value of one key, without the steps that have no value."""
     return {
         record["iteration"]: record[key]
         for record in records

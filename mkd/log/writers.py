@@ -1,6 +1,7 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`), behind one logger.
+"""Writers of metrics behind one logger: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`).
 
-A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation lines.
+A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation
+lines.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class Writer(Protocol):
         """Store one record, visible to readers on return."""
 
     def truncate_after(self, iteration: int) -> None:
-        """Forget the records of later iterations: a run that resumes from `iteration` makes them again."""
+        """Remove the records of later iterations: a run that resumes from `iteration` writes them again."""
 
     def close(self) -> None:
-        """Release the destination; nothing is written after it."""
+        """Release the destination. No call may follow."""
 
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Writers that are asked for and cannot work: to be known at the start, on every rank, before anything is loaded."""
+    """Return an error for each requested writer whose package is missing, to raise before anything is loaded."""
     wanted = {
         "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
         "wandb": ("--wandb-project", log.wandb_project),
@@ -52,15 +53,18 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
 
 
 def is_installed(package: str) -> bool:
-    """A folder of that name in the current directory, as W&B leaves one, is no installation."""
+    """Return True if `package` is installed.
+
+    A folder of that name in the current directory (W&B's) does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none.
+    """Rename the records of an earlier run to the first free NAME.N.SUFFIX; return None if there are none.
 
-    A run that is still writing them goes on in the renamed file.
+    A run that is still writing them continues in the renamed file.
     """
     if not path.exists() or not path.stat().st_size:
         return None
@@ -70,10 +74,10 @@ def set_aside(path: Path) -> Path | None:
 
 
 class JsonlWriter:
-    """Appends one JSON object a line. JSON has no NaN or infinity: those are written as null."""
+    """Append one JSON object a line. NaN and infinity, which JSON does not have, become null."""
 
     def __init__(self, path: str | Path):
-        """Open `path`, made if missing. An unfinished last line, left by a crash during a write, is removed."""
+        """Open `path`, created if missing. Remove an unfinished last line, left by a crash during a write."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
@@ -86,7 +90,10 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. The file is replaced in one step: a crash leaves the old lines or the new, never a part."""
+        """Remove later records (see `Writer`).
+
+        The file is replaced atomically: a crash leaves old or new lines.
+        """
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):
@@ -105,10 +112,10 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Writes every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
+    """Write every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
 
     def __init__(self, directory: str | Path):
-        """Raises UsageError when tensorboard is not installed."""
+        """Raises UsageError if tensorboard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -131,7 +138,7 @@ class TensorBoardWriter:
         self._events.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. Event files are only ever added to: a marker tells TensorBoard to hide the later steps."""
+        """Hide later records (see `Writer`) with a marker, because event files are append-only."""
         self._events.close()
         self._events = self._open(iteration + 1)
 
@@ -140,13 +147,13 @@ class TensorBoardWriter:
 
 
 class MetricLogger:
-    """Sends each record to every writer. The ranks that do not report have a logger without writers."""
+    """Send each record to every writer. Ranks that do not report have a logger without writers."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self.writers = tuple(writers)
 
     def write(self, record: Record) -> None:
-        """Raises MkdError where one cannot be written."""
+        """Write `record`. Raises MkdError if a writer fails."""
         try:
             for writer in self.writers:
                 writer.write(record)
@@ -173,7 +180,7 @@ def _json_value(value: int | float | str) -> int | float | str | None:
 
 
 def _iteration(line: bytes) -> float:
-    """The iteration of a line; infinity, so that it is dropped, when the line is not a record."""
+    """Return the iteration of a line; infinity, so that it is dropped, if the line is not a record."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):

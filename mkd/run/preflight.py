@@ -220,9 +220,7 @@ def export_problems(
     ]
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
-        return [
-            UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")
-        ]
+        return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
     return []
 
 

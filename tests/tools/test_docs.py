@@ -1,4 +1,4 @@
-"""Generated pages are fresh: flags, metrics and errors."""
+"""Generated pages are fresh: flags, metrics, errors, and the table of performance."""
 
 from __future__ import annotations
 
@@ -18,9 +18,29 @@ def test_every_option_and_metric_is_in_a_table():
     flags, metrics = make_docs.flags_page(), make_docs.metrics_page()
     for option in all_options():
         assert f"| `{option.flag if option.has_flag else option.field}`" in flags
-        assert option.help.replace("|", "\\|") in flags
+        meaning, default = make_docs.split_default(option)
+        assert f"| {default} | {meaning} |".replace("|", "\\|") in flags.replace("\\|", "|").replace(
+            "|", "\\|"
+        )
     assert f"| `{Config().optimizer.lr}` |" in flags
     assert all(f"| `{metric.name}` | {metric.unit} |" in metrics for metric in METRICS)
+
+
+def test_ten_flags_come_before_the_table_of_all():
+    head, _, rest = make_docs.flags_page().partition("## `student:`")
+    assert len(make_docs.FIRST_FLAGS) == 10 and rest
+    assert re.findall(r"^\| `(--[\w-]+)`", head, re.M) == list(make_docs.FIRST_FLAGS)
+
+
+def test_a_default_that_the_help_states_moves_to_its_column():
+    by_name = {option.name: option for option in all_options()}
+    meaning, default = make_docs.split_default(by_name["global_batch_size"])
+    assert (meaning, default) == (
+        "packs of one optimizer step",
+        "one micro-batch on every data-parallel rank",
+    )
+    assert make_docs.split_default(by_name["train_iters"])[1] == ""
+    assert make_docs.split_default(by_name["append_eod"])[1] == "on"
 
 
 def test_tables_have_as_many_cells_in_every_row():
@@ -34,6 +54,9 @@ def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
     """On copies: the pages of the repository stay as they are."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkd").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(
+        (make_docs.ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     monkeypatch.setattr(make_docs, "ROOT", tmp_path)
     assert make_docs.main(["--check"]) == 1
     assert "out of date: docs/flags.md" in capsys.readouterr().out

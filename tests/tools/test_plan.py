@@ -46,7 +46,7 @@ def test_plan_without_torch(models):
 
 
 def test_plan_in_less_than_a_second(models):
-    """Of CPU time, which is what it waits for: other processes of the machine do not count."""
+    """Measure CPU time, so that other processes of the machine do not count."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60

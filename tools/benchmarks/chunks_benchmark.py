@@ -1,4 +1,4 @@
-"""The losses between tokenizers with both LM heads in them, beside the bare matrix products."""
+"""Benchmark the losses of cross-tokenizer teachers, LM heads included, beside the bare matrix products."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
+from tools.benchmarks.benchmark_report import Report, table
 from tools.benchmarks.gate import SAME_FUNCTION, Errors, relative
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
-from tools.benchmarks.report import Report, table
 
 GEMMS = "bare GEMMs"
-SORTED = (
-    "gold",
-    "uld",
-)  # their gradient is a sign of sorted values, which rounding to bf16 flips: gated in fp32
-# Of the chunks, and their tokens: SmolLM2 teaching a student with Mistral's tokenizer on Python sources and documentation.
+# The gradients of these losses are signs of sorted values. Rounding to bf16 flips them, so the gate is in
+# fp32.
+SORTED = ("gold", "uld")
+# Kind -> (fraction of the chunks, student tokens, teacher tokens), as measured on Python sources and
+# documentation: SmolLM2 teaches a student with Mistral's tokenizer.
 KINDS = {
     ONE_TO_ONE: (0.87, 1, 1),
     ONE_TO_MANY: (0.005, 1, 2),
@@ -36,7 +36,7 @@ KINDS = {
     MANY_TO_MANY: (0.013, 3, 2),
 }
 SUPPORT = 8  # pairs of a chunk that is neither 1-1 nor M-N
-COMMON = 2 / 3  # of the smaller vocabulary
+COMMON = 2 / 3  # fraction of the smaller vocabulary that is common
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """(mean loss [], d hidden [n, h_s], d weight [v_s, h_s])."""
@@ -82,7 +82,7 @@ class ChunkCase:
         self.teacher_weight = weight.masked_fill_((in_slots == EMPTY)[:, None], 0.0)
 
     def loss(self, name: str, dtype: torch.dtype) -> Callable[[], Gradients]:
-        """Mean of a loss over the chunks, forward and backward."""
+        """Return a call that computes a loss's mean over the chunks, forward and backward."""
         settings = ChunkLossSettings(loss=name)
         made = ChunkVocabulary.build(
             self.slots, self.shape.student_vocab, 0, relation=self.relation, loss=name
@@ -103,7 +103,7 @@ class ChunkCase:
         return run
 
     def gemms(self) -> Callable[[], None]:
-        """The four products that no loss with heads in it can do without."""
+        """Return a call of the four matrix products that every loss with LM heads needs."""
         gradient = torch.empty(
             len(self.student_hidden), self.shape.student_vocab, device=self.machine.device
         ).normal_()
@@ -119,7 +119,7 @@ class ChunkCase:
 
 
 def benchmark(machine: Machine, shape: ChunkShape, losses: tuple[str, ...] = XTOKEN_LOSSES) -> Report:
-    """Gate by the same loss in float64, time and weigh all losses at one shape; prints the table."""
+    """Check all losses against float64, measure their time and memory at one shape, and print the table."""
     case, errors, timed = ChunkCase(shape, machine), {}, []
     for name in losses:
         run = case.loss(name, machine.dtype)
@@ -138,7 +138,8 @@ def benchmark(machine: Machine, shape: ChunkShape, losses: tuple[str, ...] = XTO
         rows.append([f"mkd {name}", *measured, f"{error.loss:.1e}", f"{error.gradient:.1e}"])
     header = ["forward + backward", "ms", "x GEMMs", "peak MiB", "loss err", "grad err"]
     print(table(f"chunks {shape} (chunks,h_s,h_t,V_s,V_t)", header, rows))
-    return Report([], [f"{name} at {shape}" for name in losses if name not in times])
+    wrong = [f"{name} at {shape}" for name in losses if name not in times]
+    return Report([], wrong, {str(shape): times})
 
 
 def _errors(result: Gradients, reference: Gradients) -> Errors:
@@ -147,7 +148,11 @@ def _errors(result: Gradients, reference: Gradients) -> Errors:
 
 
 def _relation(shape: ChunkShape, random: np.random.Generator) -> VocabularyRelation:
-    """Random pairs; every student token has four values in the projection, and each of the others begins with a common one."""
+    """Return a relation of random pairs.
+
+    Each student token has four values in the projection; each token that is not common begins with a common
+    one.
+    """
     sizes = shape.student_vocab, shape.teacher_vocab
     count = round(COMMON * min(sizes))
     students, teachers = (random.permutation(size)[:count] for size in sizes)

@@ -1,4 +1,4 @@
-"""A whole training step of the engine: time, MFU, memory, and what distillation costs beside its parts."""
+"""Benchmark a whole training step: time, MFU, memory, and the cost of distillation beside its parts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mkd.plan.memory import predict_memory
 from mkd.platform import Platform
 from mkd.run.run_plan import Plan
 from mkd.train.step import Engine, train_step
+from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.report import Report, Requirement, Skipped, table
 from tools.benchmarks.synthetic_documents import ChatLengths, document_lengths, full_pack
 
 KD, SFT, TEACHER = "KD step", "SFT step of the student", "teacher forward"
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
-    """Collective. Prints the table on rank 0."""
+    """Time the step and its parts; print the table on rank 0. Collective."""
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
         random = np.random.default_rng(machine.seed + context.dp_rank)
@@ -60,7 +60,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
                 for name, ms in times.items()
             ]
             print(table(f"{title} tokens", ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"], rows), memory, sep="\n")
-        return Report(_requirements(machine, times, flops, gpus))
+        layout = f"TP {settings.tensor_parallel} PP {settings.pipeline_parallel}, {settings.num_microbatches} packs"
+        return Report(_requirements(machine, times, flops, gpus), times={layout: times})
 
 
 def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], object]:
@@ -68,7 +69,7 @@ def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], obje
 
 
 def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], None]:
-    """The teacher's layers and head on every micro-batch; its logits are made and dropped."""
+    """Return a call that runs the teacher's layers and head on every micro-batch, and drops the logits."""
     (teacher,) = get_attr_wrapped_model(engine.chunks[0], "teachers")
     joins = engine.context.platform.transformer_engine
 
@@ -84,7 +85,7 @@ def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[
 
 
 def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
-    """Of one data-parallel replica's step, by arm."""
+    """Return the FLOPs of one data-parallel replica's step, by arm."""
     student, teacher = plan.student.shape, plan.teachers[0].shape
     return {
         KD: distillation_flops(student, [teacher], lengths),
@@ -94,7 +95,9 @@ def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
 
 
 def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext) -> str:
-    """Measured peak of two steps (the first one makes the optimizer's state) on each pipeline rank, beside the plan's."""
+    """Measure each pipeline rank's peak over two steps, beside the plan's; the first creates the optimizer
+    state.
+    """
     if not machine.is_cuda:
         return "peak memory: measured on GPUs only"
     torch.cuda.reset_peak_memory_stats()
@@ -123,9 +126,7 @@ def _requirements(machine: Machine, times: dict, flops: dict, gpus: int) -> list
         lines.append(Requirement("R10", times[KD] / parts, "of teacher forward + SFT step", "<=", 1.05))
     else:
         lines.append(
-            Skipped(
-                "R10", "teacher forward + SFT step: the teacher's forward alone is timed without a pipeline"
-            )
+            Skipped("R10", "teacher forward + SFT step: the teacher's forward alone needs one pipeline stage")
         )
     if machine.is_cuda:
         mfu = rate[KD] / 1e9 / gpus / PEAK_TFLOPS

@@ -1,4 +1,6 @@
-"""The loss with the LM heads in it: ours beside the bare matrix products, Liger, TRL and heads that keep their logits."""
+"""The loss with the LM heads in it: mkd beside the bare matrix products, Liger, TRL and heads that keep their
+logits.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tools.benchmarks import peers
+from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.gate import SAME_FUNCTION, Errors, check
 from tools.benchmarks.head_case import Gradients, HeadCase, HeadShape, chunk_rows_of, mkd_head
-from tools.benchmarks.logits import eager_kl
+from tools.benchmarks.logits_benchmark import eager_kl
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
-from tools.benchmarks.report import Report, Requirement, Skipped, table
 
 FORWARD_KL, JSD = "mkd forward_kl", "mkd jsd"
 HALF = "mkd forward_kl, 50% loss tokens"
@@ -26,7 +28,7 @@ LIGER_CHUNKS = (1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class HeadArm:
-    """`run` -> loss and both gradients."""
+    """One implementation; `run` returns the loss and both gradients."""
 
     name: str
     divergence: str
@@ -36,7 +38,9 @@ class HeadArm:
 
 
 def gemms(case: HeadCase) -> Callable[[], None]:
-    """The four matrix products that no fused head can do without, each over all rows at once; dW accumulates in fp32."""
+    """Return a call of the four matrix products that a fused head needs, over all rows; dW accumulates in
+    fp32.
+    """
     shape = case.shape
     logits_gradient = torch.empty(
         shape.rows, shape.vocab, device=case.machine.device, dtype=case.machine.dtype
@@ -99,7 +103,7 @@ def _backward(loss: Tensor, hidden: Tensor, weight: Tensor) -> Gradients:
 
 
 def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list[str]]:
-    """All arms that can run here, and notes on those that cannot."""
+    """Return all arms that can run here, and notes on those that cannot."""
     arms = [
         HeadArm(
             FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows), is_ours=True
@@ -141,7 +145,7 @@ def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list
 
 
 def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
-    """Gate, time and weigh all arms at one shape; prints the table."""
+    """Check all arms against float64, measure their time and memory at one shape, and print the table."""
     case = HeadCase(shape, machine)
     arms, notes = arms_of(case, chunk_rows)
     chunk_rows = chunk_rows_of(machine, shape, chunk_rows)
@@ -168,7 +172,7 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
             0.58,
         )
     )
-    return Report(requirements)
+    return Report(requirements, times={str(shape): times})
 
 
 def _row(arm: HeadArm, times: dict, peaks: dict, error: Errors) -> list[str]:
@@ -180,7 +184,7 @@ def _row(arm: HeadArm, times: dict, peaks: dict, error: Errors) -> list[str]:
 
 
 def _memory(case: HeadCase, peaks: dict, chunk_rows: int) -> Requirement:
-    """Extra peak memory over the two blocks of logits of one chunk."""
+    """Compare the extra peak memory with both models' logits of one block."""
     blocks = 2 * min(chunk_rows, case.shape.rows) * case.shape.vocab * case.machine.dtype.itemsize
     what = f"of two chunks of logits as extra peak memory of the head, {case.shape}"
     return Requirement("R4", peaks[FORWARD_KL] / blocks, what, "<=", 1.05)

@@ -1,4 +1,6 @@
-"""The pipeline's step against the bubble formula: what the schedule and its messages add to the stages' own time."""
+"""Benchmark the pipeline against the bubble formula: the cost of schedule and messages over the stages' own
+time.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from mkd.platform import Platform
 from mkd.run.run_plan import Plan
 from mkd.train.objective import Objective
 from mkd.train.step import Engine, training_objective
+from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.report import Report, Requirement, Skipped, table
 from tools.benchmarks.synthetic_documents import ChatLengths, full_pack
 
 
 def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
-    """Collective. Forward and backward of all micro-batches (no update) against `ideal / (1 - bubble)`.
+    """Time forward and backward of all micro-batches (no update) against `ideal / (1 - bubble)`. Collective.
 
-    `ideal` is the time of all stages' own work on one micro-batch, without messages, times micro-batches over ranks.
+    `ideal` is the time of all stages' own work on one micro-batch, without messages, x micro-batches / ranks.
     """
     if settings.pipeline_parallel == 1:
         return Report([Skipped("R11", "start it with torchrun and --pipeline-parallel 2 or more")])
@@ -39,9 +41,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         random = np.random.default_rng(machine.seed)
         vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         batch = full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
-        batches = [
-            batch
-        ] * settings.num_microbatches  # the same work for each: the formula speaks of equal ones
+        batches = [batch] * settings.num_microbatches  # equal work, as the formula assumes
         objective = training_objective(engine, batches)
         step = Arm("step", lambda: engine.schedule.run(engine.chunks, batches, objective, forward_only=False))
         step_ms = time_arms([step], machine.device, machine.rounds)["step"]
@@ -63,13 +63,17 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         print(
             table(title, header, [row]), "stages, ms: " + ", ".join(f"{ms:.2f}" for ms in stage_ms), sep="\n"
         )
-    return Report([Requirement("R11", step_ms / formula_ms, "of the bubble formula's step", "<=", 1.05)])
+    requirement = Requirement("R11", step_ms / formula_ms, "of the bubble formula's step", "<=", 1.05)
+    layout = (
+        f"PP {ranks}, {settings.num_microbatches} micro-batches, {settings.virtual_stages} virtual stages"
+    )
+    return Report([requirement], times={layout: {"forward and backward": step_ms, "formula": formula_ms}})
 
 
 def _stage_times(
     machine: Machine, engine: Engine, plan: Plan, batch: PackedBatch, objective: Objective
 ) -> list[float]:
-    """Forward + backward of one micro-batch on every stage by itself, ms, in model order. Collective: all ranks at once."""
+    """Time forward + backward of one micro-batch on each stage alone, in ms and model order. Collective."""
     context = engine.context
     arms = [
         Arm(str(virtual_stage), stage_alone(chunk, virtual_stage, plan, batch, objective, machine))
@@ -84,7 +88,7 @@ def _stage_times(
 
 
 def _own_time(arm: Arm, machine: Machine) -> float:
-    """Median time of this rank alone: `time_arms` would take the slowest rank's."""
+    """Return the median time of this rank alone, not the slowest rank's."""
     return time_arms([arm], machine.device, machine.rounds, across_ranks=False)[arm.name]
 
 
@@ -96,7 +100,9 @@ def stage_alone(
     objective: Objective,
     machine: Machine,
 ) -> Callable[[], None]:
-    """One micro-batch through one chunk, forward and backward, with random tensors in place of messages."""
+    """Return a call that runs one micro-batch through one model part, with random tensors in place of
+    messages.
+    """
     context: ParallelContext = objective.context
     stage = get_attr_wrapped_model(chunk, "teachers", return_model_obj=True)
     shards = context.tp_size if stage.config.sequence_parallel else 1

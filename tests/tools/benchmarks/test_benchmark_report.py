@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.benchmarks.report import Report, Requirement, Skipped, merge, table
+from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, merge, table
 
 
 def test_a_line_says_value_bound_and_verdict():

@@ -1,4 +1,4 @@
-"""Losses on logits that exist in full: ours beside eager torch, torch.compile, TRL, ModelOpt, NeMo Automodel and Liger."""
+"""Benchmark losses on whole logits: mkd, eager torch, torch.compile, TRL, ModelOpt, NeMo Automodel, Liger."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkd.losses import vocab_parallel_kd
 from tools.benchmarks import peers
+from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.gate import (
     SAME_FUNCTION,
     Errors,
@@ -23,7 +24,6 @@ from tools.benchmarks.gate import (
 )
 from tools.benchmarks.machine import Machine, copy_bandwidth
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
-from tools.benchmarks.report import Report, Requirement, Skipped, table
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 FORWARD_KL = "mkd forward_kl"
@@ -36,13 +36,15 @@ GATE_ROWS = 256  # rows whose gradient is compared, spread over all
 
 @dataclass(frozen=True)
 class LogitsArm:
-    """`run` -> (mean loss over loss rows, gradient [n, v]); it may overwrite the case's `student`."""
+    """One implementation; `run` returns (mean loss over loss rows, gradient [n, v]) and may overwrite
+    `student`.
+    """
 
     name: str
     divergence: str
     run: Callable[[], tuple[Tensor, Tensor]]
     is_ours: bool = False
-    half: bool = False  # on half of the loss tokens
+    half: bool = False  # half of the rows have loss
 
 
 class LogitsCase:
@@ -58,7 +60,7 @@ class LogitsCase:
 
         self.teacher = normal(self.rows, self.vocab).mul_(3)
         self.pristine = normal(self.rows, self.vocab).add_(self.teacher)
-        self.student = torch.empty_like(self.pristine)  # what the arms read
+        self.student = torch.empty_like(self.pristine)  # read, and maybe overwritten, by the arms
         device = machine.device
         self.labels = torch.randint(self.vocab, (self.rows,), device=device, generator=generator)
         self.all_rows = torch.ones(self.rows, device=device)
@@ -72,7 +74,7 @@ class LogitsCase:
 
     @property
     def unit(self) -> int:
-        """u: bytes of one model's logits."""
+        """Bytes of one model's logits, the unit u."""
         return self.pristine.nbytes
 
     @cached_property
@@ -80,7 +82,7 @@ class LogitsCase:
         return torch.linspace(0, self.rows - 1, min(GATE_ROWS, self.rows), device=self.machine.device).long()
 
     def reference(self, divergence: str, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """float64: mean loss, and its gradient on `gate_rows`."""
+        """Compute the mean loss, and its gradient on `gate_rows`, in float64."""
         count = mask.sum()
         losses = [
             reference_rows(self.pristine[rows], self.teacher[rows], mask[rows], divergence)[0]
@@ -130,7 +132,7 @@ def other_loss(case: LogitsCase, loss_function: peers.LogitsLoss) -> Callable[[]
 
 
 def eager_kl(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    """What most people write: log-softmax of both in fp32, then F.kl_div."""
+    """Compute the KL the usual way: log-softmax of both models in fp32, then F.kl_div."""
     student, teacher = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / labels.shape[0]
 
@@ -143,7 +145,7 @@ def eager_jsd(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
 
 
 def arms_of(case: LogitsCase) -> tuple[list[LogitsArm], list[str]]:
-    """All arms that can run here, and notes on those that cannot."""
+    """Return all arms that can run here, and notes on those that cannot."""
     arms = [
         LogitsArm(f"mkd {name}", name, mkd_loss(case, name, case.all_rows), is_ours=True)
         for name in DIVERGENCES
@@ -181,14 +183,14 @@ def arms_of(case: LogitsCase) -> tuple[list[LogitsArm], list[str]]:
 
 
 def fp32_error(machine: Machine, vocab: int, rows: int = 64) -> Errors:
-    """The same check of our losses on fp32 logits: the worst error of all divergences."""
+    """Check mkd's losses on fp32 logits too; return the worst error of all divergences."""
     case = LogitsCase(rows, vocab, replace(machine, dtype=torch.float32))
     arms = [LogitsArm(name, name, mkd_loss(case, name, case.all_rows), is_ours=True) for name in DIVERGENCES]
     return worst(list(check(case, arms, []).values()))
 
 
 def benchmark(machine: Machine, rows: int, vocab: int) -> Report:
-    """Gate, time and weigh all arms at one shape; prints the table."""
+    """Check all arms against float64, measure their time and memory at one shape, and print the table."""
     case = LogitsCase(rows, vocab, machine)
     arms, notes = arms_of(case)
     errors = check(case, arms, notes)
@@ -210,7 +212,7 @@ def benchmark(machine: Machine, rows: int, vocab: int) -> Report:
         requirements += (
             gpu_speed(times, peaks, limit, shape) if machine.is_cuda else cpu_speed(times, peaks, shape)
         )
-    return Report(requirements, wrong)
+    return Report(requirements, wrong, {shape: times})
 
 
 def _row(arm: LogitsArm, times: dict, peaks: dict, error: Errors) -> list[str]:

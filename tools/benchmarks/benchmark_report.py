@@ -1,10 +1,14 @@
-"""What a benchmark prints: a table of measurements, then one line per requirement. Ratios, because they travel."""
+"""Output of a benchmark: a table of measurements, then one line per requirement, as ratios, because they
+travel.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from tools.benchmarks.results import Times
 
 _RELATIONS = {">=": operator.ge, "<=": operator.le}
 
@@ -15,7 +19,7 @@ class Requirement:
 
     id: str  # R1 ... R12
     value: float
-    what: str  # reads on from the value: "of copy bandwidth"
+    what: str  # continues the value: "of copy bandwidth"
     relation: str
     bound: float
 
@@ -30,7 +34,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A requirement that could not be measured here."""
+    """A requirement that cannot be measured here."""
 
     id: str
     why: str
@@ -42,10 +46,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of one benchmark: requirement lines, and the arms of our own that computed something wrong."""
+    """Result of a benchmark: requirement lines, mkd's arms that computed something wrong, and the medians."""
 
     requirements: Sequence[Requirement | Skipped]
     wrong: Sequence[str] = ()
+    times: Times = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         return [f"WRONG {name}" for name in self.wrong] + [
@@ -53,20 +58,22 @@ class Report:
         ]
 
     def exit_code(self, strict: bool) -> int:
-        """1 for a wrong result of ours; with `strict` also for a missed requirement; else 0."""
+        """Return 1 for a wrong result of mkd's, and with `strict` for a missed requirement; else 0."""
         missed = any(not requirement.passed for requirement in self.requirements)
         return int(bool(self.wrong) or (strict and missed))
 
 
 def merge(reports: Sequence[Report]) -> Report:
+    """Join the reports of several cases."""
     return Report(
         [requirement for report in reports for requirement in report.requirements],
         [name for report in reports for name in report.wrong],
+        {case: times for report in reports for case, times in report.times.items()},
     )
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text: the first column to the left, the others to the right."""
+    """Return aligned text: the first column to the left, the others to the right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [title]

@@ -1,4 +1,4 @@
-"""What packing is worth: tokens per second of the engine on packs, against the same documents in padded batches."""
+"""Benchmark packing: the engine's tokens per second on packs, and on the same documents in padded batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from mkd.plan.flops import distillation_flops
 from mkd.platform import Platform
+from tools.benchmarks.benchmark_report import Report, Requirement, table
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.report import Report, Requirement, table
-from tools.benchmarks.step import step_of
+from tools.benchmarks.step_benchmark import step_of
 from tools.benchmarks.synthetic_documents import (
     ChatLengths,
     document_lengths,
@@ -22,13 +22,16 @@ from tools.benchmarks.synthetic_documents import (
 PACKED = "packed"
 PADDED = {f"padded, batches of {size}": size for size in (1, 8)}
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 5e-3}
-"""Relative difference of losses and gradient norms that rounding explains; a document that sees another one is far off."""
+"""Relative differences of loss and gradient norm that rounding explains.
+
+A document that sees another is far off.
+"""
 
 
 def benchmark(
     machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths, num_documents: int
 ) -> Report:
-    """One optimizer step over the same documents in every arm. Prints the table."""
+    """Time an optimizer step over the same documents in every arm, and print the table."""
     random = np.random.default_rng(machine.seed)
     with parallel_context(platform, settings) as context:
         engine, plan = random_engine(settings, machine, context)
@@ -62,7 +65,7 @@ def benchmark(
     title = f"packing {settings.student} <- {settings.teacher}, {num_documents} documents, {tokens} tokens"
     header = ["", "batches", "fill", "ms", "tokens/s", "slower", "ideal", "loss diff", "norm diff"]
     print(table(f"{title}, packs of {settings.seq_length}", header, rows))
-    return Report(requirements, wrong)
+    return Report(requirements, wrong, {f"{num_documents} documents, packs of {settings.seq_length}": times})
 
 
 def _difference(result, reference, key: str) -> float:

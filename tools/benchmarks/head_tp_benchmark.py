@@ -1,4 +1,4 @@
-"""The fused head over several ranks: strong scaling against one rank with the whole vocabulary, and its collectives."""
+"""Benchmark the fused head over several ranks: strong scaling against one rank, and collectives per block."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkd.errors import UsageError
+from tools.benchmarks.benchmark_report import Report, Requirement, table
 from tools.benchmarks.gate import Errors, relative, worst
 from tools.benchmarks.head_case import HeadCase, HeadShape, chunk_rows_of, mkd_head
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
-from tools.benchmarks.report import Report, Requirement, table
 
 COLLECTIVES_PER_CHUNK = {"forward_kl": 1, "jsd": 2}
 SAME_SPLIT = {torch.float32: Errors(1e-5, 1e-5), torch.bfloat16: Errors(1e-4, 1e-2)}
-"""What another order of sums explains: partial gradients of the hidden states are rounded before they are added."""
+"""Differences that another order of sums explains: partial hidden gradients are rounded before they are
+added.
+"""
 EFFICIENCY = {2: 0.93}  # at tensor-parallel size 2; larger sizes: 0.88
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that run inside."""
+    """Count the collectives that run inside."""
 
     count = 0
 
@@ -30,7 +32,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
-    """Collective: every rank of the world holds 1 / world of the vocabulary, and for comparison all of it."""
+    """Time the head on 1 / world of the vocabulary per rank, and on all of it for comparison. Collective."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if shape.vocab % size:
         what = f"a vocabulary of {shape.vocab} does not divide over {size} processes"
@@ -43,7 +45,7 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
     case = HeadCase(shape, machine)
     width = shape.vocab // size
     shard = slice(rank * width, (rank + 1) * width)
-    lines, wrong, rows = [], [], []
+    lines, wrong, rows, measured_times = [], [], [], {}
     for divergence in COLLECTIVES_PER_CHUNK:
         whole = Arm("whole", mkd_head(case, divergence, case.all_rows, chunk_rows), case.restore)
         split = Arm(
@@ -53,6 +55,7 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
         if not error.within(SAME_SPLIT[machine.dtype]):
             wrong.append(f"mkd {divergence} at TP {size} on rank {rank}")
         times = time_arms([whole, split], machine.device, machine.rounds)
+        measured_times[f"{shape}, TP {size}, {divergence}"] = times
         efficiency = times["whole"] / (size * times["split"])
         per_chunk = collectives_per_chunk(case, divergence, shard)
         measured = [f"{times['whole']:.3f}", f"{times['split']:.3f}", f"{efficiency:.3f}", f"{per_chunk:g}"]
@@ -77,11 +80,14 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
         ]
         chunks = [chunk_rows_of(machine, shape, chunk_rows, ranks) for ranks in (1, size)]
         print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunks[0]} and {chunks[1]} rows", header, rows))
-    return Report(lines, wrong)
+    return Report(lines, wrong, measured_times)
 
 
 def _difference(whole: Arm, split: Arm, shard: slice) -> Errors:
-    """Of the split head from the whole one; loss and hidden gradient are replicated, the weight gradient is a shard."""
+    """Return how far the split head is from the whole one.
+
+    Loss and hidden gradient are replicated; the weight's gradient is a shard.
+    """
     whole.prepare()
     loss, hidden_gradient, weight_gradient = (tensor.clone() for tensor in whole.run())
     split.prepare()
@@ -91,7 +97,11 @@ def _difference(whole: Arm, split: Arm, shard: slice) -> Errors:
 
 
 def collectives_per_chunk(case: HeadCase, divergence: str, shard: slice) -> float:
-    """From runs of two and of four chunks: what a call needs once (the reduction of d hidden) cancels."""
+    """Count collectives per block of logits.
+
+    The difference of runs with two and four blocks cancels what a call needs once (the reduction of d
+    hidden).
+    """
     counts = []
     for chunks in (2, 4):
         run = mkd_head(
