@@ -16,7 +16,7 @@ def test_the_pages_are_what_the_code_says(capsys):
 
 
 def test_the_order_of_errors_is_that_of_their_texts():
-    """Also of those that differ in their fix alone, whose order in a set is another in every process."""
+    """Errors that differ only in their fix are ordered too, because the order of a set varies by process."""
     errors = list(make_docs.raised_errors())
     twins = [(a, b) for a, b in combinations(errors, 2) if (a.file, a.what) == (b.file, b.what) and a != b]
     assert twins and all((a < b) != (b < a) for a, b in twins)
@@ -70,7 +70,7 @@ def test_errors_are_found_with_their_texts_and_exit_codes():
 
 
 def test_texts_in_variables_functions_and_callers_are_found():
-    """Set before the raise, in branches, by a function, or given to the one that raises; in mkd/, tools/ and launch/."""
+    """Texts may be set before the raise, in branches, by a function, or by the caller of the raising function."""
     found = {(error.file, error.what): error for error in make_docs.raised_errors()}
     for file, what in (
         ("mkd/operations/profiling.py", "--profile-ranks ... do not exist"),
@@ -93,7 +93,7 @@ def test_texts_in_variables_functions_and_callers_are_found():
 
 
 def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
-    """On copies: the pages of the repository stay as they are."""
+    """Use copies: the pages of the repository stay as they are."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkd").mkdir()
     for page in ("troubleshooting.md", "performance.md"):

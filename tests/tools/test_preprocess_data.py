@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py, run as a person runs it."""
+"""Run tools/preprocess_data.py as a person does."""
 
 from __future__ import annotations
 
