@@ -1,4 +1,4 @@
-"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests, README."""
+"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_run_keeps_its_id_until_one_starts_anew(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_records_go_to_an_offline_run(tmp_path, monkeypatch):
-    """Run in a separate process, because wandb leaves threads behind; the run's file has names and configuration."""
+    """Run in a separate process, because wandb leaves threads; the run's file has names and configuration."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     command = [sys.executable, "-c", _OFFLINE_RUN, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

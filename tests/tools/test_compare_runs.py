@@ -102,4 +102,4 @@ def test_a_run_that_is_no_number_any_more_differs(run, capsys):
 
 def test_where_one_run_ends_is_said(run, capsys):
     assert main([run("a", [3.0, 2.0]), run("b", [3.0])]) == 0
-    assert "compared up to iteration 1, where one of them ends" in capsys.readouterr().out
+    assert "compared up to iteration 1, where the shorter run ends" in capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_errors_are_found_with_their_texts_and_exit_codes():
 
 
 def test_texts_in_variables_functions_and_callers_are_found():
-    """Texts may be set before the raise, in branches, by a function, or by the caller of the raising function."""
+    """Texts may be set before the raise, in branches, by a function, or by the raising function's caller."""
     found = {(error.file, error.what): error for error in make_docs.raised_errors()}
     for file, what in (
         ("mkd/operations/profiling.py", "--profile-ranks ... do not exist"),

@@ -56,7 +56,7 @@ def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ran
 
 
 def save_checkpoint(hf, save) -> None:
-    """Join a process group again after a conversion: it leaves its group, and the pool expects one to leave."""
+    """Join a process group again after the conversion, which leaves its own: the pool expects one to leave."""
     import torch.distributed as dist
 
     from mkd.convert import hf_to_mcore

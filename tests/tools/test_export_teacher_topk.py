@@ -1,4 +1,4 @@
-"""Export a teacher: the result is the same at every layout, resumable, and never mixed with another export."""
+"""Export a teacher: the same at every layout, resumable, and never mixed with another export."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_every_layout_writes_the_same(name, single, files, ranks):
 
 
 def test_half_precision(single, files, ranks):
-    """Log-probabilities lose at most 2^-11 of their size; masses, cross entropies and entropies lose nothing."""
+    """Log-probabilities lose at most 2^-11 of their size; masses, cross entropies and entropies nothing."""
     half = stored_rows(exported(ranks, files, "half", "--k", 16, *T2, "--logprob-dtype", "float16"))
     for key, (_, logprobs, statistics) in stored_rows(single).items():
         assert np.abs(half[key][1] - logprobs).max() <= 1.001 * 2**-11 * np.abs(logprobs).max()
