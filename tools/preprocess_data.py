@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
-        "Every non-blank line of a .txt file is a document; see --characters-per-sample",
+        "Every line of a .txt file that is not blank is a document; see --characters-per-sample",
     )
     add(
         "--output-prefix",
