@@ -1,4 +1,4 @@
-"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests, README."""
+"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ MAX_HEADLESS = {  # texts that open without a verb or noun (tests/headless.py), 
     "tests/train": 17,
     "tests/xtoken": 1,
     "tools": 2,
+}
+KNOWN_TWINS = {  # names of two product files: may only shrink. doctor and evaluate are public names of tools
+    "batch.py",
+    "doctor.py",
+    "evaluate.py",
+    "folders.py",
+    "head.py",
+    "load.py",
+    "models.py",
+    "records.py",
+    "scores.py",
 }
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}
@@ -151,6 +162,16 @@ def test_tests_mirror_the_package():
     ]
     assert not [str(path) for path in tests if path.name == "__init__.py"]
     assert not [file for file, count in Counter(path.name for path in test_files).items() if count > 1]
+
+
+def test_names_of_product_files_are_unique():
+    """An editor's quick-open finds a file by its name alone."""
+    names = Counter(
+        path.name
+        for path in python_files()
+        if path.relative_to(ROOT).parts[0] in ("mkd", "tools") and path.name != "__init__.py"
+    )
+    assert {file for file, count in names.items() if count > 1} <= KNOWN_TWINS
 
 
 def test_every_package_is_found_by_setup():

@@ -52,8 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--projection",
         type=Path,
         metavar="FILE",
-        help="file with a matrix to use instead of building one: an earlier --output, or the published dense form (.pt, "
-        ".safetensors or .npz with indices and likelihoods [student vocabulary, k])",
+        help="file with a matrix to use instead of building one: an earlier --output, or the published dense form "
+        "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])",
     )
     add(
         "--stages",
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--characters-per-sample",
         type=int,
         metavar="N",
-        help="join text records (lines of a .txt) to at least N characters, as the run does (default: do not join)",
+        help="characters to join text records (lines of a .txt) to, as the run does (default: do not join)",
     )
     add(
         "--audit-output",

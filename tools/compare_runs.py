@@ -3,9 +3,9 @@
     python tools/compare_runs.py runs/a runs/b
     python tools/compare_runs.py runs/a runs/b --eps 0      # the same bits?
 
-A run is its log folder or its metrics.jsonl. Only steps that both runs have are compared. Two values differ if
-|a - b| > eps * max(|a|, |b|), or if one of them is null (not finite, or not measured). Times and memory are shown
-but never count as a difference. The exit code is 0 if nothing differs, 1 otherwise.
+A run is its log folder or its metrics.jsonl. Only steps that both runs have are compared. Two values differ
+if |a - b| > eps * max(|a|, |b|), or if one of them is null (not finite, or not measured). Times and memory
+are shown but never count as a difference. The exit code is 0 if nothing differs, 1 otherwise.
 """
 
 from __future__ import annotations

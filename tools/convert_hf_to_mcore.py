@@ -6,7 +6,8 @@ that fits in its memory; under torchrun the parallel sizes split the model. The 
 layout.
 
     python tools/convert_hf_to_mcore.py --hf DIR --save CKPT
-    torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf DIR --save CKPT --tensor-model-parallel-size 8
+    torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf DIR --save CKPT \\
+        --tensor-model-parallel-size 8
 """
 
 from __future__ import annotations

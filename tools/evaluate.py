@@ -1,7 +1,9 @@
 """Score a model on held-out tasks by likelihood, at any layout, without training (docs/evaluation.md).
 
-    python tools/evaluate.py --multiple-choice mmlu.jsonl --completions HumanEval.jsonl.gz --student-hf DIR --seq-length 2048
-    torchrun --nproc-per-node 4 tools/evaluate.py --completions mbpp.jsonl --config RUN.yaml --student-load CKPT
+    python tools/evaluate.py --multiple-choice mmlu.jsonl --completions HumanEval.jsonl.gz \\
+        --student-hf DIR --seq-length 2048
+    torchrun --nproc-per-node 4 tools/evaluate.py --completions mbpp.jsonl --config RUN.yaml \\
+        --student-load CKPT
 
 All other flags, and the exit codes, are those of pretrain_kd.py. The relevant ones are the model
 (--student-hf, or --student-load for a folder written by --save), the packs (--seq-length,

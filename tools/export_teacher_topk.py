@@ -1,7 +1,8 @@
 """Export a teacher's top-k log-probabilities once, to train from them with `pretrain_kd.py --teacher-topk
 DIR`.
 
-    python tools/export_teacher_topk.py --out DIR --k 128 --teacher-hf TEACHER --student-hf STUDENT --data-path ...
+    python tools/export_teacher_topk.py --out DIR --k 128 --teacher-hf TEACHER --student-hf STUDENT \\
+        --data-path ...
     torchrun --nproc-per-node N tools/export_teacher_topk.py --out DIR --config RUN.yaml
 
 All other flags, and the exit codes, are those of pretrain_kd.py. The relevant ones are --teacher-hf or
@@ -51,7 +52,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=256,
         metavar="N",
-        help="packs per file. An interruption loses at most so many on each data-parallel rank (default: 256)",
+        help="packs per file. An interruption loses at most one file on each data-parallel rank (default: 256)",
     )
     return parser.parse_known_args(argv)
 

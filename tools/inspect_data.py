@@ -1,6 +1,7 @@
 """Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
 
-    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
+    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
+        [--histogram out.png]
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
@@ -50,8 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FILE",
-        help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
-        "file or the prefix of a tokenised .bin/.idx pair",
+        help="file to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
+        "Packs may also come from a .txt file or the prefix of a tokenised .bin/.idx pair",
     )
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
     add(
@@ -66,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="N",
-        help="packs to show instead of the first ones, by their numbers in non_finite.jsonl or loss_spikes.jsonl of a run. "
-        "Give the run's data flags, and its one --data-path as --input",
+        help="packs to show instead of the first ones, by their numbers in non_finite.jsonl or "
+        "loss_spikes.jsonl of a run. Give the run's data flags, and its one --data-path as --input",
     )
     add("--color", action="store_true", help="use colours even if the output is not a terminal")
     add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")

@@ -143,8 +143,9 @@ def metrics_page() -> str:
                 "# Metrics\n",
                 "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
                 'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
-                "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. "
-                "A log interval is summed and divided once, so that lines weighted by `num_loss_tokens` average exactly.\n",
+                "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. A "
+                "log interval is summed and divided once, so that lines weighted by `num_loss_tokens` "
+                "average exactly.\n",
                 "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
                 "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
                 "cover all of its ids.\n",

@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
-        "Every non-blank line of a .txt file is a document; see --characters-per-sample",
+        "Every line of a .txt file that is not blank is a document; see --characters-per-sample",
     )
     add(
         "--output-prefix",
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer-type",
         default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer, SentencePieceTokenizer or TiktokenTokenizer (default: HuggingFaceTokenizer)",
+        help="kind: HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer",
     )
     add(
         "--tokenizer-model",
@@ -69,15 +69,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--characters-per-sample",
         type=int,
         metavar="N",
-        help="characters that a document must reach. Consecutive text records (.txt: lines, also blank ones) are joined with "
-        "newlines until it does; other records stay as they are (default: every record is a document)",
+        help="characters that a document must reach. Consecutive text records (.txt: lines, also blank ones) "
+        "are joined with newlines until it does; other records stay as they are (default: every record is a "
+        "document)",
     )
     add(
         "--max-bad-records",
         type=int,
         default=0,
         metavar="N",
-        help="unreadable records to leave out, at most. They are listed in PREFIX.quarantine.jsonl (default: 0)",
+        help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
     )
     return parser
 

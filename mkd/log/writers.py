@@ -35,7 +35,7 @@ class Writer(Protocol):
 
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Return an error for each requested writer whose package is missing, to raise before anything is loaded."""
+    """Return an error for each requested writer without its package, to raise before anything is loaded."""
     wanted = {
         "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
         "wandb": ("--wandb-project", log.wandb_project),

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: a folder or a checkpoint, without training and without data for it."""
+"""Run tools/evaluate.py on a folder or a checkpoint, without training and its data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ran
 
 
 def save_checkpoint(hf, save) -> None:
-    """The conversion leaves the process group, and the pool wants to leave one too."""
+    """Join a process group again after the conversion, which leaves its own: the pool expects one to leave."""
     import torch.distributed as dist
 
     from mkd.convert import hf_to_mcore
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said_once(files, ranks):
 
 
 def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp_path):
-    """Whatever it says of training, of its profile and checkpoints: those who run without training have none."""
+    """Settings of training, profiles and checkpoints do not matter to an evaluation."""
     argv = [
         "--student-hf",
         "s",

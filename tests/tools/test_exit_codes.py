@@ -1,4 +1,4 @@
-"""Every tool ends as `pretrain_kd.py` does: a user's error is one message on stderr, and its exit code."""
+"""Check that tools end as `pretrain_kd.py` does: a user's error is one message on stderr and an exit code."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="rows of a block of logits in mkd's head (default: the engine's choice)",
     )
     chunks = _add(
-        commands, "chunks", run_chunks, "losses between tokenizers, heads included, beside the bare products"
+        commands, "chunks", run_chunks, "cross-tokenizer losses with LM heads, beside the bare products"
     )
     chunks.add_argument(
         "--shape",
@@ -61,14 +61,20 @@ def parser() -> argparse.ArgumentParser:
     )
     chunks.add_argument("--losses", nargs="+", help="losses to time, by --xtoken-loss (default: all)")
     step = _add(
-        commands, "step", run_step, "a training step of the engine, beside SFT and the teacher's forward: R10"
+        commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"
     )
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
-    packing.add_argument("--documents", type=int, help="documents of a step")
+    packing.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
-    for command in (step, packing, pipeline):
+    _add_pair_flags((step, packing, pipeline))
+    _add_layout_flags((step, pipeline))
+    return main
+
+
+def _add_pair_flags(commands: Sequence[argparse.ArgumentParser]) -> None:
+    for command in commands:
         command.add_argument(
             "--student-shape",
             help="student of tools/benchmarks/shapes.py (default: qwen3-1.7b, on a CPU tiny-student)",
@@ -82,7 +88,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'"
         )
-    for command in (step, pipeline):
+
+
+def _add_layout_flags(commands: Sequence[argparse.ArgumentParser]) -> None:
+    for command in commands:
         command.add_argument("--microbatches", type=int, default=4, help="packs of a step (default: 4)")
         command.add_argument(
             "--tensor-parallel", type=int, default=1, help="ranks that share every layer (default: 1)"
@@ -91,7 +100,6 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--virtual-stages", type=int, default=1, help="model parts of each pipeline rank (default: 1)"
         )
-    return main
 
 
 def _add(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:

@@ -121,7 +121,7 @@ def reference_rows(
     loss_mask: Tensor,  # [n]
     divergence: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence's sum over rows (T = 1, no cross entropy), float64 [], and its gradient [n, v]."""
+    """Return the divergence's sum over rows at T = 1, float64 [], and its gradient [n, v]; no cross entropy."""
     student = student_logits.detach().double().requires_grad_()
     vocab = student.shape[1]
     labels = torch.zeros(

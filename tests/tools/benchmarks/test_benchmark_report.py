@@ -1,4 +1,4 @@
-"""Requirement lines, exit codes and tables."""
+"""Check requirement lines, exit codes and tables."""
 
 from __future__ import annotations
 

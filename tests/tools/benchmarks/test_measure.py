@@ -1,4 +1,4 @@
-"""Time and memory of calls, where both are known."""
+"""Measure time and memory of calls for which both are known."""
 
 from __future__ import annotations
 
