@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mkd.data.aligned.teacher_side import StudentPack, TeacherSide
-from mkd.data.aligned.teacher_summary import summarise_teacher
+from mkd.data.aligned.teacher_side import StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
@@ -63,7 +62,7 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> Pack:
         """Pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
-        piece_ids = self.packs.of(index)
+        piece_ids = self.packs.pieces_of(index)
         spans = self._spans[piece_ids].copy()
         spans[-1] += self.seq_length - spans.sum()  # the tail of the pack is padding of its last document
         pack = empty_pack(self.seq_length, self._pad_id)
@@ -78,7 +77,7 @@ class PackedDataset:
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         """{prefix of the corpus: numbers of the documents in it that pack `index` has parts of}."""
-        return {self.store.prefix: np.unique(self.pieces.document[self.packs.of(index)]).tolist()}
+        return {self.store.prefix: np.unique(self.pieces.document[self.packs.pieces_of(index)]).tolist()}
 
     def empty_pack(self) -> Pack:
         teachers = tuple(side and side.empty_pack() for side in self.teachers)
@@ -117,7 +116,7 @@ class PackedDataset:
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
         packs, pieces = (
             [self[index] for index in sample],
-            np.concatenate([self.packs.of(index) for index in sample]),
+            np.concatenate([self.packs.pieces_of(index) for index in sample]),
         )
         return [
             summarise_teacher(

@@ -70,7 +70,7 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 def parse_row(row: Row) -> Record:
     """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record.
 
-    A text may have any length; see `joining.cut_texts`.
+    A text may have any length; see `encoding.cut_texts`.
     """
     if isinstance(row, DataError):
         raise row

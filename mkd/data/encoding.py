@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import Row, encode_record, parse_row, read_rows
-from mkd.data.joining import cut_texts, join_texts
+from mkd.data.documents import MAX_CHARACTERS, Row, encode_record, parse_row, read_rows
 from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
+RECORDS_PER_BATCH = 64  # small enough that a file of long documents keeps several workers busy
 WORKER_BYTES = (
     64 << 20
 )  # that a worker has to have to itself: 20 s of work, of which its start takes up to ten
@@ -25,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class EncodedChunk:
+class EncodedBatch:
     """The documents of consecutive rows of one file, one after the other, and what is wrong with the other rows."""
 
     ids: np.ndarray  # [t] int32
@@ -49,10 +48,80 @@ class FileRows:
                 rows = join_texts(rows, self.characters_per_sample)
             rows = cut_texts(rows)
             try:
-                while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+                while chunk := list(islice(rows, RECORDS_PER_BATCH)):
                     yield path, chunk
             except MkdError as error:
                 yield error
+
+
+def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> Iterator[tuple[int, Row]]:
+    """Consecutive text records joined with a newline until they have `characters_per_sample` characters.
+
+    A joined record has the number of its first row. Records of other kinds, and malformed ones, pass unchanged and end the
+    sample before them; the last sample of a file may be shorter. Samples that are blank are left out.
+    """
+    texts, first, size = [], 0, 0
+    for number, row in rows:
+        text = _text(row)
+        if text is not None:
+            first = first if texts else number
+            texts.append(text)
+            size += len(text) + (len(texts) > 1)
+        if text is None or size >= characters_per_sample:
+            yield from _sample(first, texts)
+            texts, size = [], 0
+        if text is None:
+            yield number, row
+    yield from _sample(first, texts)
+
+
+def cut_texts(rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """The rows; a text of more than MAX_CHARACTERS becomes several documents, whose texts join to it.
+
+    It is cut behind the last line end of the second half of what fits, else before the last blank, else anywhere.
+    """
+    for number, row in rows:
+        text = _text(row) if _size(row) > MAX_CHARACTERS else None
+        if text is None:
+            yield number, row
+            continue
+        start = 0
+        while start < len(text):
+            end = _cut(text, start)
+            yield number, {"text": text[start:end]}
+            start = end
+
+
+def _size(row: Row) -> int:
+    """At least the characters of its text."""
+    if isinstance(row, bytes):
+        return len(row)
+    text = None if isinstance(row, DataError) else row.get("text")
+    return len(text) if isinstance(text, str | bytes) else 0
+
+
+def _cut(text: str, start: int) -> int:
+    end = start + MAX_CHARACTERS
+    if end >= len(text):
+        return len(text)
+    half = start + MAX_CHARACTERS // 2
+    line_end = text.rfind("\n", half, end)
+    blank = text.rfind(" ", half, end)
+    return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
+
+
+def _text(row: Row) -> str | None:
+    try:
+        record = parse_row(row)
+    except DataError:
+        return None  # the encoder says what is wrong with it
+    return record.values[0] if record.kind == "text" else None
+
+
+def _sample(first: int, texts: list[str]) -> Iterator[tuple[int, Row]]:
+    joined = "\n".join(texts)
+    if joined.strip():
+        yield first, {"text": joined}
 
 
 def useful_workers(num_bytes: int, most: int) -> int:
@@ -113,7 +182,7 @@ def encode_files(
     workers: int = 0,
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
-) -> Iterator[EncodedChunk]:
+) -> Iterator[EncodedBatch]:
     """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
 
     Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk. For `progress` see
@@ -129,11 +198,11 @@ class _Encoder:
     tokenizer: Tokenizer
     append_eod: bool
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedChunk:
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedBatch:
         documents, errors = each_row(
             rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod)
         )
-        return EncodedChunk(
+        return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
             loss=np.concatenate([np.empty(0, np.uint8), *(document.loss for document in documents)]),
             lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
@@ -157,7 +226,7 @@ def each_row(
             encoded.append(encoded[-1] if row == before else encode(row))
             before = row
         except DataError as error:
-            errors.append(BadRecord.at(path, number, row, error))
+            errors.append(BadRecord.from_row(path, number, row, error))
     return encoded, errors
 
 

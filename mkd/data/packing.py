@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 OVERLONG = ("split", "truncate", "drop")
 PACKINGS = ("bfd", "none")
@@ -44,7 +46,7 @@ class Packs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def of(self, pack: int) -> np.ndarray:
+    def pieces_of(self, pack: int) -> np.ndarray:
         """Its pieces, int64 [n]."""
         return self.piece_ids[self.offsets[pack] : self.offsets[pack + 1]]
 
@@ -92,6 +94,21 @@ def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str) -> Packs:
     pack_of_piece = rank[pack_of_piece]
     sizes = np.bincount(pack_of_piece)
     return Packs(np.concatenate([[0], np.cumsum(sizes)]), np.argsort(pack_of_piece, kind="stable"))
+
+
+def as_row(values: np.ndarray) -> Tensor:
+    """[t] -> [1, t]."""
+    return torch.from_numpy(values)[None]
+
+
+def cumulative(lengths: np.ndarray) -> Tensor:
+    """Borders of documents of `lengths` [documents], int32 [documents + 1]."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def position_ids(spans: np.ndarray) -> Tensor:
+    """From 0 in every document of `spans` [documents] tokens, int64 [1, t]."""
+    return as_row(np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans))
 
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:

@@ -22,7 +22,7 @@ class BadRecord(DataError):
         self.entry = dict(entry or {})
 
     @classmethod
-    def at(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
+    def from_row(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
         """What is wrong (`error`) with the raw record `row`, bytes or a row of a table, in `line` of the file at `path`."""
         start = (
             row[: 4 * SHOWN_CHARACTERS].decode("utf-8", "backslashreplace")
@@ -33,10 +33,10 @@ class BadRecord(DataError):
         return cls(f"{path}:{line}: {error.what}", error.why, error.do, entry)
 
     @classmethod
-    def of_entry(cls, entry: Mapping) -> BadRecord:
+    def from_entry(cls, entry: Mapping) -> BadRecord:
         return cls(f"{entry['file']}:{entry['line']}: {entry['reason']}", entry=entry)
 
-    def of_teacher(self, name: str) -> BadRecord:
+    def for_teacher(self, name: str) -> BadRecord:
         """The same of the record in a teacher's tokens."""
         return BadRecord(f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name})
 
@@ -86,7 +86,7 @@ def require_few(path: Path, count: int, max_bad_records: int) -> None:
 def first_of(path: Path) -> list[BadRecord]:
     """The first ten records of a quarantine file; none where there is no file."""
     with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        return [BadRecord.of_entry(json.loads(line)) for line in islice(file, MAX_REPORTED_ERRORS)]
+        return [BadRecord.from_entry(json.loads(line)) for line in islice(file, MAX_REPORTED_ERRORS)]
     return []
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.drafts import draft_name, remove_left_behind
-from mkd.data.encoding import EncodedChunk, encode_files
+from mkd.data.encoding import EncodedBatch, encode_files
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
 from mkd.errors import DataError, ErrorList
@@ -111,7 +111,7 @@ def content_hash(
 
 
 def _write_tokens(
-    chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size: int, max_bad_records: int
+    chunks: Iterable[EncodedBatch], files: StoreFiles, vocab_size: int, max_bad_records: int
 ) -> StoreSummary:
     """Write .bin, .idx and, unless it is all ones, the loss mask."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))

@@ -1,1 +1,7 @@
-"""What a run reports: the metrics and how they are averaged, where they are written, and the progress line."""
+"""What a run reports.
+
+metrics.py                      every metric, its unit, and how steps are averaged to one line
+progress.py                     the lines for people, in Megatron's style
+writers.py, wandb_writer.py     metrics.jsonl, TensorBoard and W&B
+records.py                      metrics.jsonl read back
+"""

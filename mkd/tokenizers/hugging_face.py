@@ -40,7 +40,7 @@ class _Style:
     byte_tokens: bool  # <0xNN> is a byte
 
     @classmethod
-    def of(cls, tokenizer: Mapping) -> _Style:
+    def from_parsed(cls, tokenizer: Mapping) -> _Style:
         """The style of a parsed tokenizer.json, told by its decoder. Raises UsageError for any other than these two."""
         decoder = tokenizer["decoder"] or {"type": "none"}
         steps = decoder.get("decoders", [decoder])
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _style(self) -> _Style:
-        return _Style.of(json.loads(self._backend.to_str()))
+        return _Style.from_parsed(json.loads(self._backend.to_str()))
 
     @cached_property
     def _pieces(self) -> tuple[bytes | None, ...]:

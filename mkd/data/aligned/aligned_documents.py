@@ -17,7 +17,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion
 from mkd.xtoken.align.align_text import AlignedText, align, aligner
 
-DOCUMENTS_PER_CHUNK = 64
+DOCUMENTS_PER_BATCH = 64
 SHARED_ROLES = (
     "bos",
     "eos",
@@ -28,7 +28,7 @@ SHARED_ROLES = (
 
 
 @dataclass(frozen=True)
-class AlignedChunk:
+class AlignedBatch:
     """Consecutive documents one after the other on both sides. The teacher's side of one that it refuses is empty."""
 
     student_ids: np.ndarray  # [n] int32
@@ -58,7 +58,7 @@ class RowAligner:
 
     pair: Pair
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedChunk:
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedBatch:
         if isinstance(rows, MkdError):
             return _chunk([], [rows])
         documents, refused, errors = [], [], []
@@ -86,7 +86,7 @@ class StoreAligner:
     store: TokenStore
     pair: Pair
 
-    def __call__(self, documents: range) -> AlignedChunk:
+    def __call__(self, documents: range) -> AlignedBatch:
         return _chunk([self._align(*self.store.document(index)) for index in documents], [])
 
     def _align(self, ids: np.ndarray, loss: np.ndarray) -> AlignedText:
@@ -101,7 +101,7 @@ class DocumentRanges:
 
     def __iter__(self) -> Iterator[range]:
         documents = range(self.num_documents)
-        return (documents[first : first + DOCUMENTS_PER_CHUNK] for first in documents[::DOCUMENTS_PER_CHUNK])
+        return (documents[first : first + DOCUMENTS_PER_BATCH] for first in documents[::DOCUMENTS_PER_BATCH])
 
 
 def align_record(record: Record, pair: Pair) -> AlignedText:
@@ -217,7 +217,7 @@ def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tupl
 
 def _chunk(
     documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()
-) -> AlignedChunk:
+) -> AlignedBatch:
     documents = list(documents)
     sides = {}
     for side, column in (("student", 0), ("teacher", 2)):
@@ -229,4 +229,4 @@ def _chunk(
         sides[f"{side}_ids"] = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
         sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
         sides[f"{side}_lengths"] = np.array([len(own) for own in ids], dtype=np.int64)
-    return AlignedChunk(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)
+    return AlignedBatch(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from mkd.data.aligned.supports import Supports
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.batch import Pack
 from mkd.data.packing import Pieces, padded_lengths
+from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
+from mkd.xtoken.vocabulary.spelling import Spellings
+
+CACHED_SUPPORTS = 1 << 16  # chunks: texts repeat themselves
+KIND_NAMES = ("1-1", "1-N", "M-1", "M-N")
+
+
+@dataclass(frozen=True)
+class TeacherText:
+    """The text settings of one cross-tokenizer teacher. Can be pickled for workers."""
+
+    tokenizer: Tokenizer
+    vocab_size: int  # token ids that the teacher's model knows
+    spellings: Spellings | None = (
+        None  # None: the support of a chunk other than 1-1 is its realised pair alone
+    )
+    alignment: str = "byte_offset"  # or "dp"
+    seq_length: int | None = None  # teacher tokens of a pack; None: what the longest pack of the data needs
+    twins: np.ndarray | None = None  # [student ids] the common token's teacher id, -1: none; None: not known
+    exact_only: bool = False  # keep only the chunks of two such tokens
+    reasoning: bool = True  # chat: align the reasoning of assistant turns too
+    name: str = "teacher"  # for messages
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,7 @@ class TeacherSide:
                 wanted &= is_single & (twins == realised)
             kinds[is_single & (twins != realised) & ((twins >= 0) | self._is_twin[realised])] = MANY_TO_MANY
         rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
-        supports = self._supports.of(kinds, rows, counts, (student.labels, teacher_labels))
+        supports = self._supports.look_up(kinds, rows, counts, (student.labels, teacher_labels))
         return PackChunks(rows[:, 0], counts[:, 0], rows[:, 1], counts[:, 1], kinds, *supports)
 
 
@@ -130,3 +153,72 @@ def chunk_kinds(student_counts: np.ndarray, teacher_counts: np.ndarray) -> np.nd
     """Kind of chunks with these numbers of tokens, int8 [c]."""
     kinds = np.array([[ONE_TO_ONE, ONE_TO_MANY], [MANY_TO_ONE, MANY_TO_MANY]], dtype=np.int8)
     return kinds[(student_counts > 1).astype(int), (teacher_counts > 1).astype(int)]
+
+
+class Supports:
+    """Looks supports up. Can be pickled for workers."""
+
+    def __init__(self, spellings: Spellings | None):
+        """Without spellings the support of a chunk is its realised pair alone."""
+        self._spellings = spellings
+        self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
+
+    def __reduce__(self):
+        return Supports, (self._spellings,)
+
+    def look_up(
+        self,
+        kinds: np.ndarray,  # [c] int8
+        rows: np.ndarray,  # [c, 2] int64, student and teacher: the row that predicts the first token of a chunk
+        counts: np.ndarray,  # [c, 2] int64, its tokens
+        labels: tuple[np.ndarray, np.ndarray],  # of the student's and the teacher's pack, int64
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(pairs of each chunk [c], student ids [p], teacher ids [p]), all int64; a 1-1 chunk has none."""
+        sizes = np.zeros(len(kinds), dtype=np.int64)
+        pairs = [np.zeros((2, 0), dtype=np.int64)]
+        for i in np.flatnonzero(kinds != ONE_TO_ONE).tolist():
+            tokens = (
+                tuple(own[row : row + count].tolist())
+                for own, row, count in zip(labels, rows[i].tolist(), counts[i].tolist(), strict=True)
+            )
+            pairs.append(self._cached(int(kinds[i]), *tokens))
+            sizes[i] = pairs[-1].shape[1]
+        return sizes, *np.concatenate(pairs, axis=1)
+
+    def _pairs(self, kind: int, student: tuple[int, ...], teacher: tuple[int, ...]) -> np.ndarray:
+        """[2, p] int64: student ids and teacher ids of the last tokens, the realised pair first.
+
+        Where a token of the realised pair is in another pair too, the text decides and that pair goes.
+        """
+        realised = np.array([[student[-1]], [teacher[-1]]], dtype=np.int64)
+        if self._spellings is None or kind not in (ONE_TO_MANY, MANY_TO_ONE):
+            return realised
+        if kind == ONE_TO_MANY:
+            pairs = np.stack(self._spellings.one_to_many(teacher[:-1]))
+        else:
+            pairs = np.stack(self._spellings.many_to_one(student[:-1]))
+        return np.concatenate([realised, pairs[:, (pairs != realised).all(axis=0)]], axis=1)
+
+
+def summarise_teacher(
+    side: TeacherSide,
+    packs: Sequence[Pack],  # of a data set of `num_packs`
+    parts: Sequence[TeacherPack],  # the same in the teacher's tokens
+    needed: int,  # teacher tokens of their pieces, those that found no room included
+    num_packs: int,
+) -> str:
+    """Sizes and proportions; loss tokens are in no chunk where a chunk has a token without loss, where it lacks a predictor
+    on one of the sides, or where the teacher's pack has no room."""
+    tokens = sum(int(part.lengths.sum()) for part in parts)
+    kinds = np.bincount(
+        np.concatenate([part.chunks.kinds for part in parts]), minlength=len(KIND_NAMES)
+    ).tolist()
+    covered = sum(int(part.chunks.student_counts.sum()) for part in parts)
+    loss_tokens = sum(np.count_nonzero(pack.loss_mask) for pack in packs)
+    chunks = ", ".join(f"{name} {count}" for name, count in zip(KIND_NAMES, kinds, strict=True))
+    return (
+        f"  {side.text.name}: packs of {side.seq_length} tokens; in {len(packs)} of {num_packs} packs {tokens} tokens,"
+        f" fill {tokens / (len(packs) * side.seq_length):.3f}, chunks {chunks},"
+        f" share of loss tokens in chunks {covered / max(loss_tokens, 1):.3f},"
+        f" share of teacher tokens without room {1 - tokens / max(needed, 1):.3f}"
+    )

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mkd.data.aligned.aligned_documents import AlignedChunk, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
-from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.encoding import FileRows, in_workers
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
@@ -84,7 +84,7 @@ def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
 
 
 def _write(
-    chunks: Iterable[AlignedChunk],
+    chunks: Iterable[AlignedBatch],
     prefix: str,
     student: TokenStore,
     text: TeacherText,
@@ -109,7 +109,7 @@ def _write(
 
 
 def _write_chunks(
-    chunks: Iterable[AlignedChunk],
+    chunks: Iterable[AlignedBatch],
     files: TeacherStoreFiles,
     student: TokenStore,
     text: TeacherText,
@@ -148,10 +148,10 @@ def _write_chunks(
 
 
 def _named(error: MkdError, teacher: str) -> MkdError:
-    return error.of_teacher(teacher) if isinstance(error, BadRecord) else error
+    return error.for_teacher(teacher) if isinstance(error, BadRecord) else error
 
 
-def _check_documents(chunk: AlignedChunk, student: TokenStore, first: int) -> None:
+def _check_documents(chunk: AlignedBatch, student: TokenStore, first: int) -> None:
     """Raises DataError unless the student's side of the chunk is what its corpus has from document `first` on."""
     stops = np.cumsum(chunk.student_lengths)
     for document, (start, stop) in enumerate(zip(stops - chunk.student_lengths, stops, strict=True), first):

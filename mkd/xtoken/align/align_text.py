@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from mkd.errors import UsageError
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.spans import EncodedText, token_groups
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.published.align_dp import align_dp
 
+MODES = ("byte_offset", "dp")
 TokenizerSource = Tokenizer | PreTrainedTokenizerBase | str | Path  # as `open_tokenizer` takes them
 
 
@@ -51,13 +52,13 @@ def align(
 
 def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.ndarray]:
     """The function (student, teacher) -> chunks of a mode, for tokens of `text`. Raises UsageError for an unknown mode."""
-    modes = {
-        "byte_offset": align_spans,
-        "dp": lambda student, teacher: align_dp(student, teacher, text.encode()),
-    }
-    if mode not in modes:
-        raise UsageError(f"alignment mode {mode} is not known", do=f"use one of {', '.join(modes)}")
-    return modes[mode]
+    if mode not in MODES:
+        raise UsageError(f"alignment mode {mode} is not known", do=f"use one of {', '.join(MODES)}")
+    if mode == "byte_offset":
+        return align_spans
+    from mkd.xtoken.published.align_dp import align_dp
+
+    return partial(align_dp, data=text.encode())
 
 
 def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:

@@ -47,7 +47,7 @@ class _Units:
     first: np.ndarray  # [units + 1] int64, first token of each, and where the last one ends
 
     @classmethod
-    def of(cls, encoded: EncodedText, data: bytes) -> _Units:
+    def from_encoded(cls, encoded: EncodedText, data: bytes) -> _Units:
         first, starts, ends = token_groups(encoded)
         return cls(
             tuple(data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)), first
@@ -70,7 +70,7 @@ def align_dp(
     max_cells: int = MAX_CELLS,
 ) -> np.ndarray:
     """Chunks [c, 4] int64 as those of `align_spans`. Stretches in which the two sides spell different texts are left out."""
-    ours, theirs = _Units.of(student, data), _Units.of(teacher, data)
+    ours, theirs = _Units.from_encoded(student, data), _Units.from_encoded(teacher, data)
     search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
     blocks = [block for stretch in _between_anchors(ours, theirs) for block in search(stretch)]
     cut = [piece for block in _merged(blocks, ours, theirs) for piece in _cut(block, ours, theirs)]

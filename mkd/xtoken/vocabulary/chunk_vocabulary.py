@@ -57,7 +57,7 @@ class ChunkVocabulary:
     projection: Projection | None = None  # for p_kl and prefix_kl
 
     @staticmethod
-    def build(
+    def from_slots(
         slots: TeacherSlots,
         student_vocab_size: int,  # real rows of the student's head; those beyond are padding
         rank: int,  # in the tensor-parallel group

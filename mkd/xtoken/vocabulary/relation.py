@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import unicodedata
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.vocabulary.beginnings import beginnings
-from mkd.xtoken.vocabulary.relaxed import relaxed_pairs
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
-from mkd.xtoken.vocabulary.spelling import Pieces, Spellings, distinct_tokens, spell_all
+from mkd.xtoken.vocabulary.spelling import Pieces, Spellings, build_beginnings, distinct_tokens, spell_all
 from mkd.xtoken.vocabulary.stages import exact_map, multi_token_map, role_pairs, special_map
 
 STAGES = ("exact", "multi", "special", "cut")
@@ -84,7 +83,7 @@ class VocabularyRelation:
         return replace(self, projection=projection)
 
 
-def relate(
+def build_relation(
     student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings | None = None
 ) -> VocabularyRelation:
     """Build the relation; a matter of seconds for vocabularies of 150,000 tokens.
@@ -93,7 +92,7 @@ def relate(
     """
     settings = settings or ProjectionSettings()
     by_teacher, by_student = spell_all(teacher, student.token_bytes), spell_all(student, teacher.token_bytes)
-    spellings = Spellings.build(student, teacher, by_teacher, by_student)
+    spellings = Spellings.from_tokenizers(student, teacher, by_teacher, by_student)
     if (
         student.vocabulary_difference(teacher) is None
     ):  # then an id means itself, whatever its bytes and roles
@@ -105,7 +104,7 @@ def relate(
     loose = relaxed_pairs(_unpaired(student, common.keys()), _unpaired(teacher, set(common.values())))
     sizes = student.vocab_size, teacher.vocab_size
     pairs = _as_arrays(common)
-    starts = beginnings(*pairs, by_teacher, by_student)
+    starts = build_beginnings(*pairs, by_teacher, by_student)
     return VocabularyRelation(*sizes, *pairs, *_as_arrays(loose), projection, spellings, *starts)
 
 
@@ -150,6 +149,56 @@ def _matrix_of(pairs: Mapping[int, int], student: Tokenizer, teacher: Tokenizer)
     """Weight 1 for each pair."""
     shape = student.vocab_size, teacher.vocab_size
     return SparseMatrix.from_entries(list(pairs), list(pairs.values()), np.ones(len(pairs)), shape)
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
+def _unspaced(text: str) -> str:
+    return _normal(text).lstrip(" ")
+
+
+def _casefolded(text: str) -> str:
+    return _unspaced(text).casefold()
+
+
+FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
+"""What is ignored, closest first: the Unicode form; the leading space too; the case too."""
+
+
+def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:
+    """Student id -> teacher id of tokens that differ only in Unicode form (NFKC), leading spaces or case; one-to-one.
+
+    Args: the tokens that have no twin with the same bytes. Closer variants pair first, then smaller ids, which are the more
+    frequent tokens of most vocabularies. Tokens that are not UTF-8, and those of spaces alone, stay unpaired.
+    """
+    pairs: dict[int, int] = {}
+    ours, theirs = _texts(student), _texts(teacher)
+    for form in FORMS:
+        waiting: dict[str, list[int]] = {}
+        for token in sorted(theirs, reverse=True):  # so that pop() gives the smallest id
+            waiting.setdefault(form(theirs[token]), []).append(token)
+        for token in sorted(ours):
+            candidates = waiting.get(form(ours[token]))
+            if candidates:
+                pairs[token] = candidates.pop()
+        ours = {token: text for token, text in ours.items() if token not in pairs}
+        taken = set(pairs.values())
+        theirs = {token: text for token, text in theirs.items() if token not in taken}
+    return pairs
+
+
+def _texts(tokens: Mapping[bytes, int]) -> dict[int, str]:
+    texts = {}
+    for own, token in tokens.items():
+        try:
+            text = own.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if _casefolded(text):
+            texts[token] = text
+    return texts
 
 
 def _unpaired(tokenizer: Tokenizer, paired: Container[int]) -> dict[bytes, int]:

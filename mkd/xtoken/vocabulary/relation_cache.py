@@ -13,8 +13,7 @@ from mkd.errors import UsageError
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_text import TokenizerSource
-from mkd.xtoken.published.projections import load_published
-from mkd.xtoken.vocabulary.relation import ProjectionSettings, VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import ProjectionSettings, VocabularyRelation, build_relation
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
 
@@ -46,10 +45,10 @@ def build_projection(
     if projection is not None:
         return _from_file(student, teacher, Path(projection), cache_dir, settings)
     if cache_dir is None:
-        return relate(student, teacher, settings)
+        return build_relation(student, teacher, settings)
     path = Path(cache_dir) / f"{_key(student, teacher, settings)}.npz"
     if not path.exists():
-        save_relation(path, relate(student, teacher, settings), student, teacher, settings)
+        save_relation(path, build_relation(student, teacher, settings), student, teacher, settings)
     return load_relation(path, student, teacher)
 
 
@@ -118,6 +117,8 @@ def _from_file(
         )
     if _is_ours(path):
         return load_relation(path, student, teacher)
+    from mkd.xtoken.published.projections import load_published
+
     matrix = load_published(path, student.vocab_size, teacher.vocab_size)
     return build_projection(student, teacher, cache_dir=cache_dir, settings=settings).with_projection(matrix)
 

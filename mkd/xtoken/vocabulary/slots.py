@@ -27,7 +27,7 @@ class TeacherSlots:
     common: np.ndarray  # [tp, w_s] bool, column j holds a common pair
 
     @staticmethod
-    def build(
+    def from_relation(
         relation: VocabularyRelation,
         student_rows: int,  # of the padded head
         teacher_rows: int,  # real ones

@@ -12,6 +12,7 @@ import numpy as np
 from mkd.tokenizers.tokenizer import Tokenizer
 
 NO_TOKENS = np.zeros(0, np.int64)
+NONE = -1
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Pieces:
     offsets: np.ndarray  # [sequences + 1] int64
 
     @staticmethod
-    def of(sequences: Sequence[Sequence[int]]) -> Pieces:
+    def from_sequences(sequences: Sequence[Sequence[int]]) -> Pieces:
         lengths = [len(sequence) for sequence in sequences]
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, sum(lengths))
         return Pieces(ids, np.cumsum([0, *lengths], dtype=np.int64))
@@ -41,7 +42,9 @@ class Pieces:
 
 def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces:
     """How `tokenizer` writes each fragment in the middle of a text; an empty sequence for None and for what it cannot write."""
-    return Pieces.of([(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments])
+    return Pieces.from_sequences(
+        [(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments]
+    )
 
 
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
@@ -70,14 +73,14 @@ class Continuations:
     lasts: np.ndarray  # [n] int64, ... and ends with this one token
 
     @staticmethod
-    def of(spelled: Pieces, tokens: np.ndarray) -> Continuations:
+    def from_spelled(spelled: Pieces, tokens: np.ndarray) -> Continuations:
         """Of those `tokens` (int64) that `spelled`, which is over the whole vocabulary, writes as two tokens or more."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for token in tokens[spelled.lengths[tokens] > 1].tolist():
             groups.setdefault(spelled[token][:-1], []).append(token)
-        members = Pieces.of(list(groups.values()))
+        members = Pieces.from_sequences(list(groups.values()))
         lasts = spelled.ids[spelled.offsets[members.ids + 1] - 1]
-        return Continuations(Pieces.of(list(groups)), members.offsets, members.ids, lasts)
+        return Continuations(Pieces.from_sequences(list(groups)), members.offsets, members.ids, lasts)
 
     def after(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, their last tokens in the other vocabulary) int64; no id comes twice in either."""
@@ -104,7 +107,9 @@ class Spellings:
     teachers: Continuations  # teacher tokens, spelled by the student
 
     @staticmethod
-    def build(student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces) -> Spellings:
+    def from_tokenizers(
+        student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces
+    ) -> Spellings:
         """From the student's tokens as the teacher writes them and the teacher's tokens as the student writes them.
 
         Of ids with the same bytes only one is a candidate: no token then comes twice among the candidates of a chunk.
@@ -112,7 +117,9 @@ class Spellings:
         students, teachers = (
             np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher)
         )
-        return Spellings(Continuations.of(by_teacher, students), Continuations.of(by_student, teachers))
+        return Spellings(
+            Continuations.from_spelled(by_teacher, students), Continuations.from_spelled(by_student, teachers)
+        )
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """(student ids, last teacher ids): student tokens that the teacher writes as `prefix` (not empty) and one more."""
@@ -122,3 +129,29 @@ class Spellings:
         """(last student ids, teacher ids): teacher tokens that the student writes as `prefix` (not empty) and one more."""
         teachers, lasts = self.teachers.after(prefix)
         return lasts, teachers
+
+
+def build_beginnings(
+    common_student: np.ndarray,  # [k] int64
+    common_teacher: np.ndarray,  # [k] int64, their twins
+    by_teacher: Pieces,  # the student's tokens as the teacher writes them
+    by_student: Pieces,  # the teacher's tokens as the student writes them
+) -> tuple[np.ndarray, np.ndarray]:
+    """([student_size], [teacher_size]) int64: the common token, as a student id, that each id begins with; -1 without one.
+
+    A common token begins with itself, another with what the first token of its spelling in the other vocabulary begins with.
+    """
+    students, teachers = np.full(len(by_teacher), NONE), np.full(len(by_student), NONE)
+    students[common_student], teachers[common_teacher] = common_student, common_student
+    unknown = len(students) + len(teachers) + 1
+    while (left := np.count_nonzero(students == NONE) + np.count_nonzero(teachers == NONE)) < unknown:
+        unknown = left
+        _look_up(students, by_teacher, teachers)
+        _look_up(teachers, by_student, students)
+    return students, teachers
+
+
+def _look_up(classes: np.ndarray, spelled: Pieces, of_other: np.ndarray) -> None:
+    """Give the ids without a class that of their first piece, where it has one."""
+    ids = np.flatnonzero((classes == NONE) & (spelled.lengths > 0))
+    classes[ids] = of_other[spelled.ids[spelled.offsets[ids]]]
