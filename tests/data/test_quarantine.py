@@ -234,7 +234,7 @@ def test_a_cached_corpus_keeps_its_list_and_its_limit(damaged, tokenizer, tmp_pa
     for _ in range(2):
         train, _ = open_pair(damaged, cache, max_bad_records=len(BAD), **options)
         assert [entry["line"] for entry in entries(listed)] == list(BAD)
-        assert train.describe()[0].endswith(f"{len(BAD)} bad records left out")
+        assert train.describe()[0].endswith(f"{len(BAD)} bad records skipped")
         listed.unlink()
     before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
     with pytest.raises(ErrorList, match=f"{len(BAD)} bad records: more than --max-bad-records 3") as caught:
@@ -263,7 +263,7 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
     for i in range(len(train)):
         assert len(train[i].teachers[0].chunks.kinds) > 0
     assert [(entry["line"], entry.get("teacher")) for entry in entries(listed)] == [(2, None), (3, "qwen")]
-    assert train.describe()[0].endswith("2 bad records left out")
+    assert train.describe()[0].endswith("2 bad records skipped")
     path = write_jsonl("a.jsonl", {"text": "fox"}, {"text": "dog"}, chat)
     with pytest.raises(DataError, match="qwen: .*a.jsonl:3: the tokenizer has no chat template"):
         open_pair(path, tmp_path / "other", teacher_text(name="qwen"), **(options | {"max_bad_records": 0}))

@@ -1,4 +1,6 @@
-"""How each tokenizer spells the other's tokens, and which tokens go on after a given beginning."""
+"""How each tokenizer spells the other's tokens: the candidates of chunks, and the common token each token
+begins with.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ class Pieces:
 
     @staticmethod
     def from_sequences(sequences: Sequence[Sequence[int]]) -> Pieces:
+        """Concatenate the sequences."""
         lengths = [len(sequence) for sequence in sequences]
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, sum(lengths))
         return Pieces(ids, np.cumsum([0, *lengths], dtype=np.int64))
 
     @property
     def lengths(self) -> np.ndarray:
-        """[sequences] int64"""
+        """Length of each sequence, int64 [sequences]."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -41,30 +44,34 @@ class Pieces:
 
 
 def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces:
-    """How `tokenizer` writes each fragment in the middle of a text; an empty sequence for None and for what it cannot write."""
+    """Spell each fragment with `tokenizer` as in the middle of a text.
+
+    None, and a fragment that the tokenizer cannot write exactly, gives an empty sequence.
+    """
     return Pieces.from_sequences(
         [(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments]
     )
 
 
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Bytes -> the one token that stands for them, over all tokens that have bytes.
+    """Return bytes -> the one token that stands for them, over all tokens that have bytes.
 
-    Where several ids have the same bytes (the byte token <0x41> beside the piece "A") it is the one that the tokenizer
-    itself writes, else the first.
+    If several ids have the same bytes (the byte token <0x41> and the piece "A"), it is the one that the
+    tokenizer itself writes, else the first.
     """
     found: dict[bytes, int] = {}
-    for token_id, own in enumerate(tokenizer.token_bytes):
-        if own and (own not in found or tokenizer.spell(own) == (token_id,)):
-            found[own] = token_id
+    for token_id, piece in enumerate(tokenizer.token_bytes):
+        if piece and (piece not in found or tokenizer.spell(piece) == (token_id,)):
+            found[piece] = token_id
     return found
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Tokens of one vocabulary by all but the last of the tokens that spell them in the other one.
+    """Tokens of one vocabulary, grouped by all but the last of the tokens that spell them in the other
+    vocabulary.
 
-    Plain arrays, so that it is cheap to send to a data worker; the dictionary is made where it is used.
+    Plain arrays are cheap to send to a data worker; the dictionary is built on first use.
     """
 
     prefixes: Pieces  # [p], distinct, none empty
@@ -74,7 +81,9 @@ class Continuations:
 
     @staticmethod
     def from_spelled(spelled: Pieces, tokens: np.ndarray) -> Continuations:
-        """Of those `tokens` (int64) that `spelled`, which is over the whole vocabulary, writes as two tokens or more."""
+        """Group those `tokens` (int64) that `spelled`, over the whole vocabulary, writes as two tokens or
+        more.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for token in tokens[spelled.lengths[tokens] > 1].tolist():
             groups.setdefault(spelled[token][:-1], []).append(token)
@@ -83,7 +92,7 @@ class Continuations:
         return Continuations(Pieces.from_sequences(list(groups)), members.offsets, members.ids, lasts)
 
     def after(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, their last tokens in the other vocabulary) int64; no id comes twice in either."""
+        """Return (tokens, their last tokens in the other vocabulary) int64; no id comes twice in either."""
         found = self._index.get(prefix)
         if found is None:
             return NO_TOKENS, NO_TOKENS
@@ -110,9 +119,10 @@ class Spellings:
     def from_tokenizers(
         student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces
     ) -> Spellings:
-        """From the student's tokens as the teacher writes them and the teacher's tokens as the student writes them.
+        """Build the candidates from the spellings of each vocabulary in the other one.
 
-        Of ids with the same bytes only one is a candidate: no token then comes twice among the candidates of a chunk.
+        Of ids with the same bytes only one is a candidate, so that no token comes twice among the candidates
+        of a chunk.
         """
         students, teachers = (
             np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher)
@@ -122,11 +132,19 @@ class Spellings:
         )
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(student ids, last teacher ids): student tokens that the teacher writes as `prefix` (not empty) and one more."""
+        """Return (student ids, last teacher ids) of the student tokens that the teacher writes as `prefix`
+        and one more.
+
+        `prefix` is not empty.
+        """
         return self.students.after(prefix)
 
     def many_to_one(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(last student ids, teacher ids): teacher tokens that the student writes as `prefix` (not empty) and one more."""
+        """Return (last student ids, teacher ids) of the teacher tokens that the student writes as `prefix`
+        and one more.
+
+        `prefix` is not empty.
+        """
         teachers, lasts = self.teachers.after(prefix)
         return lasts, teachers
 
@@ -137,9 +155,11 @@ def build_beginnings(
     by_teacher: Pieces,  # the student's tokens as the teacher writes them
     by_student: Pieces,  # the teacher's tokens as the student writes them
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([student_size], [teacher_size]) int64: the common token, as a student id, that each id begins with; -1 without one.
+    """Return ([student_size], [teacher_size]) int64: the common token (student id) each id begins with; -1
+    without one.
 
-    A common token begins with itself, another with what the first token of its spelling in the other vocabulary begins with.
+    A common token begins with itself. Any other token begins with what the first token of its spelling in the
+    other vocabulary begins with.
     """
     students, teachers = np.full(len(by_teacher), NONE), np.full(len(by_student), NONE)
     students[common_student], teachers[common_teacher] = common_student, common_student
@@ -152,6 +172,6 @@ def build_beginnings(
 
 
 def _look_up(classes: np.ndarray, spelled: Pieces, of_other: np.ndarray) -> None:
-    """Give the ids without a class that of their first piece, where it has one."""
+    """Give each id without a class the class of its first piece, if that has one."""
     ids = np.flatnonzero((classes == NONE) & (spelled.lengths > 0))
     classes[ids] = of_other[spelled.ids[spelled.offsets[ids]]]
