@@ -1,4 +1,6 @@
-"""The registry of metrics: every key of metrics.jsonl, its unit, and how steps of one log interval become one value."""
+"""The registry of metrics: every key of metrics.jsonl, its unit, and how steps of one log interval become one
+value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How the steps of a log interval become one value. With an interval of one step each is that step's value."""
+    """How the steps of a log interval become one value.
+
+    With an interval of one step each is that step's value.
+    """
 
     TOKEN_MEAN = "sums over loss tokens, divided once by num_loss_tokens of the interval"
     STEP_MEAN = "mean over steps"
@@ -106,16 +111,20 @@ _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """The registry entry of `key`. `kd_loss/<teacher>` is `kd_loss` of one teacher, and so on. KeyError for an unknown key."""
+    """The registry entry of `key`.
+
+    `kd_loss/<teacher>` is `kd_loss` of one teacher, and so on. KeyError for an unknown key.
+    """
     return _BY_NAME[key.partition("/")[0]]
 
 
 class IntervalAverager:
     """Collects the steps of one log interval, or the batches of one evaluation, into one record.
 
-    Token means are sums over sums: a step weighs as many loss tokens as it has, so that lines weighted by their
-    num_loss_tokens average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log interval. Nothing is
-    clamped: a negative or non-finite value stays as it is. A metric that no step reported is absent from the record.
+    Token means are sums over sums: a step weighs as many loss tokens as it has, so that lines weighted by
+    their num_loss_tokens average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log
+    interval. Nothing is clamped: a negative or non-finite value stays as it is. A metric that no step
+    reported is absent from the record.
     """
 
     def __init__(self):
@@ -130,8 +139,8 @@ class IntervalAverager:
     ) -> None:
         """Add one step.
 
-        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `row_sums`: (sum, rows) of metrics of
-        single teachers, whose means are over their own rows. `values`: metrics of the other
+        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `row_sums`: (sum, rows)
+        of metrics of single teachers, whose means are over their own rows. `values`: metrics of the other
         reductions as this step measured them; `step_time_ms` must come with those that are means over time.
         """
         for key, total in token_sums.items():
@@ -160,14 +169,14 @@ class IntervalAverager:
         return {key: (total, self._weights[key]) for key, total in self._totals.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from the `state` of another averager."""
+        """Continue from the `state` of another averager."""
         self._totals = {key: total for key, (total, _) in state.items()}
         self._weights = {key: weight for key, (_, weight) in state.items()}
 
     def flush(self) -> dict[str, int | float]:
-        """The record of the interval, keys in registry order, and a fresh start.
+        """Return the record of the interval, keys in registry order, and start a new interval.
 
-        A token mean over no loss tokens does not exist: NaN.
+        A token mean over no loss tokens is NaN.
         """
         keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
         record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
@@ -186,5 +195,5 @@ class IntervalAverager:
 
 
 def _typed(metric: Metric, value: float) -> int | float:
-    """`value` as the metric's own number type; what has no integer form stays a float."""
+    """Return `value` as the metric's number type; a non-finite value stays a float."""
     return metric.number(value) if math.isfinite(value) else float(value)

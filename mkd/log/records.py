@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl back."""
+"""Read metrics.jsonl back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict]:
-    """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
+    """Return the records of a run, given its metrics.jsonl or the folder that holds it; [] if nothing is
+    written yet.
 
-    An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
-    has a line that is no record.
+    An unfinished last line, which a run may be writing now, is skipped. Raises DataError for a file that
+    cannot be read, or that has a line that is not a record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -27,12 +28,12 @@ def read_records(run: str | Path) -> list[dict]:
 
 
 def split_of(record: dict) -> str:
-    """`train`, or what an evaluation record says of itself."""
+    """Return `train`, or the split of an evaluation record."""
     return record.get("split", TRAIN)
 
 
 def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
-    """Iteration -> value of one key; steps without a value are absent."""
+    """Return iteration -> value of one key; steps without a value are absent."""
     return {
         record["iteration"]: record[key]
         for record in records

@@ -12,21 +12,22 @@ from mkd.config.schema import LogConfig
 from mkd.errors import UsageError
 from mkd.log.writers import Record
 
-RUN_ID = "wandb_run_id.txt"  # in the log folder: a run that resumes goes on with the same curves
+RUN_ID = "wandb_run_id.txt"  # in the log folder, so that a resumed run continues the same curves
 
 
 class WandbWriter:
     """Logs every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
 
-    W&B forgets nothing: steps that a resumed run makes again are in the curves twice, with the same values.
+    W&B deletes nothing: steps that a resumed run repeats are in the curves twice, with the same values.
     """
 
     def __init__(
         self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False
     ):
-        """`settings` become the run's configuration. A run that `resumes` goes on with the curves of the one in the folder.
+        """Start W&B with `settings` as the run's configuration. A run that `resumes` continues the curves of
+        its folder.
 
-        Raises UsageError when wandb is not installed or does not start.
+        Raises UsageError if wandb is not installed or does not start.
         """
         try:
             from wandb import init
@@ -48,7 +49,7 @@ class WandbWriter:
                 dir=str(folder),
                 config=dict(settings),
             )
-        except Exception as error:  # its own errors share no class, and none of them is mkd's
+        except Exception as error:  # wandb's errors share no base class
             what = f"W&B did not start: {_first_line(error)}"
             raise UsageError(
                 what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
@@ -67,7 +68,7 @@ class WandbWriter:
         self._run.log({"iteration": record["iteration"], **finite})
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`: nothing can be taken back here."""
+        """Do nothing (see `Writer`): W&B cannot delete a record."""
 
     def close(self) -> None:
         self._run.finish()
@@ -78,7 +79,7 @@ def _first_line(error: Exception) -> str:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """The id that a run which resumes has had since its first start; a new one for one that starts anew in an old folder."""
+    """Return the run's id: the stored one if it resumes, else a new one, which is stored."""
     path = folder / RUN_ID
     if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`), behind one logger.
+"""The destinations of metrics: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`), behind one logger.
 
-A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation lines.
+A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation
+lines.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ class Writer(Protocol):
     """One destination of metrics."""
 
     def write(self, record: Record) -> None:
-        """Store one record, visible to readers on return."""
+        """Store one record so that readers see it on return."""
 
     def truncate_after(self, iteration: int) -> None:
-        """Forget the records of later iterations: a run that resumes from `iteration` makes them again."""
+        """Delete the records of later iterations: a run that resumes from `iteration` writes them again."""
 
     def close(self) -> None:
         """Release the destination; nothing is written after it."""
 
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Writers that are asked for and cannot work: to be known at the start, on every rank, before anything is loaded."""
+    """Return an error for each requested writer whose package is missing, for a check at the start on every
+    rank.
+    """
     wanted = {
         "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
         "wandb": ("--wandb-project", log.wandb_project),
@@ -51,15 +54,19 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
 
 
 def is_installed(package: str) -> bool:
-    """A folder of that name in the current directory, as W&B leaves one, is no installation."""
+    """Whether a package is installed.
+
+    A folder of that name in the current directory, as W&B creates, does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none.
+    """Rename the records of an earlier run to the first free NAME.N.SUFFIX and return that path; None without
+    records.
 
-    A run that is still writing them goes on in the renamed file.
+    A run that is still writing continues in the renamed file.
     """
     if not path.exists() or not path.stat().st_size:
         return None
@@ -72,7 +79,7 @@ class JsonlWriter:
     """Appends one JSON object a line. JSON has no NaN or infinity: those are written as null."""
 
     def __init__(self, path: str | Path):
-        """Open `path`, made if missing. An unfinished last line, left by a crash during a write, is removed."""
+        """Open or create `path`, and remove an unfinished last line that a crash has left."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
@@ -85,7 +92,10 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. The file is replaced in one step: a crash leaves the old lines or the new, never a part."""
+        """Delete later records (see `Writer`).
+
+        The file is replaced in one step, so that a crash leaves no partial file.
+        """
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):
@@ -107,7 +117,7 @@ class TensorBoardWriter:
     """Writes every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
 
     def __init__(self, directory: str | Path):
-        """Raises UsageError when tensorboard is not installed."""
+        """Open the event file. Raises UsageError if tensorboard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -127,7 +137,9 @@ class TensorBoardWriter:
         self._events.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. Event files are only ever added to: a marker tells TensorBoard to hide the later steps."""
+        """Hide later records (see `Writer`): event files only grow, so a marker tells TensorBoard to hide the
+        later steps.
+        """
         self._events.close()
         self._events = self._open(iteration + 1)
 
@@ -136,20 +148,20 @@ class TensorBoardWriter:
 
 
 class MetricLogger:
-    """Sends each record to every writer. The ranks that do not report have a logger without writers."""
+    """Sends each record to every writer. Ranks that do not report have a logger without writers."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self.writers = tuple(writers)
 
     def write(self, record: Record) -> None:
-        """Raises MkdError where one cannot be written."""
+        """Write the record to every writer. Raises MkdError if one cannot write it."""
         try:
             for writer in self.writers:
                 writer.write(record)
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
             raise MkdError(
-                what, "a run whose figures are lost cannot be judged", "make room, and start it again"
+                what, "a run without its metrics cannot be judged", "free disk space, and start the run again"
             ) from error
 
     def truncate_after(self, iteration: int) -> None:
@@ -166,7 +178,7 @@ def _json_value(value: int | float | str) -> int | float | str | None:
 
 
 def _iteration(line: bytes) -> float:
-    """The iteration of a line; infinity, so that it is dropped, when the line is not a record."""
+    """Return the iteration of a line; infinity if the line is not a record, so that it is dropped."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
