@@ -206,7 +206,9 @@ def test_every_error_has_a_code():
     missing = []
     for path in python_files():
         for node in ast.walk(ast.parse(read(path))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                if "code" not in [word.arg for word in node.keywords]:
-                    missing.append(f"{name(path)}:{node.lineno}")
+            is_error = (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+            )
+            if is_error and "code" not in [word.arg for word in node.keywords]:
+                missing.append(f"{name(path)}:{node.lineno}")
     assert not missing

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.data.documents import parse_row, read_rows  # noqa: E402
-from mkd.data.joining import join_texts  # noqa: E402
+from mkd.data.encoding import join_texts  # noqa: E402
 from mkd.errors import DataError, returns_exit_code  # noqa: E402
 from mkd.tokenizers.load import open_tokenizer  # noqa: E402
 from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
         f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
-        + (f"; {summary.bad_records} bad records left out" if summary.bad_records else "")
+        + (f"; {summary.bad_records} bad records skipped" if summary.bad_records else "")
     )
 
 

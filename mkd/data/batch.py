@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack, collate_teacher
+from mkd.data.packing import as_row, cumulative, position_ids
 from mkd.data.stored.teacher_rows import TeacherRows
-from mkd.data.thd import as_row, cumulative, position_ids
 from mkd.parallel.zigzag import context_parallel_rows
 
 

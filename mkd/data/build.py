@@ -1,4 +1,6 @@
-"""From the data flags to the data sets of a run; one process prepares, all open the same."""
+"""From the data flags to the data sets of a run: one process prepares the corpora, then all processes open
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from mkd.config.split import parse_split
-from mkd.data.aligned.attach_teachers import attach_teachers
+from mkd.data.aligned.teacher_pieces import longest_pack, teacher_pieces
+from mkd.data.aligned.teacher_side import TeacherSide, TeacherText
+from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
-from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
 from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
-from mkd.errors import DataError, MkdError
+from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are only checked pack by pack, as they are read
+SCAN_LIMIT_TOKENS = 1 << 31  # larger corpora are checked pack by pack, as they are read
 
 
 def open_datasets(
@@ -35,37 +38,32 @@ def open_datasets(
     pack: str = "bfd",
     overlong: str = "split",
     append_eod: bool = True,
-    cache_dir: str,  # for raw files as tokens; all processes must see it
+    cache_dir: str,  # folder for the tokens of raw files; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
-    workers: int = 0,  # processes that may tokenise; 0: this one does. Small files are not worth the start of others
-    characters_per_sample: int
-    | None = None,  # text records are joined until they have so many; None: each is a document
-    max_bad_records: int = 0,  # of a raw file, that may be left out
-    quarantine: str
-    | None = None,  # file that lists what was left out of this run's corpora; None: none is written
-    teachers: Sequence[
-        TeacherText | None
-    ] = (),  # one for every teacher, None for one that reads the student's tokens
+    workers: int = 0,  # most processes that tokenise; 0: this one. Small files do not start any
+    characters_per_sample: int | None = None,  # join text records to so many characters; default: do not join
+    max_bad_records: int = 0,  # bad records of a raw file that may be skipped
+    quarantine: str | None = None,  # file that lists the skipped records; default: no file
+    teachers: Sequence[TeacherText | None] = (),  # None: the teacher reads the student's tokens
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """(training, validation) data sets; validation is None when neither the flags nor the split give it a document.
+    """Return the (training, validation) data sets; validation is None if it has no document.
 
-    Raw files are tokenised into `cache_dir`, once for every content, tokenizer and setting, by the process with
-    `is_builder`. `share(value)` is called once by every process, waits for the builder and returns the builder's value
-    (picklable): an error of the builder is raised by all. The builder calls `progress` often; it may raise. With
-    `valid_data_path` all of `data_path` is for training. For `teachers` with a tokenizer of their own the corpora are
-    tokenised and aligned likewise, and packs have their part; a record that one of them refuses is a bad record, which the
-    student does not train on either.
+    The process with `is_builder` tokenises raw files into `cache_dir`, once for every content, tokenizer and
+    setting. Every process calls `share(value)` once; it waits for the builder and returns the builder's value
+    (picklable). An error of the builder is raised in every process. The builder calls `progress` often; it
+    may raise. With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the
+    corpora are tokenised and aligned in the same way, and packs get their part. A record that one of them
+    refuses is a bad record, and the student skips it too.
     """
     train, valid = parse_blend(data_path), None
     train_end, valid_end = parse_split(split or "1").ends
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
-    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(
-        train.paths, "--data-path"
-    )
+    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
+    flags |= dict.fromkeys(train.paths, "--data-path")
     text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
     preparation = _Preparation(*text, teachers, max_bad_records, quarantine, progress)
     prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
@@ -95,7 +93,7 @@ def open_datasets(
 
 @dataclass(frozen=True)
 class _Preparation:
-    """What the builder does with every path before the others may open it."""
+    """The builder's work on every path, before the other processes may open it."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -109,9 +107,10 @@ class _Preparation:
     progress: Callable[[], None]
 
     def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
-        """Path -> (prefix of its tokenised corpus, prefixes of the same in the tokens of each teacher that has its own).
+        """Return path -> (prefix of its tokenised corpus, prefix of the same for each cross-tokenizer
+        teacher, else None).
 
-        `flags` says which flag named each path.
+        `flags` maps each path to the flag that named it.
         """
         found = {path: self._prefixes(path, flag) for path, flag in flags.items()}
         if self.quarantine is not None:
@@ -140,7 +139,9 @@ class _Preparation:
         ]
 
     def _student_prefix(self, path: str, flag: str) -> str:
-        """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
+        """Return the prefix of the tokenised corpus of `path`, checked against the model; tokenise unless it
+        is cached.
+        """
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
@@ -187,30 +188,32 @@ def _is_complete(prefix: str, key: str, progress: Callable[[], None]) -> bool:
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:
-    """Raises DataError, which calls the corpus `name`, where its ids are known to be those of another tokenizer."""
+    """Raise DataError if the corpus, called `name`, is known to come from another tokenizer."""
     known = store.meta.get("vocabulary_fingerprint", tokenizer.vocabulary_fingerprint)
     if known != tokenizer.vocabulary_fingerprint:
         raise DataError(
             f"{name} was tokenised with another tokenizer",
-            f"{store.prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
+            f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
             "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
             code="corpus-of-another-tokenizer",
         )
 
 
 def require_text(store: TokenStore, name: str) -> None:
-    """Raises DataError, which calls the corpus `name`, where a teacher with its own tokens cannot read what it holds."""
+    """Raise DataError if the corpus, called `name`, holds what no cross-tokenizer teacher can read:
+    conversations.
+    """
     if "messages" in store.meta.get("kinds", ()):
         raise DataError(
-            f"{name} is a tokenised corpus of conversations, and a teacher has tokens of its own",
-            "they are in the student's chat template, which is not what this teacher was trained on",
+            f"{name} is a tokenised corpus of conversations, and a teacher has another tokenizer",
+            "the conversations are in the student's chat template, and this teacher was trained on another one",
             "name the raw file of the conversations instead: each model then reads them in its own template",
             code="corpus-of-conversations-for-teacher",
         )
 
 
 def require_file(path: str, flag: str) -> None:
-    """Raises DataError where there is no file of that name."""
+    """Raise DataError if `path` is not a file."""
     if not Path(path).is_file():
         raise DataError(
             f"{flag} {path}: nothing found",
@@ -221,7 +224,10 @@ def require_file(path: str, flag: str) -> None:
 
 
 def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:
-    """The builder's result of `prepare()`, or its error, in every process: whatever goes wrong, nobody waits for ever."""
+    """Return the builder's result of `prepare()`, or raise its error, in every process.
+
+    Every error of the builder is shared, so that no process waits for ever.
+    """
     outcome = cause = None
     if is_builder:
         try:
@@ -250,14 +256,14 @@ def _open_blend(
     end: float,
     open_packed: Callable[..., PackedDataset],
 ) -> BlendedDataset | None:
-    """The documents [begin, end) (fractions, rounded as Megatron does) of each corpus; None if that is not a document."""
+    """Return the documents [begin, end) of each corpus (fractions, rounded as Megatron does); None if there
+    are none.
+    """
     members, weights = [], []
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
         prefix, of_teachers = prepared[path]
-        store, refused = (
-            TokenStore.open(prefix),
-            {i for own in of_teachers if own for i in refused_documents(own)},
-        )
+        store = TokenStore.open(prefix)
+        refused = {i for teacher in of_teachers if teacher for i in refused_documents(teacher)}
         documents = (round(begin * len(store)), round(end * len(store)))
         if documents[0] < documents[1]:
             members.append(open_packed(store, documents=documents, left_out=sorted(refused)))
@@ -265,3 +271,45 @@ def _open_blend(
     if not members:
         return None
     return BlendedDataset(members, weights if blend.weights else None)
+
+
+def attach_teachers(
+    blends: Sequence[BlendedDataset | None],  # training and validation data of one run
+    teachers: Sequence[TeacherText | None],
+    prefixes: Mapping[str, Sequence[str | None]],  # student's corpus -> the teachers' corpora
+    document_multiple: int,
+) -> None:
+    """Give every data set its `teachers`; the packs of one teacher have the same length in all data sets.
+
+    Raises UsageError if documents cannot be padded to the length of a teacher's packs.
+    """
+    members = [member for blend in blends if blend for member in blend.members]
+    sides = []
+    for number, text in enumerate(teachers):
+        if text is None:
+            sides.append([None] * len(members))
+            continue
+        stores = [TeacherStore(prefixes[member.store.prefix][number], member.store) for member in members]
+        pieces = [teacher_pieces(store, member.pieces) for store, member in zip(stores, members, strict=True)]
+        needs = (
+            longest_pack(member_pieces, member.packs, document_multiple)
+            for member_pieces, member in zip(pieces, members, strict=True)
+        )
+        seq_length = text.seq_length or max(needs)
+        _check_length(text, seq_length, document_multiple)
+        parts = zip(stores, members, pieces, strict=True)
+        sides.append(
+            [TeacherSide(s, text, m.pieces, found, seq_length, document_multiple) for s, m, found in parts]
+        )
+    for member, member_sides in zip(members, zip(*sides, strict=True), strict=True):
+        member.teachers = member_sides
+
+
+def _check_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:
+    if seq_length % document_multiple:
+        raise UsageError(
+            f"xtoken.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
+            "the layout of this run pads documents to it, and a pack is made of whole documents",
+            f"use {-(-seq_length // document_multiple) * document_multiple}",
+            code="xtoken-seq-length-not-divisible",
+        )

@@ -1,4 +1,4 @@
-"""A packed corpus with random access to its packs."""
+"""Packed corpora with random access to their packs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from mkd.data.aligned.teacher_side import StudentPack, TeacherSide
-from mkd.data.aligned.teacher_summary import summarise_teacher
+from mkd.data.aligned.teacher_side import StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
 from mkd.errors import DataError
 
-SUMMARISED_PACKS = 64  # enough for proportions; one takes milliseconds
+SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds
 
 
 class PackedDataset:
-    """The packs of (a range of) the documents of a corpus; pack i is always the same. Can be pickled for workers."""
+    """The packs of (a range of) the documents of a corpus; pack i is always the same.
+
+    Picklable, for workers.
+    """
 
     def __init__(
         self,
@@ -32,9 +34,9 @@ class PackedDataset:
         overlong: str = "split",
         documents: tuple[int, int] | None = None,  # [first, last) of the corpus; None: all
         document_multiple: int = 1,  # documents are padded to a multiple of it
-        left_out: Sequence[int] = (),  # documents that are not trained on
+        left_out: Sequence[int] = (),  # documents to skip
     ):
-        """Raises DataError when no token of the documents has loss."""
+        """Cut the documents and pack the pieces. Raises DataError if no token of the documents has loss."""
         assert seq_length % document_multiple == 0
         first, last = documents or (0, len(store))
         lengths = store.lengths[first:last].copy()
@@ -42,7 +44,7 @@ class PackedDataset:
         lengths[here] = 0
         pieces = cut_documents(lengths, first, seq_length, overlong)
         loss_tokens = store.count_loss(store.offsets[pieces.document] + pieces.offset + 1, pieces.num_labels)
-        # Pieces without loss would cost a forward and a backward pass for nothing.
+        # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
         pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
         if len(pieces) == 0:
             raise _no_loss_tokens(store, last - first, seq_length, overlong)
@@ -62,8 +64,8 @@ class PackedDataset:
         return len(self.packs)
 
     def __getitem__(self, index: int) -> Pack:
-        """Pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
-        piece_ids = self.packs.of(index)
+        """Return pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
+        piece_ids = self.packs.pieces_of(index)
         spans = self._spans[piece_ids].copy()
         spans[-1] += self.seq_length - spans.sum()  # the tail of the pack is padding of its last document
         pack = empty_pack(self.seq_length, self._pad_id)
@@ -77,8 +79,8 @@ class PackedDataset:
         )
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
-        """{prefix of the corpus: numbers of the documents in it that pack `index` has parts of}."""
-        return {self.store.prefix: np.unique(self.pieces.document[self.packs.of(index)]).tolist()}
+        """Return {prefix of the corpus: numbers of its documents that have a part in pack `index`}."""
+        return {self.store.prefix: np.unique(self.pieces.document[self.packs.pieces_of(index)]).tolist()}
 
     def empty_pack(self) -> Pack:
         teachers = tuple(side and side.empty_pack() for side in self.teachers)
@@ -86,18 +88,21 @@ class PackedDataset:
 
     @property
     def teacher_seq_lengths(self) -> tuple[int | None, ...]:
-        """Tokens of a pack for every teacher; None for one that reads the student's tokens."""
+        """Length of each teacher's packs in tokens; None for a teacher that reads the student's tokens."""
         return tuple(side and side.seq_length for side in self.teachers)
 
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
 
     def evenly_spaced(self, count: int) -> np.ndarray:
-        """`count` packs that stand for all of them, int64."""
+        """Return `count` packs that represent all of them, int64."""
         return evenly_spaced([len(self)], None, count)
 
     def describe(self) -> list[str]:
-        """One line with the sizes, and one for each teacher; fill is the proportion of positions that are not padding."""
+        """Return a line with the sizes, and one for each cross-tokenizer teacher.
+
+        `fill` is the proportion of positions that are not padding.
+        """
         fill = self.num_tokens / (len(self) * self.seq_length)
         return [
             f"{self.store.prefix}: {len(self)} packs of {self.seq_length} tokens, {self.num_tokens} tokens,"
@@ -106,18 +111,20 @@ class PackedDataset:
         ]
 
     def _describe_bad_records(self) -> str:
-        """Of the whole corpus, and of the documents of this data set those that a teacher refuses."""
+        """Count the bad records of the whole corpus and the documents of this data set that a teacher
+        refuses.
+        """
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
-        return f", {bad} bad records left out" if bad else ""
+        return f", {bad} bad records skipped" if bad else ""
 
     def _describe_teachers(self) -> list[str]:
-        """From evenly spaced packs, or from all where there are few."""
+        """Summarise evenly spaced packs, or all packs if there are few."""
         if not any(self.teachers):
             return []
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
         packs, pieces = (
             [self[index] for index in sample],
-            np.concatenate([self.packs.of(index) for index in sample]),
+            np.concatenate([self.packs.pieces_of(index) for index in sample]),
         )
         return [
             summarise_teacher(
@@ -128,7 +135,7 @@ class PackedDataset:
         ]
 
     def _copy_piece(self, piece: int, pack: Pack, start: int) -> None:
-        """Tokens, labels and mask of a piece into the arrays of the pack, from position `start`."""
+        """Copy tokens, labels and mask of a piece into the arrays of the pack, from position `start`."""
         pieces = self.pieces
         document, length = int(pieces.document[piece]), int(pieces.length[piece])
         num_labels = int(pieces.num_labels[piece])
@@ -142,10 +149,11 @@ class PackedDataset:
 
 
 class BlendedDataset:
-    """Several packed corpora behind each other: pack i of member m has number (packs of the members before m) + i.
+    """Several packed corpora, concatenated: pack i of member m has the number (packs of the members before m)
+    + i.
 
-    With `weights`, training draws from the members in that proportion, each with epochs of its own, and evaluation takes as
-    many packs of each; without, all packs form one epoch.
+    With `weights`, training and evaluation draw from the members in that proportion, and each member has
+    separate epochs. Without weights, all packs form one epoch.
     """
 
     def __init__(self, members: Sequence[PackedDataset], weights: Sequence[float] | None = None):
@@ -158,17 +166,17 @@ class BlendedDataset:
         return int(self._offsets[-1])
 
     def __getitem__(self, index: int) -> Pack:
-        """Pack `index` in [0, len); see PackedDataset."""
-        member, own = self._place(index)
-        return replace(member[own], sample_id=index)
+        """Return pack `index` in [0, len); see PackedDataset."""
+        member, number = self._place(index)
+        return replace(member[number], sample_id=index)
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         """See PackedDataset."""
-        member, own = self._place(index)
-        return member.documents_of(own)
+        member, number = self._place(index)
+        return member.documents_of(number)
 
     def _place(self, index: int) -> tuple[PackedDataset, int]:
-        """The member that has pack `index`, and its number there."""
+        """Return the member that has pack `index`, and the pack's number there."""
         member = int(np.searchsorted(self._offsets, index, side="right")) - 1
         return self.members[member], index - int(self._offsets[member])
 
@@ -186,16 +194,16 @@ class BlendedDataset:
         return BlendOrder([len(member) for member in self.members], self.weights, seed, shuffle)
 
     def evenly_spaced(self, count: int) -> np.ndarray:
-        """`count` packs that stand for all of them, int64; with weights, every member has its share."""
+        """Return `count` packs that represent all of them, int64; with weights, every member has its share."""
         return evenly_spaced([len(member) for member in self.members], self.weights, count)
 
     def describe(self) -> list[str]:
-        """The lines of the members."""
+        """Return the lines of the members."""
         return [line for member in self.members for line in member.describe()]
 
 
 def _no_loss_tokens(store: TokenStore, num_documents: int, seq_length: int, overlong: str) -> DataError:
-    why = f"of its {num_documents} documents, all tokens that could be predicted are masked"
+    why = f"all tokens of its {num_documents} documents that could be labels are masked"
     if overlong == "drop":
         why += f", or the documents are longer than --seq-length {seq_length} and dropped"
     return DataError(

@@ -1,4 +1,4 @@
-"""Records of raw files and the documents (ids and loss mask) that they become."""
+"""The records of raw files, and the document (ids and loss mask) that each becomes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ TEXT_SUFFIX = ".txt"
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
 KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
 FORMS = '{"text"}, {"messages"} or {"prompt", "completion"}'
-MAX_CHARACTERS = 1_000_000  # of a document: tokenizers take up to 200 bytes of memory for each
-ROWS_PER_BATCH = 256  # rows of a parquet or arrow file that are alive at a time
+MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
+TABLE_ROWS_PER_READ = 256  # rows of a parquet or arrow file held in memory at a time
 
-Row = (
-    bytes | Mapping | DataError
-)  # a line of JSON; a row of a table, or why it has no values; a line of text: {"text": bytes}
+Row = bytes | Mapping | DataError
+"""A raw record: a line of JSON, a row of a table, {"text": bytes} for a line of text, or why a row has no
+values.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of one record; `loss[i] == 1` says that token i may be predicted (by token i-1)."""
+    """The tokens of one record; `loss[i] == 1` means that token i counts as a label (predicted at token i-1)."""
 
     ids: np.ndarray  # [n] int32
     loss: np.ndarray  # [n] uint8
-    kind: str  # of its record
+    kind: str  # kind of its record
 
 
 def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int, Row]]:
-    """(line or row number from 1, raw record) of a file; blank lines are skipped, those of `.txt` unless `keep_blank`.
+    """Yield (line or row number from 1, raw record) for every record of a file.
 
-    Raises DataError if the file cannot be read.
+    Skip blank lines; keep those of a `.txt` file if `keep_blank`. Raises DataError if the file cannot be
+    read.
     """
     path = Path(path)
     if path.suffix not in RAW_SUFFIXES:
@@ -74,9 +76,10 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 
 
 def parse_row(row: Row) -> Record:
-    """The record in a raw row. Raises DataError (without the place: the caller knows it) for what is not a record.
+    """Return the record in a raw row. Raises DataError for anything else; the caller adds file and line to
+    it.
 
-    A text may have any length; see `joining.cut_texts`.
+    A text may have any length; see `encoding.cut_texts`.
     """
     if isinstance(row, DataError):
         raise row
@@ -98,19 +101,18 @@ def parse_row(row: Row) -> Record:
 
 
 def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Document:
-    """Tokens and loss mask of a record; `append_eod` ends text and completions with the tokenizer's EOS.
+    """Return the tokens and loss mask of a record; if `append_eod`, end texts and completions with the EOS
+    token.
 
-    Text: loss everywhere. Messages: the chat template's ids, loss on assistant turns. Prompt and completion: loss on the
-    completion and its EOS; only the prompt has the tokenizer's BOS.
+    Text: loss everywhere. Messages: the chat template's ids, loss on assistant turns. Prompt and completion:
+    loss on the completion and its EOS; only the prompt has the tokenizer's BOS.
     """
     if record.kind == "messages":
         ids, loss = tokenizer.apply_chat_template(record.values[0])
     else:
         ids = tokenizer.encode(record.values[0])
         if len(ids) > 1 and ids[-1] == tokenizer.eos_id:
-            ids = ids[
-                :-1
-            ]  # of the tokenizer's own configuration: whether EOS ends a document is for append_eod to say
+            ids = ids[:-1]  # drop the EOS that the tokenizer's configuration adds: append_eod alone decides
         num_prompt = 0
         if record.kind == "prompt-completion":
             num_prompt = len(ids)
@@ -124,7 +126,7 @@ def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Doc
 def _lines(
     path: Path, stripped: bytes | None = None, keep_blank: bool = False
 ) -> Iterator[tuple[int, bytes]]:
-    """(number, line) without the bytes `stripped` at its ends (None: white space)."""
+    """Yield (number, line), with the bytes `stripped` removed at both ends (None: white space)."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             content = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip(stripped)
@@ -146,14 +148,14 @@ def _table_rows(path: Path) -> Iterator[Row]:
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
                 columns = _known_columns(file.schema_arrow.names, path)
-                for batch in file.iter_batches(ROWS_PER_BATCH, columns=columns):
+                for batch in file.iter_batches(TABLE_ROWS_PER_READ, columns=columns):
                     yield from _batch_rows(batch)
         else:
             with pa.memory_map(str(path)) as source:
                 for batch in _arrow_batches(pa, source):
                     batch = batch.select(_known_columns(batch.schema.names, path))
-                    for start in range(0, batch.num_rows, ROWS_PER_BATCH):
-                        yield from _batch_rows(batch.slice(start, ROWS_PER_BATCH))
+                    for start in range(0, batch.num_rows, TABLE_ROWS_PER_READ):
+                        yield from _batch_rows(batch.slice(start, TABLE_ROWS_PER_READ))
     except pa.ArrowException as error:
         raise DataError(
             f"{path} is not a valid {path.suffix[1:]} file",
@@ -164,7 +166,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
 
 
 def _arrow_batches(pa, source) -> Iterator:
-    """Record batches of the IPC file format or, as Hugging Face datasets writes, of the stream format."""
+    """Yield the record batches of an IPC file, or of an IPC stream, which Hugging Face datasets writes."""
     try:
         reader = pa.ipc.open_file(source)
     except pa.ArrowInvalid:
@@ -175,7 +177,9 @@ def _arrow_batches(pa, source) -> Iterator:
 
 
 def _batch_rows(batch) -> Iterator[Row]:
-    """The rows of a record batch; writers may have put what is not UTF-8 into a column of strings."""
+    """Yield the rows of a record batch; a row whose string column holds invalid UTF-8 is yielded as a
+    DataError.
+    """
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -249,11 +253,11 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict:
 
 
 def _no_constant(name: str):
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-"""Python's own reader takes the last of equal keys, and NaN and Infinity, which other readers refuse."""
+"""Refuses what Python's default decoder accepts and other readers do not: repeated keys, NaN and Infinity."""
 
 
 def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
@@ -276,7 +280,7 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
 
 
 def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
-    """For keys of a record, or columns of a table, that make no document."""
+    """Return the error for keys of a record, or columns of a table, that do not make a document."""
     shown = ", ".join(islice(map(repr, found), 8)) or "none"
     why = f"a record has the keys {FORMS}"
     return DataError(
@@ -327,14 +331,14 @@ def _check_string(value, name: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{name} has half of a surrogate pair at character {error.start + 1}",
-            "it is no text, and tokenizers refuse it",
+            "it is not valid text, and tokenizers refuse it",
             "repair or remove the record",
             code="record-surrogate",
         ) from error
     if "\0" in value:
         raise DataError(
             f"{name} has a NUL at character {value.index(chr(0)) + 1}",
-            "texts have none: it is what a broken copy or a full disk leaves",
+            "texts do not contain NUL; a broken copy or a full disk leaves it",
             "repair or remove the record",
             code="record-nul",
         )
@@ -347,7 +351,7 @@ def _check_size(kind: str, values: tuple) -> None:
         raise DataError(
             f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} of {size} characters, more than "
             f"{MAX_CHARACTERS}",
-            "a longer text is cut, but the rest of an answer would stand without its question",
+            "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
             code="record-too-long",
         )
@@ -359,7 +363,7 @@ def _json_name(value) -> str:
 
 
 def require_eos(tokenizer: Tokenizer) -> int:
-    """The id that ends documents. Raises DataError where there is none."""
+    """Return the id that ends documents. Raises DataError if the tokenizer has none."""
     if tokenizer.eos_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token",

@@ -1,4 +1,7 @@
-"""Names of files that are being written. They say by whom, so that what a killed process has left can be removed."""
+"""Names of files that are being written.
+
+A name tells the writer, so that the drafts of a killed process can be removed.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from pathlib import Path
 
 from mkd.platform.processes import is_alive, process_space
 
-MAX_IDLE_S = 24 * 3600.0  # without a write, for a process of another machine to count as gone
+MAX_IDLE_S = 24 * 3600.0  # seconds without a write after which the writer on another machine counts as gone
 _DRAFT = re.compile(r"\.partial-(?P<place>.+)-(?P<process>\d+)(\.|$)")
 
 
 def draft_name(name: str) -> str:
-    """What `name`, or a prefix of names, is called until it is complete: NAME.partial-HOST-PROCESS."""
+    """Return the name that `name`, or a prefix of names, has until it is complete: NAME.partial-HOST-PROCESS."""
     return f"{name}.partial-{_place()}-{os.getpid()}"
 
 
 def remove_left_behind(name: str) -> None:
-    """Remove the drafts of `name`, a path, that nobody writes any more.
+    """Remove the abandoned drafts of the path `name`.
 
-    Those of this machine whose process is gone, and any others that have not been written to for a day: on a shared file
-    system the process may live on another machine.
+    A draft of this machine is abandoned when its process is gone. Any other is abandoned after a day without
+    a write, because on a shared file system its process may run on another machine.
     """
     target = Path(name)
     drafts = defaultdict(list)
@@ -43,7 +46,10 @@ def remove_left_behind(name: str) -> None:
 
 
 def _is_gone(writer: tuple[str, int] | None, paths: Iterable[Path]) -> bool:
-    """`writer`: None where the names do not say it. This very process has just begun: its number was that of an earlier one."""
+    """Whether the writer of the drafts `paths` is gone; `writer` is None if the names do not tell.
+
+    Drafts with this process's own id belong to an earlier process: this one has only just begun.
+    """
     if writer is not None and writer[0] == _place() and (writer[1] == os.getpid() or not is_alive(writer[1])):
         return True
     written = [path.stat().st_mtime for path in paths if path.exists()]
@@ -51,6 +57,6 @@ def _is_gone(writer: tuple[str, int] | None, paths: Iterable[Path]) -> bool:
 
 
 def _place() -> str:
-    """The host, for people, and a digest of where its process ids mean the same."""
+    """Return the host, for people, and a digest of the process-id namespace."""
     host = re.sub(r"[^\w.]", "_", socket.gethostname(), flags=re.ASCII)
     return f"{host}-{hashlib.sha256(process_space().encode()).hexdigest()[:8]}"

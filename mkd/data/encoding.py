@@ -1,4 +1,8 @@
-"""Raw files to encoded chunks, in order, with as many worker processes as wanted."""
+"""Raw files to encoded documents, in order, in worker processes.
+
+Texts are changed before they are tokenised: short ones joined to samples of a least length (lazy character
+packing), huge ones cut.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +15,35 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from mkd.data.documents import Row, encode_record, parse_row, read_rows
-from mkd.data.joining import cut_texts, join_texts
+from mkd.data.documents import MAX_CHARACTERS, Row, encode_record, parse_row, read_rows
 from mkd.data.quarantine import BadRecord
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ROWS_PER_CHUNK = 64  # small enough that a file of long documents keeps several workers busy
-WORKER_BYTES = (
-    64 << 20
-)  # that a worker has to have to itself: 20 s of work, of which its start takes up to ten
+RECORDS_PER_BATCH = 64  # small enough that a file of long documents keeps several workers busy
+WORKER_BYTES = 64 << 20  # least bytes per worker: 20 s of work, while starting a worker takes up to 10 s
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class EncodedChunk:
-    """The documents of consecutive rows of one file, one after the other, and what is wrong with the other rows."""
+class EncodedBatch:
+    """The documents of consecutive rows of one file, concatenated, and the errors of the rows that make none."""
 
     ids: np.ndarray  # [t] int32
     loss: np.ndarray  # [t] uint8
     lengths: np.ndarray  # [documents] int64, tokens of each
-    kinds: frozenset[str]  # of their records
-    errors: list[MkdError]  # BadRecord, or of a file that cannot be read on
+    kinds: frozenset[str]  # kinds of their records
+    errors: list[MkdError]  # a BadRecord for each bad row, or the error of an unreadable file
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files in chunks: (path, [(number, row), ...]), or the error of a file that cannot be read on."""
+    """The rows of files in batches: (path, [(number, row), ...]), or the error that stopped the reading of a
+    file.
+    """
 
     paths: Sequence[str]
-    characters_per_sample: int | None = None  # see `join_texts`; None: every record is a document
+    characters_per_sample: int | None = None  # see `join_texts`; default: every record is a document
 
     def __iter__(self) -> Iterator[tuple[str, list[tuple[int, Row]]] | MkdError]:
         for path in self.paths:
@@ -49,14 +52,88 @@ class FileRows:
                 rows = join_texts(rows, self.characters_per_sample)
             rows = cut_texts(rows)
             try:
-                while chunk := list(islice(rows, ROWS_PER_CHUNK)):
-                    yield path, chunk
+                while batch := list(islice(rows, RECORDS_PER_BATCH)):
+                    yield path, batch
             except MkdError as error:
                 yield error
 
 
+def join_texts(rows: Iterable[tuple[int, Row]], characters_per_sample: int) -> Iterator[tuple[int, Row]]:
+    """Join consecutive text records with a newline until they have `characters_per_sample` characters.
+
+    A joined record gets the number of its first row. Other kinds of records, and malformed ones, pass
+    unchanged and end the sample before them. The last sample of a file may be shorter. Blank samples are
+    skipped.
+    """
+    texts, first, size = [], 0, 0
+    for number, row in rows:
+        text = _text(row)
+        if text is not None:
+            first = first if texts else number
+            texts.append(text)
+            size += len(text) + (len(texts) > 1)
+        if text is None or size >= characters_per_sample:
+            yield from _sample(first, texts)
+            texts, size = [], 0
+        if text is None:
+            yield number, row
+    yield from _sample(first, texts)
+
+
+def cut_texts(rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """Yield the rows, with each text of more than MAX_CHARACTERS cut into several rows.
+
+    A cut is made after the last line end in the second half of what fits, else before the last blank there,
+    else anywhere.
+    """
+    for number, row in rows:
+        text = _text(row) if _size(row) > MAX_CHARACTERS else None
+        if text is None:
+            yield number, row
+            continue
+        start = 0
+        while start < len(text):
+            end = _cut(text, start)
+            yield number, {"text": text[start:end]}
+            start = end
+
+
+def _size(row: Row) -> int:
+    """Return an upper bound of the characters in the row's text."""
+    if isinstance(row, bytes):
+        return len(row)
+    text = None if isinstance(row, DataError) else row.get("text")
+    return len(text) if isinstance(text, str | bytes) else 0
+
+
+def _cut(text: str, start: int) -> int:
+    end = start + MAX_CHARACTERS
+    if end >= len(text):
+        return len(text)
+    half = start + MAX_CHARACTERS // 2
+    line_end = text.rfind("\n", half, end)
+    blank = text.rfind(" ", half, end)
+    return line_end + 1 if line_end >= 0 else blank if blank >= 0 else end
+
+
+def _text(row: Row) -> str | None:
+    try:
+        record = parse_row(row)
+    except DataError:
+        return None  # the encoder reports what is wrong with it
+    return record.values[0] if record.kind == "text" else None
+
+
+def _sample(first: int, texts: list[str]) -> Iterator[tuple[int, Row]]:
+    joined = "\n".join(texts)
+    if joined.strip():
+        yield first, {"text": joined}
+
+
 def useful_workers(num_bytes: int, most: int) -> int:
-    """How many of at most so many processes are worth starting for `num_bytes` of raw files; 0: this one does it all."""
+    """Return how many processes, up to `most`, are worth starting for `num_bytes` of raw files; 0: use this
+    process.
+    """
     workers = min(most, num_bytes // WORKER_BYTES)
     return workers if workers > 1 else 0
 
@@ -64,10 +141,11 @@ def useful_workers(num_bytes: int, most: int) -> int:
 def in_workers(
     source: Iterable, function: Callable, workers: int = 0, progress: Callable[[], None] = lambda: None
 ) -> Iterator:
-    """`function` of every part of `source`, in the order of `source`, in `workers` processes (0: this one).
+    """Yield `function(part)` for every part of `source`, in order, computed in `workers` processes (0: this
+    one).
 
-    Every worker goes through the source by itself and skips what others do, so both must be picklable and `source` quick.
-    `progress` is called for each part, and may raise.
+    Every worker iterates over the whole source and skips the parts of the others. So both arguments must be
+    picklable, and iterating must be quick. `progress` is called for each part, and may raise.
     """
     loader = DataLoader(
         _Share(source, function),
@@ -76,26 +154,28 @@ def in_workers(
         collate_fn=_unchanged,
         # Not fork: the process may hold a GPU, and the tokenizers library threads, that do not survive it.
         multiprocessing_context="spawn" if workers else None,
-        generator=torch.Generator(),  # a private one: the loader would draw from the global generator
+        generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
     try:
         for result in loader:
             progress()
             yield result
-    except RuntimeError:  # a signal to all may have killed a worker that had not come so far as to ignore it
+    except (
+        RuntimeError
+    ):  # a signal to the whole group may have killed a worker before it could ignore signals
         progress()
         raise
 
 
 def outlive_signals(worker: int) -> None:
-    """Signals to the process group are for the process that started the worker, which ends it in its own time."""
+    """Ignore signals in a worker: its parent process handles them and ends the worker."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class _Share(IterableDataset):
-    """Worker w of n does parts w, w+n, ...; the loader asks the workers in turn, which restores the order."""
+    """The parts w, w+n, ... for worker w of n; the loader asks the workers in turn, which restores the order."""
 
     def __init__(self, source: Iterable, function: Callable):
         self._source, self._function = source, function
@@ -113,11 +193,12 @@ def encode_files(
     workers: int = 0,
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
-) -> Iterator[EncodedChunk]:
-    """Encoded chunks of all files, in the order of files and rows, whatever `workers` (processes; 0: this one) is.
+) -> Iterator[EncodedBatch]:
+    """Yield the encoded batches of all files, in the order of files and rows, in `workers` processes (0: this
+    one).
 
-    Malformed rows are reported in the chunks, an unreadable file as one error of its own chunk. For `progress` see
-    `in_workers`.
+    A batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. The
+    result does not depend on `workers`. For `progress` see `in_workers`.
     """
     return in_workers(
         FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress
@@ -129,11 +210,11 @@ class _Encoder:
     tokenizer: Tokenizer
     append_eod: bool
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedChunk:
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> EncodedBatch:
         documents, errors = each_row(
             rows, lambda row: encode_record(parse_row(row), self.tokenizer, self.append_eod)
         )
-        return EncodedChunk(
+        return EncodedBatch(
             ids=np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)]),
             loss=np.concatenate([np.empty(0, np.uint8), *(document.loss for document in documents)]),
             lengths=np.array([len(document.ids) for document in documents], dtype=np.int64),
@@ -145,9 +226,10 @@ class _Encoder:
 def each_row(
     rows: tuple[str, list[tuple[int, Row]]] | MkdError, encode: Callable[[Row], object]
 ) -> tuple[list, list[MkdError]]:
-    """(`encode` of every row of a part of FileRows, a BadRecord for each row that has none, or the error of the file).
+    """Return (`encode(row)` for every good row of a batch of FileRows, a BadRecord for every other row).
 
-    Equal rows one after the other, as the parts of a long text without any words are, are encoded once.
+    If the batch is the error of a file, return no rows and that error. Equal consecutive rows, such as the
+    parts of a long text without any word, are encoded once.
     """
     if isinstance(rows, MkdError):
         return [], [rows]
@@ -157,7 +239,7 @@ def each_row(
             encoded.append(encoded[-1] if row == before else encode(row))
             before = row
         except DataError as error:
-            errors.append(BadRecord.at(path, number, row, error))
+            errors.append(BadRecord.from_row(path, number, row, error))
     return encoded, errors
 
 

@@ -1,4 +1,6 @@
-"""Micro-batches of one data- and context-parallel rank: an endless stream for training, a restartable pass for evaluation."""
+"""Micro-batches of one data- and context-parallel rank: an endless stream for training, a restartable pass
+for evaluation.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ from mkd.data.encoding import outlive_signals
 from mkd.data.order import SampleOrder
 from mkd.errors import MkdError
 
-EMPTY = -1  # the sample that is no pack of the data set, but padding
+EMPTY = -1  # sample number of an empty pack, which fills up the last step of an evaluation
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the packs of one global batch are dealt out.
+    """How the packs of one global batch are assigned to ranks, as in Megatron.
 
-    As in Megatron: micro-batch m takes the m-th `micro_batch_size * data_parallel_size` packs, and of those data-parallel
-    rank d the d-th `micro_batch_size`. Context-parallel ranks hold each their part of these.
+    Micro-batch m has the m-th `micro_batch_size * data_parallel_size` packs; data-parallel rank d takes the
+    d-th `micro_batch_size` packs of these. Each context-parallel rank holds its part of them.
     """
 
     micro_batch_size: int  # packs
@@ -44,16 +46,19 @@ class BatchLayout:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def microbatches(self, samples: np.ndarray) -> np.ndarray:
-        """Samples of one global batch, [global] -> those of this rank, [num_microbatches, micro_batch_size]."""
+        """Return this rank's part, [num_microbatches, micro_batch_size], of the samples of one global batch,
+        [global].
+        """
         shape = (self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
         return samples.reshape(shape)[:, self.data_parallel_rank]
 
 
 class TrainStream:
-    """The micro-batches of one data-parallel rank, step after step, over as many epochs as are asked for.
+    """The micro-batches of one data-parallel rank, step after step, without end.
 
-    A position in the stream is `consumed_samples`, the packs of all ranks in the steps taken so far; a stream that starts
-    there goes on with the very same packs. Workers (processes) only read ahead: they change no result.
+    The position in the stream is `consumed_samples`, the packs of all ranks in the steps so far. A stream
+    that starts at a position continues with the same packs. Workers (processes) only read ahead and change no
+    result.
     """
 
     def __init__(
@@ -86,23 +91,27 @@ class TrainStream:
         self._batches = _load(_MicroBatches(dataset, self._layout), samples, num_workers, pin_memory)
 
     def next_step(self) -> list[PackedBatch]:
-        """This rank's micro-batches of the next optimizer step. Raises DataError for data that cannot be read."""
+        """Return this rank's micro-batches of the next optimizer step.
+
+        Raises DataError for data that cannot be read.
+        """
         microbatches = list(islice(self._batches, self._layout.num_microbatches))
         self.consumed_samples += self._layout.global_batch_size
         return microbatches
 
     def last_samples(self) -> list[int]:
-        """The packs that all ranks together have had in the last step."""
+        """Return the packs of the last step, of all ranks."""
         size = self._layout.global_batch_size
         return self._order(self.consumed_samples - size, size).tolist()
 
 
 class EvalStream:
-    """As many packs as a data set has, in steps of a global batch, the same ones at every iteration over the stream.
+    """The packs of a data set in steps of a global batch, the same at every iteration over the stream.
 
-    That is every pack once. If there are more than `eval_iters` steps take, evenly spaced ones are taken, so that a part of an
-    ordered corpus stands for all of it. Of a weighted blend every member gives its share. Empty packs, which have no loss, fill
-    up the last step, so that all data-parallel ranks have the same number of micro-batches.
+    Every pack comes once. If `eval_iters` steps cannot hold all packs, evenly spaced ones are taken, so that
+    a part of an ordered corpus represents all of it. In a weighted blend every member gives its share. Empty
+    packs, which have no loss, fill up the last step, so that all data-parallel ranks have the same number of
+    micro-batches.
     """
 
     def __init__(
@@ -135,7 +144,10 @@ class EvalStream:
         return self.num_steps
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
-        """The steps, each the list of this rank's micro-batches. Raises DataError for data that cannot be read."""
+        """Yield the steps, each a list of this rank's micro-batches.
+
+        Raises DataError for data that cannot be read.
+        """
         samples = np.full(self.num_steps * self._layout.global_batch_size, EMPTY)
         samples[: self.num_samples] = self._dataset.evenly_spaced(self.num_samples)
         steps = samples.reshape(self.num_steps, self._layout.global_batch_size)
@@ -149,7 +161,7 @@ class EvalStream:
 
 @dataclass(frozen=True)
 class _TrainSamples:
-    """Packs of each micro-batch of a rank, without end."""
+    """The packs of each micro-batch of a rank, without end."""
 
     order: SampleOrder
     layout: BatchLayout
@@ -166,7 +178,7 @@ class _TrainSamples:
 class _MicroBatches(Dataset):
     """This rank's part of the micro-batch of a list of samples.
 
-    An error is returned, because a loader would rewrite one that is raised.
+    An error is returned instead of raised, because the loader would rewrite it.
     """
 
     def __init__(self, dataset: PackedDataset | BlendedDataset, layout: BatchLayout):
@@ -185,14 +197,14 @@ class _MicroBatches(Dataset):
 def _load(
     microbatches: _MicroBatches, samples: Iterable[list[int]], num_workers: int, pin_memory: bool
 ) -> Iterator[PackedBatch]:
-    """Micro-batches in the order of `samples`. Workers start at the first one."""
+    """Yield the micro-batches in the order of `samples`. Workers start when the first one is asked for."""
     loader = DataLoader(
         microbatches,
         sampler=samples,
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # a private one: the loader would draw from the global generator
+        generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
     )
     for batch in loader:

@@ -1,4 +1,6 @@
-"""Which pack is sample k of a training run: a function of k and the seed alone, so that a position is one number."""
+"""Which pack is sample k of a training run: a function of k and the seed alone, so that one number is the
+position.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,15 @@ import numpy as np
 
 class SampleOrder(Protocol):
     def __call__(self, first: int, count: int) -> np.ndarray:
-        """Pack numbers of the samples first, first + 1, ..., int64 [count]."""
+        """Return the pack numbers of the samples first, first + 1, ..., int64 [count]."""
 
 
 class EpochOrder:
-    """Sample k is pack `permutation(seed, k // size)[k % size]`, without `shuffle` pack k % size."""
+    """Sample k is pack `permutation(seed, k // size)[k % size]`; without `shuffle` it is pack k % size."""
 
     def __init__(self, size: int, seed: int, shuffle: bool):
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._epoch, self._permutation = (
-            -1,
-            np.arange(size),
-        )  # the last one, because samples are asked for in turn
+        self._epoch, self._permutation = -1, np.arange(size)  # the last one used: samples are read in order
 
     def __call__(self, first: int, count: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(first, first + count), self._size)
@@ -41,9 +40,9 @@ class EpochOrder:
 
 
 class BlendOrder:
-    """Samples of several data sets, interleaved by weight; each data set goes through epochs of its own.
+    """Samples of several data sets, interleaved by weight; each data set has separate epochs.
 
-    Pack numbers count the packs of all data sets one after the other.
+    Pack numbers count the packs of all data sets, one data set after the other.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
@@ -62,9 +61,10 @@ class BlendOrder:
 
 
 def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: int) -> np.ndarray:
-    """`count` packs that stand for all data sets, int64, ascending: evenly spaced over all packs or, with `weights`, over each.
+    """Return `count` packs that represent all data sets, int64, ascending.
 
-    A data set with fewer packs than its share gives some more than once. Pack numbers are those of BlendOrder.
+    They are evenly spaced over all packs or, with `weights`, over each data set. A data set with fewer packs
+    than its share repeats some. Pack numbers are those of BlendOrder.
     """
     if weights is None:
         return np.arange(count) * sum(sizes) // max(count, 1)
@@ -76,12 +76,13 @@ def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: 
 
 
 def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count]; weights sum to 1.
+    """Return (member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count].
 
-    Sample by sample the member comes next that is furthest behind its weight: of c samples of a member with weight w,
-    sample c is due at (c + 1/2) / w (Webster's, or Sainte-Lague's, method of apportionment), and samples come in the
-    order in which they are due. The samples due up to t are |t| +- members/2, so that the order around sample k follows
-    from the due times around k, without going through the samples before.
+    The weights sum to 1. The next sample always comes from the member that is furthest behind its weight.
+    Sample c of a member with weight w is due at (c + 1/2) / w (the method of apportionment of Webster, or
+    Sainte-Lague), and samples come in the order in which they are due. About t +- members/2 samples are due
+    up to t. So the order around sample k follows from the due times around k, without counting from the first
+    sample.
     """
     slack = len(weights) + 2
     begin = np.floor(weights * max(first - slack, 0) + 0.5).astype(np.int64)

@@ -1,4 +1,6 @@
-"""Packs as text for people: documents with their borders, tokens without loss set apart, and what a data set holds."""
+"""Packs as text for people: documents with their borders, tokens without loss marked, and a summary of a data
+set.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ LENGTH_BINS = 50
 
 
 def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
-    """A line about the pack, then one for each document (or piece of one) with its tokens between bars.
+    """Return a line about the pack, then one for each document (or piece of one) with its tokens between
+    bars.
 
-    A token that the one before it predicts with loss is green if `colour`, any other grey; without colours the others are in
-    parentheses. The first token of a piece is among them: nothing in the pack predicts it.
+    With `colour`, tokens with loss are green and all others grey; without, tokens without loss are in
+    parentheses. The first token of a piece never has loss, because nothing in the pack predicts it.
     """
     used, loss_tokens = int(pack.lengths.sum()), int(np.count_nonzero(pack.loss_mask))
     lines = [
@@ -38,7 +41,7 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
 
 
 def summarise(dataset: BlendedDataset) -> Iterator[str]:
-    """Sizes of every corpus; proportions of tokens with loss and of positions that are not padding; document lengths."""
+    """Yield lines: sizes of every corpus, proportions of loss tokens and of used positions, document lengths."""
     yield from dataset.describe()
     lengths = document_lengths(dataset)
     tokens = sum(member.num_tokens for member in dataset.members)
@@ -53,7 +56,9 @@ def summarise(dataset: BlendedDataset) -> Iterator[str]:
 
 
 def document_lengths(dataset: BlendedDataset) -> np.ndarray:
-    """Tokens of every document before it is cut, int64 [documents], those without any loss included."""
+    """Return the tokens of every document before it is cut, int64 [documents], documents without loss
+    included.
+    """
     return np.concatenate([_lengths(member) for member in dataset.members])
 
 
@@ -62,7 +67,7 @@ def _lengths(member: PackedDataset) -> np.ndarray:
 
 
 def draw_lengths(lengths: np.ndarray, seq_length: int, figure) -> None:
-    """A histogram of document lengths, with a line at the length of a pack, on a matplotlib `figure`."""
+    """Draw a histogram of document lengths, with a line at the length of a pack, on a matplotlib `figure`."""
     axes = figure.subplots()
     edges = np.unique(np.geomspace(1, max(int(lengths.max()), seq_length) + 1, LENGTH_BINS).astype(np.int64))
     axes.hist(np.maximum(lengths, 1), bins=edges)

@@ -1,7 +1,8 @@
-"""Documents to pieces, pieces to packs of a fixed number of tokens.
+"""Documents to pieces, pieces to packs of a fixed number of tokens, packs to one row of documents.
 
-Best-fit decreasing: Johnson, Demers, Ullman, Garey, Graham, "Worst-case performance bounds for simple one-dimensional
-packing algorithms", SIAM J. Comput. 3(4), 1974: at most 11/9 of the optimal number of packs, plus a constant.
+Best-fit decreasing: Johnson, Demers, Ullman, Garey, Graham, "Worst-case performance bounds for simple
+one-dimensional packing algorithms", SIAM J. Comput. 3(4), 1974: at most 11/9 of the optimal number of packs,
+plus a constant.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 OVERLONG = ("split", "truncate", "drop")
 PACKINGS = ("bfd", "none")
@@ -16,10 +19,11 @@ PACKINGS = ("bfd", "none")
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that fit into a pack, in the order of the corpus. All arrays are int64 [pieces].
+    """Parts of documents that fit into a pack, in corpus order. All arrays are int64 [pieces].
 
-    Position i of a piece has a label for i < num_labels: the next token of the document. A document of n tokens that is
-    split keeps its n-1 labels, because the last token of a piece still predicts the first token of the next piece.
+    Position i of a piece has a label for i < num_labels: the next token of the document. A document of n
+    tokens that is split keeps its n-1 labels, because the last token of a piece still predicts the first
+    token of the next piece.
     """
 
     document: np.ndarray
@@ -36,7 +40,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packs:
-    """Which pieces each pack holds (compressed sparse rows): pack p has piece_ids[offsets[p] : offsets[p + 1]]."""
+    """Which pieces each pack holds (compressed sparse rows): pack p has piece_ids[offsets[p] : offsets[p +
+    1]].
+    """
 
     offsets: np.ndarray  # int64 [packs + 1]
     piece_ids: np.ndarray  # int64 [pieces]
@@ -44,21 +50,25 @@ class Packs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def of(self, pack: int) -> np.ndarray:
-        """Its pieces, int64 [n]."""
+    def pieces_of(self, pack: int) -> np.ndarray:
+        """Return the pieces of a pack, int64 [n]."""
         return self.piece_ids[self.offsets[pack] : self.offsets[pack + 1]]
 
 
 def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Tokens that documents take up in a pack. The only place that decides it: context parallelism wants multiples."""
+    """Return the tokens that documents occupy in a pack: the only place that decides it.
+
+    Context parallelism needs multiples.
+    """
     return -(-lengths // multiple) * multiple
 
 
 def cut_documents(lengths: np.ndarray, first_document: int, seq_length: int, overlong: str) -> Pieces:
-    """Pieces of at most `seq_length` tokens of the documents first_document, first_document + 1, ...
+    """Cut the documents first_document, first_document + 1, ... into pieces of at most `seq_length` tokens.
 
-    `lengths` int64 [documents]. Documents longer than `seq_length` are `split` into pieces, `truncate`d to the first one,
-    or `drop`ped. Pieces without any label (a single token at the end of a document) are left out.
+    `lengths` int64 [documents]. Documents longer than `seq_length` are `split` into pieces, `truncate`d to
+    the first one, or `drop`ped. Pieces without any label (a single token at the end of a document) are
+    skipped.
     """
     assert overlong in OVERLONG
     documents = np.arange(first_document, first_document + len(lengths))
@@ -78,9 +88,10 @@ def cut_documents(lengths: np.ndarray, first_document: int, seq_length: int, ove
 
 
 def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str) -> Packs:
-    """Packs of at most `seq_length` tokens from pieces of `lengths` tokens (padded), int64 [pieces]. Deterministic.
+    """Put pieces of `lengths` tokens (padded), int64 [pieces], into packs of at most `seq_length` tokens.
 
-    Packs are ordered by their first piece, pieces inside a pack by number, so that unshuffled packs follow the corpus.
+    Deterministic. Packs are ordered by their first piece, and pieces inside a pack by number, so that
+    unshuffled packs follow the corpus.
     """
     assert pack in PACKINGS
     if pack == "none" or len(lengths) == 0:
@@ -94,11 +105,29 @@ def pack_pieces(lengths: np.ndarray, seq_length: int, pack: str) -> Packs:
     return Packs(np.concatenate([[0], np.cumsum(sizes)]), np.argsort(pack_of_piece, kind="stable"))
 
 
-def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Number of the pack of each piece, int64 [pieces]: longest first, each into the fullest pack that has room.
+def as_row(values: np.ndarray) -> Tensor:
+    """Return `values` [t] as a tensor [1, t]."""
+    return torch.from_numpy(values)[None]
 
-    Packs are kept by the room they have; the bits of `rooms` say which rooms exist, so that the smallest sufficient one
-    is the lowest set bit after a shift: 1M pieces take a few seconds.
+
+def cumulative(lengths: np.ndarray) -> Tensor:
+    """Return the borders of documents of `lengths` [documents], int32 [documents + 1], as packed attention
+    takes them.
+    """
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def position_ids(spans: np.ndarray) -> Tensor:
+    """Return positions that start at 0 in every document of `spans` [documents] tokens, int64 [1, t]."""
+    return as_row(np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans))
+
+
+def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the pack of each piece, int64 [pieces]: longest piece first, each into the fullest pack that has
+    room.
+
+    Packs are grouped by their room; bit r of `rooms` is set if some pack has room r. So the smallest
+    sufficient room is the lowest set bit after a shift, and 1M pieces take a few seconds.
     """
     order = np.argsort(-lengths, kind="stable")
     packs_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]

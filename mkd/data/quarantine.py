@@ -1,4 +1,4 @@
-"""Bad records: left out of a corpus up to a limit, and written down with their place; the rest of the data is intact."""
+"""Bad records: skipped up to a limit and listed with their place; the rest of the data is unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from mkd.errors import DataError, ErrorList, MkdError
 
 MAX_REPORTED_ERRORS = 10
-SHOWN_CHARACTERS = 80  # of a bad record, enough to find it by
+SHOWN_CHARACTERS = 80  # of a bad record, enough to find it
 
 
 class BadRecord(DataError):
@@ -22,8 +22,10 @@ class BadRecord(DataError):
         self.entry = dict(entry or {})
 
     @classmethod
-    def at(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
-        """What is wrong (`error`) with the raw record `row`, bytes or a row of a table, in `line` of the file at `path`."""
+    def from_row(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
+        """Return `error` of the raw record `row` (bytes, or a row of a table) with its place: `line` of the
+        file `path`.
+        """
         start = (
             row[: 4 * SHOWN_CHARACTERS].decode("utf-8", "backslashreplace")
             if isinstance(row, bytes)
@@ -33,18 +35,19 @@ class BadRecord(DataError):
         return cls(f"{path}:{line}: {error.what}", error.why, error.do, entry, code=error.code)
 
     @classmethod
-    def of_entry(cls, entry: Mapping) -> BadRecord:
+    def from_entry(cls, entry: Mapping) -> BadRecord:
+        """Return the bad record that a line of a quarantine file describes."""
         return cls(f"{entry['file']}:{entry['line']}: {entry['reason']}", entry=entry, code="bad-record")
 
-    def of_teacher(self, name: str) -> BadRecord:
-        """The same of the record in a teacher's tokens."""
+    def for_teacher(self, name: str) -> BadRecord:
+        """Return the same error, marked as raised by the tokenizer or template of the teacher `name`."""
         return BadRecord(
             f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name}, code=self.code
         )
 
 
 class Quarantine:
-    """The bad records of one corpus while it is built. The file appears with the first of them."""
+    """The bad records of one corpus while it is built. The file is created with the first one."""
 
     def __init__(self, path: Path, max_bad_records: int):
         self._path, self._limit = path, max_bad_records
@@ -53,7 +56,10 @@ class Quarantine:
         self.count = 0
 
     def add(self, errors: Sequence[MkdError]) -> None:
-        """Take what is wrong with the next records. An error that is no BadRecord, of a whole file, is never accepted."""
+        """Add the errors of the next records.
+
+        An error other than BadRecord, such as an unreadable file, is never allowed.
+        """
         if not errors:
             return
         records = [error for error in errors if isinstance(error, BadRecord)]
@@ -65,35 +71,42 @@ class Quarantine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the corpus is refused; what is read on is for further errors only."""
+        """Whether the corpus is refused; reading continues only to collect further errors."""
         return self._unreadable or self.count > self._limit
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no use in reading on."""
+        """Whether enough errors of a refused corpus are collected, so that reading can stop."""
         return self.is_over and len(self._first) >= MAX_REPORTED_ERRORS
 
     def close(self) -> None:
-        """Raises DataError, or ErrorList with the first ten, when there were more bad records than are allowed."""
+        """Raise DataError, or ErrorList with the first ten errors, if there were more bad records than
+        allowed.
+        """
         if self.is_over:
             raise _too_many(self._first, self.count, self._limit, self.is_full)
 
 
 def require_few(path: Path, count: int, max_bad_records: int) -> None:
-    """Raises what a build would have raised for a finished corpus with `count` bad records in the quarantine file `path`."""
+    """Raise the error of a build if a finished corpus has more bad records than allowed.
+
+    `path` is its quarantine file, `count` the number of records in it.
+    """
     if count > max_bad_records:
         raise _too_many(first_of(path), count, max_bad_records, stopped=False)
 
 
 def first_of(path: Path) -> list[BadRecord]:
-    """The first ten records of a quarantine file; none where there is no file."""
+    """Return the first ten records of a quarantine file; an empty list if the file does not exist."""
     with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        return [BadRecord.of_entry(json.loads(line)) for line in islice(file, MAX_REPORTED_ERRORS)]
+        return [BadRecord.from_entry(json.loads(line)) for line in islice(file, MAX_REPORTED_ERRORS)]
     return []
 
 
 def collect(paths: Iterable[Path], target: Path) -> int:
-    """Join the quarantine files that exist to `target`; without any bad record there is none. The number of records."""
+    """Write the lines of all existing quarantine files to `target` and return their number; no record, no
+    file.
+    """
     lines = [
         line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()
     ]
@@ -113,15 +126,15 @@ def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) 
     reading = ", where reading stopped" if stopped else ""
     total = DataError(
         f"{count} bad records{reading}: more than --max-bad-records {limit}",
-        "a corpus with holes is trained on only when that is wanted",
-        "repair the records, or raise --max-bad-records to leave them out",
+        "mkd trains on a corpus with records missing only if asked to",
+        "repair the records, or raise --max-bad-records to skip them",
         code="too-many-bad-records",
     )
     return ErrorList([*first, total] if count else list(first))
 
 
 def _shown(row: object) -> str:
-    """The values of a table's row that are given, as JSON as far as they are JSON."""
+    """Return the values of a table's row that are not None as JSON; other types as their repr."""
     if not isinstance(row, Mapping):
         return ""
     return json.dumps({key: value for key, value in row.items() if value is not None}, default=repr)

@@ -1,4 +1,4 @@
-"""Read the data flags: blends, and where a path leads."""
+"""The data flags: blends, splits, and whether a path is a raw file or a tokenised corpus."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mkd.errors import DataError, UsageError
 
 @dataclass(frozen=True)
 class Blend:
-    """Paths of corpora, and their weights if there are any."""
+    """Paths of corpora, and their weights if given."""
 
     paths: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
-    """`W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for what is neither."""
+    """Parse `W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for anything else."""
     values = [str(value) for value in values]
     if not values:
         raise UsageError(
@@ -51,12 +51,15 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
 
 
 def is_raw(path: str) -> bool:
-    """Whether a path is a file of records, to be tokenised; otherwise it is a prefix of a tokenised corpus."""
+    """Whether a path is a file of records to tokenise; otherwise it is the prefix of a tokenised corpus."""
     return Path(path).suffix in RAW_SUFFIXES
 
 
 def find_prefix(path: str, flag: str = "--data-path") -> str:
-    """The prefix of the tokenised corpus at `path` (with or without .bin). Raises DataError that says where was looked."""
+    """Return the prefix of the tokenised corpus at `path` (with or without .bin).
+
+    Raises DataError, which lists the paths tried, if there is none.
+    """
     candidates = [path, *(path.removesuffix(end) for end in (".bin", ".idx") if path.endswith(end))]
     for prefix in candidates:
         files = StoreFiles(prefix)

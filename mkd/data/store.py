@@ -1,4 +1,4 @@
-"""A tokenised corpus on disk: Megatron's `.bin/.idx`, with a loss mask and a description next to it."""
+"""A tokenised corpus on disk: Megatron's `.bin/.idx`, a loss mask and a description."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mkd.errors import DataError
 
 FORMAT_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
-SCAN_TOKENS = 1 << 24  # tokens that are looked at together where a whole corpus is scanned
+SCAN_TOKENS = 1 << 24  # tokens read at a time when a whole corpus is scanned
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,26 @@ class StoreFiles:
         return Path(self.prefix + ".idx")
 
     @property
-    def loss_mask(self) -> Path:  # uint8 per token; absent: every token may be predicted
+    def loss_mask(self) -> Path:  # uint8 per token; absent if every token counts
         return Path(self.prefix + ".loss_mask.bin")
 
     @property
-    def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs made
+    def meta(self) -> Path:  # JSON, written last; absent for corpora that other programs wrote
         return Path(self.prefix + ".meta.json")
 
     @property
-    def quarantine(self) -> Path:  # a line of JSON for each record that was left out; absent: there was none
+    def quarantine(self) -> Path:  # a line of JSON for each record that was skipped; absent if there was none
         return Path(self.prefix + ".quarantine.jsonl")
 
     @property
-    def in_order(self) -> tuple[Path, ...]:  # as they are put in place: what is looked for first comes last
+    def in_order(
+        self,
+    ) -> tuple[Path, ...]:  # the order of renaming: the file that readers look for comes last
         return self.quarantine, self.loss_mask, self.bin, self.idx, self.meta
 
 
 class TokenStore:
-    """Documents of a tokenised corpus, memory mapped. Pickling reopens the files."""
+    """The documents of a tokenised corpus, memory-mapped. Unpickling reopens the files."""
 
     def __init__(self, prefix: str, indexed: IndexedDataset, loss_mask: np.ndarray | None, meta: dict):
         self.prefix = prefix
@@ -66,7 +68,10 @@ class TokenStore:
 
     @classmethod
     def open(cls, prefix: str) -> TokenStore:
-        """The corpus PREFIX.bin, PREFIX.idx. Raises DataError if files are missing, damaged or do not fit together."""
+        """Open the corpus PREFIX.bin, PREFIX.idx.
+
+        Raises DataError if files are missing, damaged or inconsistent.
+        """
         files = StoreFiles(prefix)
         missing = [str(path) for path in (files.bin, files.idx) if not path.is_file()]
         if missing:
@@ -117,11 +122,11 @@ class TokenStore:
         return int(self.offsets[-1])
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids [n] int64, loss [n] uint8) of a document; loss[i] says that token i may be predicted."""
+        """Return (ids [n] int64, loss [n] uint8) of a document; loss[i] is 1 if token i counts as a label."""
         return self.read(index, 0, int(self.lengths[index]))
 
     def read(self, document: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `document`, for its tokens [offset, offset + length)."""
+        """Return the same as `document`, for its tokens [offset, offset + length)."""
         start = int(self.offsets[document]) + offset
         assert offset >= 0 and start + length <= self.offsets[document + 1], (
             "a read stays inside its document"
@@ -131,9 +136,9 @@ class TokenStore:
         return self._ids(start, length), np.array(self._loss_mask[start : start + length])
 
     def count_loss(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that may be predicted in the ranges [starts, starts + lengths) of corpus positions.
+        """Count the labels in the ranges [starts, starts + lengths) of corpus positions; int64 [ranges].
 
-        int64 [ranges]. Ranges are sorted and do not overlap; the mask is read once, in parts.
+        Ranges are sorted and do not overlap; the mask is read once, in parts.
         """
         if self._loss_mask is None:
             return lengths.astype(np.int64)
@@ -148,7 +153,10 @@ class TokenStore:
         return counts
 
     def check_token_range(self, vocab_size: int) -> None:
-        """Raises DataError for the first token id that is not in [0, vocab_size). Reads the corpus unless it is described."""
+        """Raise DataError for the first token id outside [0, vocab_size).
+
+        Read the corpus only if its description does not give the largest id.
+        """
         if self.meta.get("max_token_id", vocab_size) < vocab_size:
             return
         for start in range(0, self.num_tokens, SCAN_TOKENS):
@@ -159,13 +167,16 @@ class TokenStore:
                 raise self.out_of_range(document, int(ids[wrong]), vocab_size)
 
     def check_content(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Raises DataError for a file whose content is not what the description says. Reads all files, if there is one."""
+        """Raise DataError for a file whose content is not the described one.
+
+        Reads all files if there is a description.
+        """
         files, known = StoreFiles(self.prefix), self.meta.get("sha256", {})
         found = content_hashes(files, progress) if known else {}
         for end, digest in known.items():
             if found.get(end) != digest:
                 raise _damaged(
-                    Path(self.prefix + end), "its SHA-256 is not the one that was noted when it was written"
+                    Path(self.prefix + end), "its SHA-256 is not the one recorded when it was written"
                 )
 
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
@@ -177,13 +188,15 @@ class TokenStore:
         )
 
     def _ids(self, start: int, length: int) -> np.ndarray:
-        """A copy, int64 [length]: Megatron unmaps the file under the views that are left when a data set is deleted."""
+        """Return a copy, int64 [length], because Megatron unmaps the file under live views when it deletes a
+        data set.
+        """
         dtype = self._indexed.index.dtype
         return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
 
 
 def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """End of the name -> SHA-256 of the content, of the tokens, the index and the mask of a corpus."""
+    """Return suffix -> SHA-256 of the content, for the tokens, the index and the mask of a corpus."""
     paths = {
         path.name.removeprefix(Path(files.prefix).name): path
         for path in (files.bin, files.idx, files.loss_mask)
@@ -192,7 +205,7 @@ def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: Non
 
 
 def sha256_of_file(path: str | Path, progress: Callable[[], None] = lambda: None) -> str:
-    """`progress` is called for every block, and may raise."""
+    """Return the SHA-256 of a file; `progress` is called for every block, and may raise."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -202,7 +215,7 @@ def sha256_of_file(path: str | Path, progress: Callable[[], None] = lambda: None
 
 
 def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
-    """Position of the first id outside [0, vocab_size), None if there is none."""
+    """Return the position of the first id outside [0, vocab_size), None if there is none."""
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
         return None
     return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
@@ -221,7 +234,10 @@ def _read_meta(path: Path) -> dict:
 
 
 def _check_index(path: Path) -> None:
-    """Megatron's reader takes the numbers of the header on trust."""
+    """Check the header of an index, because Megatron's reader trusts it.
+
+    Raises DataError if it is damaged.
+    """
     with path.open("rb") as file:
         header = file.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
@@ -242,7 +258,9 @@ def _check_index(path: Path) -> None:
 
 
 def _check_pointers(path: Path, indexed: IndexedDataset) -> None:
-    """Sequences lie one after the other in the .bin, and documents are runs of them: what `TokenStore` relies on."""
+    """Check what `TokenStore` relies on: sequences are contiguous in the .bin, and documents are runs of
+    sequences.
+    """
     lengths, documents = indexed.sequence_lengths, indexed.document_indices
     if np.any(lengths < 0):
         raise _damaged(path, f"sequence {int(np.argmax(lengths < 0))} has {int(lengths.min())} tokens")

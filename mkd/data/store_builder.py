@@ -1,4 +1,4 @@
-"""Raw files to a tokenised corpus: what tools/preprocess_data.py and the token cache run."""
+"""Raw files to a tokenised corpus, for tools/preprocess_data.py and for the token cache."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.drafts import draft_name, remove_left_behind
-from mkd.data.encoding import EncodedChunk, encode_files
+from mkd.data.encoding import EncodedBatch, encode_files
 from mkd.data.quarantine import Quarantine, first_of
 from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
-RECORDS_VERSION = 3  # of what a file's records become
+RECORDS_VERSION = 3  # raise it when the same records become other tokens
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What a corpus holds."""
+    """The contents of a corpus, in numbers."""
 
     documents: int
     tokens: int
-    loss_tokens: int  # tokens that some other token of their document predicts with loss
+    loss_tokens: int  # labels that count: the first token of a document is never one
     max_token_id: int
-    bad_records: int = 0  # that were left out
-    kinds: tuple[str, ...] = ()  # of the records
+    bad_records: int = 0  # records that were skipped
+    kinds: tuple[str, ...] = ()  # kinds of the records
 
 
 def build_store(
@@ -46,13 +46,13 @@ def build_store(
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> StoreSummary:
-    """Tokenise raw files into the corpus PREFIX, and replace one that is there.
+    """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
-    Text records are joined to samples of at least `characters_per_sample` characters (None: each is a document). The bytes
-    do not depend on `workers` (processes; 0: this one). The files appear under their names only when all are complete; the
-    description, with `key` (see `cache_key`), comes last. Up to `max_bad_records` bad records are left out and listed in
-    PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList with the first ten. `progress` is called for every
-    chunk of records, and may raise.
+    Text records are joined to samples of at least `characters_per_sample` characters (None: each is a
+    document). The bytes do not depend on `workers` (processes; 0: this one). The files get their names only
+    when all are complete; the description, with `key` (see `cache_key`), comes last. Up to `max_bad_records`
+    bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList
+    with the first ten. `progress` is called for every batch of records, and may raise.
     """
     inputs = [str(path) for path in inputs]
     for path in inputs:
@@ -64,12 +64,12 @@ def build_store(
     with replaced_when_complete(files) as partial:
         with closing(
             encode_files(inputs, tokenizer, append_eod, workers, characters_per_sample, progress)
-        ) as chunks:
-            summary = _write_tokens(chunks, partial, tokenizer.vocab_size, max_bad_records)
+        ) as batches:
+            summary = _write_tokens(batches, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
             why = (
-                f"{summary.bad_records} bad records were left out, from these on"
+                f"{summary.bad_records} bad records were skipped, from these on"
                 if bad
                 else "there is nothing to train on"
             )
@@ -103,7 +103,7 @@ def cache_key(
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
-    """SHA-256 over the content of a raw file and all that decides its tokens."""
+    """Return the SHA-256 over the content of a raw file and all settings that decide its tokens."""
     return content_hash(
         [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path], progress
     )
@@ -112,34 +112,34 @@ def cache_key(
 def content_hash(
     settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None
 ) -> str:
-    """SHA-256 over `settings` (JSON) and the content of files; sizes and times of files say nothing."""
+    """Return the SHA-256 over `settings` (JSON) and the content of files; their names and times do not count."""
     files = [sha256_of_file(path, progress) for path in paths]
     return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
 
 def _write_tokens(
-    chunks: Iterable[EncodedChunk], files: StoreFiles, vocab_size: int, max_bad_records: int
+    batches: Iterable[EncodedBatch], files: StoreFiles, vocab_size: int, max_bad_records: int
 ) -> StoreSummary:
     """Write .bin, .idx and, unless it is all ones, the loss mask."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(vocab_size))
     documents = tokens = loss_tokens = unpredicted = 0
     max_token_id, kinds, quarantine = -1, set(), Quarantine(files.quarantine, max_bad_records)
     with builder.data_file, files.loss_mask.open("wb") as mask_file:
-        for chunk in chunks:
-            quarantine.add(chunk.errors)
+        for batch in batches:
+            quarantine.add(batch.errors)
             if quarantine.is_full:
                 break
-            stops = np.cumsum(chunk.lengths)
-            for start, stop in zip(stops - chunk.lengths, stops, strict=True):
-                builder.add_document(chunk.ids[start:stop], [int(stop - start)])
-            mask_file.write(chunk.loss.tobytes())
+            stops = np.cumsum(batch.lengths)
+            for start, stop in zip(stops - batch.lengths, stops, strict=True):
+                builder.add_document(batch.ids[start:stop], [int(stop - start)])
+            mask_file.write(batch.loss.tobytes())
             documents += len(stops)
-            tokens += chunk.ids.size
-            kinds |= chunk.kinds
-            starts = (stops - chunk.lengths)[chunk.lengths > 0]
-            loss_tokens += int(chunk.loss.sum(dtype=np.int64)) - int(chunk.loss[starts].sum(dtype=np.int64))
-            unpredicted += int((chunk.loss == 0).sum())
-            max_token_id = max(max_token_id, int(chunk.ids.max(initial=-1)))
+            tokens += batch.ids.size
+            kinds |= batch.kinds
+            starts = (stops - batch.lengths)[batch.lengths > 0]
+            loss_tokens += int(batch.loss.sum(dtype=np.int64)) - int(batch.loss[starts].sum(dtype=np.int64))
+            unpredicted += int((batch.loss == 0).sum())
+            max_token_id = max(max_token_id, int(batch.ids.max(initial=-1)))
     quarantine.close()
     builder.finalize(str(files.idx))
     if not unpredicted:
@@ -149,10 +149,10 @@ def _write_tokens(
 
 @contextmanager
 def replaced_when_complete(files: StoreFiles):
-    """Files under temporary names; when the block succeeds they take their names, when it fails they go.
+    """Give the block temporary file names; rename the files if it succeeds, remove them if it fails.
 
-    The old description and index go first and the new ones come last, so that no moment shows parts of two corpora as
-    one, nor a corpus without its mask. What earlier builders were killed over goes too.
+    The old description and index are removed first and the new ones come last. So readers never see parts of
+    two corpora as one, nor a corpus without its mask. Drafts of killed builders are removed too.
     """
     partial = replace(files, prefix=draft_name(files.prefix))
     try:

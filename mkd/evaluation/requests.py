@@ -153,7 +153,7 @@ class RequestPacks:
         if index >= len(self):
             nothing = np.zeros(0, dtype=np.int64)
             return RequestPack(pack, nothing, nothing, nothing)
-        documents = self._packs.of(index)
+        documents = self._packs.pieces_of(index)
         spans = self._spans[documents].copy()
         spans[-1] += self._seq_length - spans.sum()  # the tail of the pack is padding of its last document
         scored, lengths = [], []

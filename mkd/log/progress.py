@@ -36,7 +36,7 @@ def progress_line(
         *_optional(record, "top-1 agreement", "top1_agreement", ".4f"),
         f"grad norm: {record['grad_norm']:.3f}",
         f"number of skipped iterations: {record.get('skipped_iterations', 0):3d}",
-        f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # why iterations are skipped
+        f"number of nan iterations: {record.get('skipped_iterations', 0):3d}",  # the only reason to skip one
         *_optional(record, "loss spikes", "loss_spikes", "d"),
         *_optional(record, "teacher share", "teacher_share", ".3f"),
         *_optional(record, "tokens per second per GPU", "tokens_per_s_per_gpu", ".1f"),

@@ -51,7 +51,7 @@ class WandbWriter:
                 dir=str(folder),
                 config=dict(settings),
             )
-        except Exception as error:  # its own errors share no class, and none of them is mkd's
+        except Exception as error:  # wandb's errors share no base class
             what = f"W&B did not start: {_first_line(error)}"
             raise UsageError(
                 what,

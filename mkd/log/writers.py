@@ -25,7 +25,7 @@ class Writer(Protocol):
     """One destination of metrics."""
 
     def write(self, record: Record) -> None:
-        """Store one record, visible to readers on return."""
+        """Store one record so that readers see it on return."""
 
     def truncate_after(self, iteration: int) -> None:
         """Remove the records of later iterations: a run that resumes from `iteration` writes them again."""
@@ -161,8 +161,8 @@ class MetricLogger:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
             raise MkdError(
                 what,
-                "a run whose figures are lost cannot be judged",
-                "make room, and start it again",
+                "a run without its metrics cannot be judged",
+                "free disk space, and start the run again",
                 code="metrics-not-written",
             ) from error
 

@@ -84,7 +84,7 @@ def place_beside(
     """Put the rows of the teacher's head where the student has the same tokens; None where no head is."""
     if not teacher.post_process:
         return None
-    slots = TeacherSlots.build(
+    slots = TeacherSlots.from_relation(
         own.relation,
         student_rows,
         teacher.shape.vocab_size,
@@ -92,7 +92,7 @@ def place_beside(
         student_vocab_size=student.shape.vocab_size,
     )
     teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
-    vocabulary = ChunkVocabulary.build(
+    vocabulary = ChunkVocabulary.from_slots(
         slots,
         student.shape.vocab_size,
         context.tp_rank,

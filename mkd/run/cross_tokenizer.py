@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mkd.config.schema import Config, XTokenConfig
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.operations.folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.run.model_source import ModelSource

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from mkd.run.model_source import ModelSource
 
 READ_BYTES = 1 << 22
+DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
+    "seq_length": ("--seq-length", "it is the length of a pack"),
+    "pack": ("--pack", "it decides which documents share a pack"),
+    "overlong": ("--overlong", "it decides how long documents are cut"),
+    "append_eod": ("--append-eod or --no-append-eod", "it decides whether documents end with EOS"),
+    "document_multiple": (
+        "--context-parallel-size",
+        "documents are padded to multiples of 2 x --context-parallel-size (1 without context parallelism)",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -105,12 +115,14 @@ def _differences(
             )
         )
     for name, value in data_settings(config).items():
-        if meta.data.get(name) != value:
+        exported = meta.data.get(name)
+        if exported != value:
+            flag, why = DATA_FLAGS[name]
             problems.append(
                 DataError(
-                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {meta.data.get(name)}",
-                    "the teacher would have seen other packs than the student",
-                    "use the setting of the export, or export again into another folder",
+                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}",
+                    f"{why}, so the student's packs would differ from those that the teacher saw",
+                    f"use the {flag} of the export, or export again into another folder",
                     code="teacher-cache-setting-differs",
                 )
             )

@@ -1,4 +1,4 @@
-"""Conversations to ids and loss masks through a model's own chat template."""
+"""Conversations to ids and loss masks through a model's chat template."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
 @dataclass(frozen=True)
 class Turn:
-    """Where an assistant message is in the rendered conversation, in bytes."""
+    """The place of an assistant message in the rendered conversation, in bytes."""
 
-    message: int  # its number
+    message: int  # number of the message in the conversation
     start: int  # end of the generation prompt
-    content_end: int
-    end: int  # with the end-of-turn token; content_end if there is none
+    content_end: int  # end of the content
+    end: int  # end of the end-of-turn token; content_end if there is none
 
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation under a chat template."""
+    """A conversation rendered by a chat template and encoded."""
 
     encoded: EncodedText  # control tokens have spans too: the template wrote them as text
     data: bytes  # the rendered conversation
-    turns: tuple[Turn, ...]  # the assistant's
+    turns: tuple[Turn, ...]  # the assistant's turns
 
 
-def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """(ids, loss mask) of a conversation under the chat template of the fast transformers tokenizer `hf`.
+def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+    """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
-    The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a character
-    of an assistant turn, from the end of its generation prompt through its end-of-turn token.
-    Raises DataError when the template refuses the conversation, or when no method tells its assistant turns apart.
+    The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
+    character of an assistant turn, from the end of its generation prompt through its end-of-turn token.
+    Raises DataError if the template refuses the conversation, or if its assistant turns cannot be found.
     """
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)
@@ -54,18 +54,17 @@ def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[in
         return encoding.ids, marked["assistant_masks"]
     raise DataError(
         f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
-        "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
+        "the chat template rewrites assistant turns, and has no {% generation %} marks around them",
         "add {% generation %} marks to the template, or write the record as prompt and completion",
         code="chat-turn-not-found",
     )
 
 
-def encode_turns(
-    hf: Any, messages: Sequence[Mapping[str, Any]], pieces: Sequence[bytes | None]
-) -> EncodedChat:
-    """The conversation with the places of its assistant turns; `pieces`: what each id spells, control tokens included.
+def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]) -> EncodedChat:
+    """Encode the conversation and locate its assistant turns.
 
-    Raises DataError when the template refuses the conversation, or when its assistant turns cannot be found.
+    `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
+    refuses the conversation, or if its assistant turns cannot be found.
     """
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)
@@ -74,7 +73,7 @@ def encode_turns(
     if len(spans) < len(turns):
         raise DataError(
             f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
-            "the chat template rewrites assistant turns, so that it is not known which tokens are an answer's text",
+            "the chat template rewrites assistant turns, so that the tokens of an answer are not known",
             "use a template that keeps them, or write the record as prompt and completion",
             code="chat-turn-not-found",
         )
@@ -88,8 +87,8 @@ def encode_turns(
     return EncodedChat(encoded, data, tuple(named))
 
 
-def end_of_turn(hf: Any) -> str | None:
-    """The control token that closes an assistant turn in the chat template of `hf`, if there is one."""
+def end_of_turn(hf) -> str | None:
+    """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
     try:
         text = _render(hf, messages)
@@ -101,14 +100,12 @@ def end_of_turn(hf: Any) -> str | None:
 
 def _encode_rendered(hf: Any, text: str) -> Any:
     backend = hf.backend_tokenizer
-    backend.encode_special_tokens = False  # the control tokens of the template are control tokens
+    backend.encode_special_tokens = False  # control tokens in the template become control tokens
     return backend.encode(text, add_special_tokens=False)
 
 
-def _find_turns(
-    hf: Any, messages: Sequence[Mapping[str, Any]], text: str
-) -> dict[int, tuple[int, int, int] | None]:
-    """Number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
+def _find_turns(hf, messages: Sequence[Mapping], text: str) -> dict[int, tuple[int, int, int] | None]:
+    """Return number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
 
@@ -117,18 +114,18 @@ def _first_hidden(turns: Mapping[int, tuple[int, int, int] | None]) -> int:
     return 1 + next(turn for turn, span in turns.items() if span is None)
 
 
-def _turn_span(
-    hf: Any, messages: Sequence[Mapping[str, Any]], turn: int, text: str
-) -> tuple[int, int, int] | None:
-    """(start, end of the content, end) in characters of `text` of what the assistant wrote in message `turn`.
+def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:
+    """Return (start, end of the content, end) of message `turn`, an assistant's, in characters of the
+    rendered `text`.
 
-    The end-of-turn token, if there is one, lies between the two ends. None if the template hides the turn.
+    The end-of-turn token, if there is one, lies between the two ends. Return None if the template hides the
+    turn.
 
-    The conversation is rendered again with a placeholder as the content of this one turn. What comes after the
-    placeholder must be the tail of `text`, and that gives the end of the turn in place, whatever the template does to
-    earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of the generation
-    prompt, because that is where generation starts; where a template has none, or prompts with more than it keeps, it
-    is what comes before the placeholder.
+    The conversation is rendered again with a placeholder as the content of this one turn. The text after the
+    placeholder must be the tail of `text`; this gives the end of the turn, whatever the template does to
+    earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of the
+    generation prompt, where generation starts. If the template has no prompt, or its prompt is longer than
+    what it keeps, the start is the place of the placeholder.
     """
     placeholder = "assistantturn"
     while placeholder in text:
@@ -144,8 +141,10 @@ def _turn_span(
     return None
 
 
-def _end_of_turn_length(hf: Any, after: str) -> int:
-    """Characters from the end of a turn's content through the control token that closes it; 0 if none follows."""
+def _end_of_turn_length(hf, after: str) -> int:
+    """Count the characters from the end of a turn's content through the control token that closes it; 0
+    without one.
+    """
     blank = len(after) - len(after.lstrip())
     tokens = (token.content for token in hf.added_tokens_decoder.values())
     closing = max((token for token in tokens if after.startswith(token, blank)), key=len, default=None)
@@ -153,7 +152,9 @@ def _end_of_turn_length(hf: Any, after: str) -> int:
 
 
 def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
-    """1 for the tokens between the first and the last that touch a span. Offsets that leave out blanks do no harm."""
+    """Return 1 for the tokens between the first and the last that touch a span, so that offsets may exclude
+    blanks.
+    """
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
@@ -161,8 +162,8 @@ def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int
     return mask.tolist()
 
 
-def _generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """What a model would be given to write the next turn; None where the template has no prompt, or refuses one here."""
+def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
+    """Return the prompt for the next turn; None if the template has no prompt, or refuses one here."""
     if not messages:
         return None
     try:

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model's folder holds a tokenizer: transformers makes up an empty one where there is none."""
+    """Whether a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
     return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -41,8 +41,11 @@ class _Style:
     byte_tokens: bool  # <0xNN> is a byte
 
     @classmethod
-    def of(cls, tokenizer: Mapping[str, Any]) -> _Style:
-        """The style of a parsed tokenizer.json, told by its decoder. Raises UsageError for any other than these two."""
+    def from_parsed(cls, tokenizer: Mapping) -> _Style:
+        """Return the style of a parsed tokenizer.json, told by its decoder.
+
+        Raises UsageError for any other style.
+        """
         decoder = tokenizer["decoder"] or {"type": "none"}
         steps = decoder.get("decoders", [decoder])
         types = [step["type"] for step in steps]
@@ -66,8 +69,11 @@ class _Style:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A fast transformers tokenizer, called through its Rust backend: single texts start no thread pool,
-    which would make every later fork of a data loader worker print a warning."""
+    """A fast transformers tokenizer, called through its Rust backend.
+
+    A single text then starts no thread pool, after which every fork of a data loader worker would print a
+    warning.
+    """
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
@@ -124,10 +130,9 @@ class HuggingFaceTokenizer(Tokenizer):
         unknown = None if unknown_token is None else self.vocabulary.get(unknown_token)
         closing = end_of_turn(hf) if hf.chat_template else None
         ids |= {
-            "unk": None
-            if unknown in ids.values()
-            else unknown,  # byte-level BPE never emits it, and names any token for it
-            "end_of_turn": None if closing is None else self.vocabulary.get(closing),
+            # byte-level BPE never emits UNK, and may name any other token for it
+            "unk": None if unknown in ids.values() else unknown,
+            "end_of_turn": self.vocabulary.get(closing),
         }
         return {role: i for role, i in ids.items() if i is not None}
 
@@ -157,16 +162,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _style(self) -> _Style:
-        return _Style.of(json.loads(self._backend.to_str()))
+        return _Style.from_parsed(json.loads(self._backend.to_str()))
 
     @cached_property
     def _pieces(self) -> tuple[bytes | None, ...]:
-        """[vocab_size]: what each id spells, control tokens included; None for unused ids."""
+        """Bytes that each id spells, [vocab_size], control tokens included; None for unused ids."""
         pieces: list[bytes | None] = [None] * self.vocab_size
         for string, i in self.vocabulary.items():
             pieces[i] = string.encode() if string in self.special_tokens else self._style.bytes_of(string)
         if self.roles.get("unk") is not None:
-            pieces[self.roles["unk"]] = None  # it stands for other bytes every time
+            pieces[self.roles["unk"]] = None  # it stands for different bytes every time
         return tuple(pieces)
 
     @cached_property
@@ -185,6 +190,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_hugging_face(model: str) -> Tokenizer:
+    """Load a tokenizer from a folder or a hub id. Raises UsageError if it cannot be loaded."""
     if Path(model).is_dir() and not has_tokenizer(model):
         raise UsageError(
             f"{model} holds no tokenizer",
@@ -204,8 +210,8 @@ def load_hugging_face(model: str) -> Tokenizer:
     return HuggingFaceTokenizer(require_fast(hf, model))
 
 
-def require_fast(hf: Any, name: str) -> Any:
-    """`hf`. Raises UsageError, which calls it `name`, when it is not a fast tokenizer."""
+def require_fast(hf, name: str):
+    """Return `hf`. Raises UsageError, which calls it `name`, if it is not a fast tokenizer."""
     if not hf.is_fast:
         raise UsageError(
             f"{name}: {type(hf).__name__} is not a fast tokenizer",

@@ -1,4 +1,4 @@
-"""The tokenizer that a configuration names."""
+"""The tokenizer that a flag or a path names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 
 def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type` and `--tokenizer-model`.
+    """Load the tokenizer of `--tokenizer-type` and `--tokenizer-model`.
 
-    The model is a local folder, a Hugging Face id, a `.model` or a `.tiktoken` file. Code that comes with a model is never
-    run. Raises UsageError when it cannot be loaded.
+    The model is a local folder, a Hugging Face id, a `.model` or a `.tiktoken` file. Code that comes with a
+    model is never run. Raises UsageError if the tokenizer cannot be loaded.
     """
     loaders = {
         "HuggingFaceTokenizer": load_hugging_face,
@@ -34,9 +34,10 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
 
 
 def open_tokenizer(source: Tokenizer | PreTrainedTokenizerBase | str | Path) -> Tokenizer:
-    """The tokenizer that `source` is, wraps (a fast transformers tokenizer) or names (a path, told by its kind; a hub id).
+    """Return the tokenizer `source`, or wrap a fast transformers tokenizer, or load a path or hub id.
 
-    Raises UsageError when it cannot be loaded or is not a fast tokenizer.
+    The kind of a path is told by its name. Raises UsageError if it cannot be loaded or is not a fast
+    tokenizer.
     """
     if isinstance(source, Tokenizer):
         return source

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from functools import cache
 
-METASPACE = "\u2581"  # what SentencePiece writes for a blank
+METASPACE = "\u2581"  # SentencePiece's character for a blank
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 VALID_OR_ONE_BYTE = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
 
 
 @cache
 def byte_characters() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (GPT-2's table): printable Latin-1 stands for itself, the rest for U+0100 and on."""
+    """Return character -> byte of byte-level BPE (GPT-2's table).
+
+    Printable Latin-1 characters stand for their bytes; U+0100 and on stand for the other bytes.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -20,22 +23,27 @@ def byte_characters() -> dict[str, int]:
 
 @cache
 def characters_of_bytes() -> dict[int, str]:
-    """Byte -> character of byte-level BPE."""
+    """Return byte -> character of byte-level BPE."""
     return {byte: character for character, byte in byte_characters().items()}
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """The bytes of a token of byte-level BPE. A string with other characters stands for itself."""
+    """Return the bytes of a token of byte-level BPE.
+
+    A string with other characters stands for its UTF-8 bytes.
+    """
     table = byte_characters()
     return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
 
 
 def metaspace_bytes(piece: str, is_byte: bool) -> bytes:
-    """The bytes of a token in SentencePiece's writing; `is_byte`: the token is one byte, written <0xNN>."""
+    """Return the bytes of a token in SentencePiece's writing; with `is_byte` the token is one byte, written
+    <0xNN>.
+    """
     return bytes.fromhex(piece[3:5]) if is_byte else piece.replace(METASPACE, " ").encode()
 
 
 def split_valid(fragment: bytes) -> list[str | bytes]:
-    """`fragment` as runs of UTF-8 text (str), and each other byte alone (bytes)."""
+    """Split `fragment` into runs of UTF-8 text (str) and single other bytes (bytes)."""
     runs = VALID_OR_ONE_BYTE.findall(fragment.decode("utf-8", "surrogateescape"))
     return [run.encode("utf-8", "surrogateescape") if "\udc80" <= run[0] <= "\udcff" else run for run in runs]

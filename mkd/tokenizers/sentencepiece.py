@@ -18,7 +18,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` file. It configures no BOS, so none is added."""
+    """A SentencePiece `.model` file. Its configuration has no BOS, so none is added."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor):
         self._processor = processor
@@ -72,7 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _inner(self) -> sentencepiece.SentencePieceProcessor:
-        """The same model for the middle of a text: no blank is put before it, none is removed."""
+        """The same model for the middle of a text: it adds no blank before the text and removes none."""
         model = sentencepiece_model_pb2.ModelProto()
         model.ParseFromString(self._processor.serialized_model_proto())
         model.normalizer_spec.add_dummy_prefix = False
@@ -96,6 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_sentencepiece(model: str) -> Tokenizer:
+    """Load a `.model` file. Raises UsageError if it cannot be loaded."""
     if not Path(model).is_file():
         raise UsageError(
             f"--tokenizer-model {model} is not a file",

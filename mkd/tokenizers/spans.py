@@ -1,4 +1,4 @@
-"""Which bytes of a text each of its tokens stands for."""
+"""The bytes of a text that each of its tokens stands for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mkd.errors import DataError
 class EncodedText:
     """The tokens of a text, and the bytes [start, end) of `text.encode("utf-8")` that each stands for.
 
-    Spans follow each other without gaps or overlaps. Tokens that cannot be told apart in the text share one span: pieces
-    of a character that the tokenizer changed, a blank put before the text with the token after it. A token that stands
-    for no text (BOS, EOS) has start == end == -1.
+    Spans are contiguous and do not overlap. Tokens that cannot be told apart in the text share a span: pieces
+    of a character that the tokenizer changed, or a blank that it put before the text and the next token. A
+    token that stands for no text (BOS, EOS) has start == end == -1.
     """
 
     ids: np.ndarray  # [n] int64
@@ -28,7 +28,7 @@ class EncodedText:
 
 
 def utf8(text: str) -> bytes:
-    """The bytes of `text`. Raises DataError where it has none."""
+    """Return the UTF-8 bytes of `text`. Raises DataError if it has none."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -43,17 +43,16 @@ def utf8(text: str) -> bytes:
 def locate(
     ids: Sequence[int],
     in_text: np.ndarray,  # [n] bool, False for tokens that the tokenizer added around the text
-    pieces: Sequence[bytes | None],  # [vocab_size], what each id spells
+    pieces: Sequence[bytes | None],  # [vocab_size], the bytes that each id spells
     data: bytes,  # the text
-    offsets: Callable[
-        [], np.ndarray
-    ],  # -> [n, 2] int64, bytes: where the tokenizer's library says that its tokens are
+    offsets: Callable[[], np.ndarray],  # -> [n, 2] int64, spans in bytes according to the tokenizer's library
 ) -> EncodedText:
-    """The tokens with their spans.
+    """Return the tokens with their spans.
 
-    Where the pieces join to exactly the text, they are the spans, even inside a character; so they are where only blanks were
-    added, as SentencePiece does before the text and after control tokens. Else (a normalizer changed the text, or a token
-    spells no known bytes) the library's offsets decide, and tokens that they do not separate share a span.
+    If the pieces join to exactly the text, they give the spans, even inside a character. They also do if only
+    blanks were added, as SentencePiece does before the text and after control tokens. Otherwise (a normalizer
+    changed the text, or a token spells no known bytes) the library's offsets give the spans, and tokens that
+    they do not separate share one.
     """
     ids = np.asarray(ids, dtype=np.int64)
     starts, ends = np.full((2, len(ids)), -1, dtype=np.int64)
@@ -68,16 +67,17 @@ def locate(
 
 
 def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[n, 2] int64: offsets in characters of `text` -> offsets in its bytes."""
+    """Convert offsets in characters of `text` to offsets in its bytes, int64 [n, 2]."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     sizes = 1 + (code_points >= 0x80).astype(np.int64) + (code_points >= 0x800) + (code_points >= 0x10000)
     return np.append(0, np.cumsum(sizes))[np.asarray(offsets, dtype=np.int64).reshape(-1, 2)]
 
 
 def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first token of each group and the end of the last one [g + 1], start [g], end [g] in bytes), int64.
+    """Group the tokens that share a span; tokens that stand for no text are in no group.
 
-    A group is the tokens of one span; tokens that stand for no text are in none.
+    Return (first token of each group and the end of the last one [g + 1], start [g] and end [g] in bytes),
+    int64.
     """
     inside = np.flatnonzero(encoded.ends > 0)  # neither -1 nor the empty span of tokens of an empty text
     ends = encoded.ends[inside]
@@ -86,10 +86,12 @@ def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return tokens, encoded.starts[inside][last], ends[last]
 
 
-def _from_pieces(pieces: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
-    """Ends [n] int64 of pieces that spell the text, but for a blank before some of them; None where they spell another."""
-    parts = [piece for piece in pieces if piece is not None]
-    if len(parts) < len(pieces):
+def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
+    """Return the ends [n] int64 of pieces that spell the text, apart from a blank before some of them.
+
+    Return None if they spell another text.
+    """
+    if None in parts:
         return None
     ends = np.cumsum([len(part) for part in parts])
     joined = b"".join(parts)
@@ -109,11 +111,11 @@ def _from_pieces(pieces: Sequence[bytes | None], data: bytes) -> np.ndarray | No
 def _from_offsets(
     offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ends [n] int64, closed [n] bool: nothing after the token reaches back over its end).
+    """Return (ends [n] int64, closed [n] bool: whether no later token reaches back over this token's end).
 
-    Characters that no token claims belong to the token before them: a normalizer composed them with its last character, or
-    dropped them. Blanks belong to the token after them; but where the token before them ends with a blank they may be its
-    own, cut off by the library (`trim_offsets`), so that its end is not known.
+    Characters that no token claims belong to the token before them: a normalizer composed them with its last
+    character, or dropped them. Blanks belong to the token after them. But if the token before them ends with
+    a blank, they may belong to it, cut off by the library (`trim_offsets`), so that its end is unknown.
     """
     last = np.maximum.accumulate(offsets[:, 1])
     following = np.append(np.minimum.accumulate(offsets[::-1, 0])[::-1][1:], len(data))
@@ -128,7 +130,10 @@ def _from_offsets(
 
 
 def _shared(last: np.ndarray, closed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) [n] int64: a span ends at each closed token. Tokens of no width share the span of the next one."""
+    """Return (starts, ends) [n] int64: a span ends at each closed token.
+
+    A token of no width shares the next one's span.
+    """
     cuts = np.flatnonzero(closed & (last < last[-1]))
     cuts = np.append(cuts[np.diff(last[cuts], prepend=0) > 0], len(last) - 1)
     sizes = np.diff(cuts, prepend=-1)

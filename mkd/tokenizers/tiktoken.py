@@ -1,4 +1,4 @@
-"""Rank files of tiktoken (`*.tiktoken`): byte-level BPE without special tokens of its own."""
+"""Rank files of tiktoken (`*.tiktoken`): byte-level BPE; the file lists no special tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What a rank file leaves out (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
+    """What a rank file does not contain (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
 
     pattern: str
     special: Mapping[str, int]
@@ -51,7 +51,7 @@ ENCODINGS = {
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken encoding. It configures no BOS, so none is added; <|endoftext|> is EOS."""
+    """A tiktoken encoding. It has no BOS, so none is added; <|endoftext|> is EOS."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
@@ -73,7 +73,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
-        """Tokens that are not UTF-8 are written with lone surrogates for their bytes."""
+        """String -> id; tokens that are not UTF-8 are written with lone surrogates for their bytes."""
         ordinary = {
             piece.decode("utf-8", "surrogateescape"): i for i, piece in enumerate(self.token_bytes) if piece
         }
@@ -117,7 +117,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_tiktoken(model: str) -> Tokenizer:
-    """The tokenizer of a rank file, told by its name. Raises UsageError when it cannot be loaded."""
+    """Load the tokenizer of a rank file, told by its name. Raises UsageError if it cannot be loaded."""
     name = Path(model).name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
         raise UsageError(

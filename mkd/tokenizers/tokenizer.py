@@ -1,4 +1,4 @@
-"""The interface of a tokenizer: text to ids and back, and what its tokens are in bytes."""
+"""The interface of a tokenizer: text to ids and back, and the bytes of its tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
@@ -15,39 +14,46 @@ from mkd.tokenizers.spans import EncodedText
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Instances can be pickled, so that worker processes get the very same tokenizer."""
+    """Text to ids and back.
 
-    eos_id: int | None  # None when the tokenizer has no end-of-sequence token
-    pad_id: int  # what fills packs: the tokenizer's padding token, else EOS, else 0
-    has_chat_template: bool = False  # so that conversations can become ids
+    Instances are picklable, so that worker processes get exactly the same tokenizer.
+    """
+
+    eos_id: int | None  # None if the tokenizer has no end-of-sequence token
+    pad_id: int  # the id that fills packs: the tokenizer's padding token, else EOS, else 0
+    has_chat_template: bool = False  # whether conversations can become ids
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of one document: BOS only where the tokenizer's own configuration adds it.
+        """Return the ids of one document, with BOS only if the tokenizer's configuration adds it.
 
-        Control tokens spelled out in `text` stay plain text as far as the library can do that.
+        Control tokens spelled out in `text` stay plain text, as far as the library supports that.
         """
 
     @abstractmethod
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of text that follows other text: as `encode`, never with BOS or EOS."""
+        """Return the ids of text that follows other text: as `encode`, but never with BOS or EOS."""
 
     @abstractmethod
     def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
-        """The ids of `encode` (or of `encode_continuation`) with the bytes of `text` that each stands for.
+        """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each stands
+        for.
 
-        Raises DataError for a text that has no UTF-8 form, UsageError for a tokenizer whose tokens have no known bytes.
+        Raises DataError for a text without a UTF-8 form, UsageError for a tokenizer whose tokens have no
+        known bytes.
         """
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        """(ids of the template, loss mask): 1 on assistant turns and their end-of-turn token, 0 elsewhere.
+    def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+        """Return (ids, loss mask) of a conversation: 1 on assistant turns and their end-of-turn token, 0
+        elsewhere.
 
         Raises DataError for a conversation that the template refuses or that cannot be masked.
         """
         raise no_chat_template()
 
-    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        """The conversation under the tokenizer's chat template, with the place of each assistant turn.
+    def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
+        """Render and encode the conversation with the tokenizer's chat template, and locate each assistant
+        turn.
 
         Raises DataError for a conversation that the template refuses, or whose assistant turns it hides.
         """
@@ -55,44 +61,51 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens included."""
+        """Return the text of `ids`, control tokens included."""
 
     @property
     @abstractmethod
     def vocabulary(self) -> Mapping[str, int]:
-        """Every string of the tokenizer, added and control tokens included -> its id."""
+        """String -> id for every token, added and control tokens included."""
 
     @property
     @abstractmethod
     def special_tokens(self) -> frozenset[str]:
-        """Strings that were added to the base vocabulary or only steer the model."""
+        """Strings that were added to the base vocabulary, and control tokens."""
 
     @property
     @abstractmethod
     def token_bytes(self) -> tuple[bytes | None, ...]:
-        """[vocab_size]: what each id adds to a text in the middle of it; None for ids that stand for no text.
+        """Bytes that each id adds in the middle of a text, [vocab_size]; None for ids that stand for no text.
 
-        Those are control, special, unknown and unused ids. Raises UsageError where the bytes cannot be known.
+        Control, special, unknown and unused ids stand for no text. Raises UsageError if the bytes cannot be
+        known.
         """
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, int]:
-        """The ids of "bos", "eos", "pad", "unk" and "end_of_turn" (what closes an assistant turn), those that exist."""
+        """Role -> id for the existing ones of "bos", "eos", "pad", "unk" and "end_of_turn" (closes an
+        assistant turn).
+        """
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides the ids of a text or of a conversation; the key of token caches."""
+        """SHA-256 over everything that decides the ids of a text or of a conversation; the key of token
+        caches.
+        """
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        """Ids that `fragment` may become in the middle of a text, likeliest first; `spell` checks them."""
+        """Yield ids that `fragment` may become in the middle of a text, likeliest first; `spell` checks them."""
 
     def spell(self, fragment: bytes) -> tuple[int, ...] | None:
-        """The ids that `fragment` becomes in the middle of a text; their `token_bytes` join to exactly it.
+        """Return the ids that `fragment` becomes in the middle of a text; their `token_bytes` join to exactly
+        it.
 
-        None where there are none: half a character in a tokenizer without bytes as tokens, an empty fragment.
+        Return None if there are none: for half a character in a tokenizer without byte tokens, or an empty
+        fragment.
         """
         for ids in self.spellings(fragment) if fragment else ():
             pieces = [piece for piece in (self.token_bytes[i] for i in ids) if piece is not None]
@@ -102,7 +115,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def vocab_size(self) -> int:
-        """Largest id + 1: the rows that an embedding needs at least."""
+        """Largest id + 1: the least number of rows of an embedding."""
         return max(self.vocabulary.values()) + 1
 
     @cached_property
@@ -112,10 +125,12 @@ class Tokenizer(ABC):
         return sha256_of(base)
 
     def vocabulary_difference(self, other: Tokenizer) -> str | None:
-        """None if ids mean the same to both, else one line that names the first differences.
+        """Return None if ids mean the same in both tokenizers, else one line that names the first
+        differences.
 
-        A string that both know must have one id, and a base string of one must be known to the other. Additional
-        special tokens, padding and chat templates do not count: models of one family differ in them.
+        A string that both know must have the same id in both, and each must know every base string of the
+        other. Additional special tokens, padding and chat templates may differ, as they do between models of
+        one family.
         """
         mine, theirs = self.vocabulary, other.vocabulary
         differing = [
@@ -137,7 +152,7 @@ class Tokenizer(ABC):
 
 
 def no_chat_template() -> DataError:
-    """The error of a conversation that meets a tokenizer without chat template."""
+    """Return the error for a conversation if the tokenizer has no chat template."""
     return DataError(
         "the tokenizer has no chat template",
         "a record with messages needs one to become tokens",
@@ -147,8 +162,8 @@ def no_chat_template() -> DataError:
     )
 
 
-def sha256_of(content: object) -> str:
-    """SHA-256 of content that JSON can write."""
+def sha256_of(content) -> str:
+    """Return the SHA-256 of content that JSON can write."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.vocabulary.relation import VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
 from tests.tokenizers.trained import train_hf_tokenizer
 from tests.xtoken.small_tokenizers import JAPANESE, SOURCE, byte_level
 
@@ -20,7 +20,7 @@ LINES = [line for line in SOURCE.splitlines() if line.strip()]
 
 @cache
 def relation(teacher: Tokenizer) -> VocabularyRelation:
-    return relate(STUDENT, teacher)
+    return build_relation(STUDENT, teacher)
 
 
 def chat_tokenizer(vocab_size: int) -> Tokenizer:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.data.encoding import ROWS_PER_CHUNK, WORKER_BYTES, encode_files, useful_workers
+from mkd.data.encoding import RECORDS_PER_BATCH, WORKER_BYTES, encode_files, useful_workers
 
 
 def joined(chunks):
@@ -22,13 +22,15 @@ def joined(chunks):
 
 
 def test_order_and_errors_do_not_depend_on_workers(tokenizer, write_jsonl):
-    first = write_jsonl("a.jsonl", *({"text": f"fox {i} " * (i % 7)} for i in range(3 * ROWS_PER_CHUNK + 5)))
+    first = write_jsonl(
+        "a.jsonl", *({"text": f"fox {i} " * (i % 7)} for i in range(3 * RECORDS_PER_BATCH + 5))
+    )
     second = write_jsonl("b.jsonl", *({"prompt": f"{i}", "completion": "dog"} for i in range(9)), b"{")
     alone, errors = joined(encode_files([first, second], tokenizer, True))
     state = torch.get_rng_state()
     shared, shared_errors = joined(encode_files([first, second], tokenizer, True, workers=2))
     assert all(np.array_equal(a, b) for a, b in zip(alone, shared, strict=True))
-    assert len(alone[2]) == 3 * ROWS_PER_CHUNK + 14
+    assert len(alone[2]) == 3 * RECORDS_PER_BATCH + 14
     assert errors == shared_errors and errors[0].startswith(f"{second}:10: not valid JSON")
     assert torch.equal(state, torch.get_rng_state())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mkd.data import documents, joining
+from mkd.data import documents, encoding
 from mkd.data.dataset import PackedDataset
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
@@ -84,7 +84,7 @@ def test_20_mb_of_one_letter_take_seconds_and_little_memory(huge, hf_dir, tmp_pa
 def test_a_huge_text_becomes_documents_that_join_to_it(
     kind, write_jsonl, hf_dir, spm_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(joining, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 1000)
     models = {"HuggingFaceTokenizer": hf_dir, "SentencePieceTokenizer": spm_file}
     tokenizer = load_tokenizer(kind, models.get(kind) or str(write_ranks(tmp_path)))
     path = write_jsonl("long.jsonl", {"text": "a fox, " * 300})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from mkd.data import joining
-from mkd.data.joining import cut_texts, join_texts
+from mkd.data import encoding
+from mkd.data.encoding import cut_texts, join_texts
 
 
 def rows_of(*texts):
@@ -39,7 +39,7 @@ def test_other_records_pass_and_end_a_sample():
 
 
 def test_huge_texts_are_cut_where_it_hurts_least(monkeypatch):
-    monkeypatch.setattr(joining, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 10)
     rows = rows_of("0123456789", "one\ntwo four six", "one two four six", "x" * 25, "\u4f60" * 12)
     cut = [
         (number, row["text"] if isinstance(row, dict) else json.loads(row)["text"])
@@ -62,7 +62,7 @@ def test_huge_texts_are_cut_where_it_hurts_least(monkeypatch):
 
 
 def test_other_huge_records_pass(monkeypatch):
-    monkeypatch.setattr(joining, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(encoding, "MAX_CHARACTERS", 10)
     others = [
         b'{"prompt": "p", "completion": "c"}',
         b'{"text": "not closed',

@@ -6,8 +6,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
-from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
+from mkd.data.packing import (
+    as_row,
+    cumulative,
+    cut_documents,
+    pack_pieces,
+    padded_lengths,
+    position_ids,
+)
 
 
 def rows(pieces):
@@ -100,3 +108,10 @@ def test_a_hundred_thousand_documents_take_a_second():
 def test_padded_lengths():
     assert padded_lengths(np.array([1, 4, 5]), 4).tolist() == [4, 4, 8]
     assert padded_lengths(np.array([1, 4, 5]), 1).tolist() == [1, 4, 5]
+
+
+def test_rows_of_documents():
+    spans = np.array([3, 0, 2])
+    assert position_ids(spans).tolist() == [[0, 1, 2, 0, 1]] and position_ids(spans).dtype == torch.int64
+    assert cumulative(spans).tolist() == [0, 3, 3, 5] and cumulative(spans).dtype == torch.int32
+    assert as_row(spans).shape == (1, 3)

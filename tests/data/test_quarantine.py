@@ -34,8 +34,8 @@ LINES = [  # (line, the start of the reason; None: it is a good one; "": it is b
     (b'["x"]', "a JSON list, not an object"),
     (b'{"text": "the same text"}', None),
     (b'{"text": ["x"]}', "text is a list"),
-    (b'{"text": NaN}', "not valid JSON: NaN is no JSON number"),
-    (b'{"text": "x", "score": NaN}', "not valid JSON: NaN is no JSON number"),
+    (b'{"text": NaN}', "not valid JSON: NaN is not a JSON number"),
+    (b'{"text": "x", "score": NaN}', "not valid JSON: NaN is not a JSON number"),
     (b'{"text": "x", "text": "y"}', "not valid JSON: the key 'text' is given twice"),
     (b'{"text": "caf\xe9"}', "not UTF-8: invalid continuation byte at byte 14"),
     (rb'{"text": "a\ud800b"}', "text has half of a surrogate pair at character 2"),
@@ -234,7 +234,7 @@ def test_a_cached_corpus_keeps_its_list_and_its_limit(damaged, tokenizer, tmp_pa
     for _ in range(2):
         train, _ = open_pair(damaged, cache, max_bad_records=len(BAD), **options)
         assert [entry["line"] for entry in entries(listed)] == list(BAD)
-        assert train.describe()[0].endswith(f"{len(BAD)} bad records left out")
+        assert train.describe()[0].endswith(f"{len(BAD)} bad records skipped")
         listed.unlink()
     before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
     with pytest.raises(ErrorList, match=f"{len(BAD)} bad records: more than --max-bad-records 3") as caught:
@@ -263,14 +263,14 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
     for i in range(len(train)):
         assert len(train[i].teachers[0].chunks.kinds) > 0
     assert [(entry["line"], entry.get("teacher")) for entry in entries(listed)] == [(2, None), (3, "qwen")]
-    assert train.describe()[0].endswith("2 bad records left out")
+    assert train.describe()[0].endswith("2 bad records skipped")
     path = write_jsonl("a.jsonl", {"text": "fox"}, {"text": "dog"}, chat)
     with pytest.raises(DataError, match="qwen: .*a.jsonl:3: the tokenizer has no chat template"):
         open_pair(path, tmp_path / "other", teacher_text(name="qwen"), **(options | {"max_bad_records": 0}))
 
 
 def test_bad_records_come_back_from_workers_as_they_are():
-    error = BadRecord.at("a.jsonl", 3, b"{", DataError("what", "why", "do", code="example"))
+    error = BadRecord.from_row("a.jsonl", 3, b"{", DataError("what", "why", "do", code="example"))
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.entry) == (
         str(error),

@@ -212,20 +212,27 @@ def test_other_tokenizer(cache, files, ranks):
 
 
 @pytest.mark.parametrize(
-    "more, text",
+    "more, text, todo",
     [
-        (("--seq-length", 64), "seq-length is 64, the teacher cache"),
-        (("--pack", "none"), "pack is none, the teacher cache"),
-        (("--overlong", "truncate"), "overlong is truncate, the teacher cache"),
-        (("--no-append-eod",), "append-eod is False, the teacher cache"),
-        (("--context-parallel-size", 2), "document-multiple is 4, the teacher cache"),
-        (("--split", "70,30,0"), "packs, this run has"),
+        (("--seq-length", 64), "seq-length is 64, the teacher cache", "use the --seq-length of"),
+        (("--pack", "none"), "pack is none, the teacher cache", "use the --pack of"),
+        (("--overlong", "truncate"), "overlong is truncate, the teacher cache", "use the --overlong of"),
+        (
+            ("--no-append-eod",),
+            "append-eod is False, the teacher cache",
+            "use the --append-eod or --no-append-eod",
+        ),
+        (
+            ("--context-parallel-size", 2),
+            "document-multiple is 4, the teacher cache",
+            "use the --context-parallel-size of",
+        ),
+        (("--split", "70,30,0"), "packs, this run has", "use the data of"),
     ],
 )
-def test_other_data_flags(more, text, cache, files, ranks):
-    assert_refused(
-        ranks, offline(files, "data", cache, *T2, *more), 65, text, "export again into another folder"
-    )
+def test_other_data_flags_are_named(more, text, todo, cache, files, ranks):
+    argv = offline(files, "data", cache, *T2, *more)
+    assert_refused(ranks, argv, 65, text, todo, "export again into another folder")
 
 
 def test_other_text(cache, files, ranks):

@@ -127,7 +127,7 @@ def prepare(size: Size, folder: Path) -> Path:
 
 def tokenise(folder: Path, teacher: Path) -> None:
     """Fill the cache of `folder` for the runs, where it is not: the text in the tokens of both models, aligned."""
-    from mkd.data.aligned.teacher_text import TeacherText
+    from mkd.data.aligned.teacher_side import TeacherText
     from mkd.data.build import open_datasets
     from mkd.tokenizers.load import open_tokenizer
     from mkd.xtoken import build_projection

@@ -38,7 +38,7 @@ def test_the_first_ones_are_named(files, ranks):
 def test_the_run_goes_on_without_them(files, ranks):
     (result,) = run_main(ranks, flags(files, "run", "--max-bad-records", 2, data_path="bad.jsonl"))
     assert result.exit_code == 0, result.stderr
-    assert "2 bad records left out" in result.stdout
+    assert "2 bad records skipped" in result.stdout
     listed = [json.loads(line) for line in (files / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["line"]) for entry in listed] == [
         (str(files / "bad.jsonl"), line) for line in (6, 62)

@@ -201,7 +201,7 @@ def test_all_tokens_masked(files, ranks):
         flags(files, "masked", "--no-append-eod", data_path="masked.jsonl"),
         DATA,
         ": no loss tokens",
-        "why: of its 3 documents, all tokens that could be predicted are masked",
+        "why: all tokens of its 3 documents that could be labels are masked",
         "completions are not empty",
     )
 

@@ -59,7 +59,7 @@ def relation_of(
         rows, columns, generator.random(len(rows)) + 0.1, (student, teacher)
     ).normalised()
     nothing = Continuations(
-        Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        Pieces.from_sequences([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
     )
     pairs = students[:common][order], teachers[:common][order], students[common:], teachers[common:]
     starts = [generator.choice([-1, *pairs[0]], size) for size in (student, teacher)]
@@ -226,9 +226,11 @@ def padded_part(hidden: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 def vocabulary_of(case: Case, settings: dict, rank: int, size: int) -> tuple[ChunkVocabulary, torch.Tensor]:
     """(the vocabulary, the teacher's rows of this rank; NaN in empty slots, which nothing may read)."""
-    slots = TeacherSlots.build(case.relation, len(case.student_weight), len(case.teacher_weight), size)
+    slots = TeacherSlots.from_relation(
+        case.relation, len(case.student_weight), len(case.teacher_weight), size
+    )
     loss = settings.get("loss", "partition_kl")
-    vocabulary = ChunkVocabulary.build(
+    vocabulary = ChunkVocabulary.from_slots(
         slots, case.student_rows, rank, relation=case.relation, loss=loss, relaxed=loss == "h_kl"
     )
     ids = torch.from_numpy(slots.teacher_ids[rank])

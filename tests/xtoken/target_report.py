@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from mkd.tokenizers.load import open_tokenizer
 from mkd.xtoken.align.align_text import align
-from mkd.xtoken.vocabulary.relation import VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
 from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers
 from tools.fetch_smollm2 import fetch_smollm2
 
@@ -84,7 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = fetch_tokenizers(downloads_folder(Path(scratch)), ("mistral",))["mistral"]
         student, teacher = open_tokenizer(tokenizer), open_tokenizer(fetch_smollm2(args.teacher))
-    relation = relate(student, teacher)
+    relation = build_relation(student, teacher)
     model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
     lines = args.texts.read_text(encoding="utf-8").splitlines()[: args.num_texts]
     texts = [

@@ -61,7 +61,9 @@ class ChunkCase:
         self.shape, self.machine = shape, machine
         generator, random = machine.generator(), np.random.default_rng(machine.seed)
         self.relation = _relation(shape, random)
-        self.slots = TeacherSlots.build(self.relation, shape.student_vocab, shape.teacher_vocab, tp_size=1)
+        self.slots = TeacherSlots.from_relation(
+            self.relation, shape.student_vocab, shape.teacher_vocab, tp_size=1
+        )
         chunks = _chunks(shape, random)
         self.chunks = chunks.map(lambda tensor: tensor.to(machine.device))
 
@@ -84,7 +86,7 @@ class ChunkCase:
     def loss(self, name: str, dtype: torch.dtype) -> Callable[[], Gradients]:
         """Return a call that computes a loss's mean over the chunks, forward and backward."""
         settings = ChunkLossSettings(loss=name)
-        made = ChunkVocabulary.build(
+        made = ChunkVocabulary.from_slots(
             self.slots, self.shape.student_vocab, 0, relation=self.relation, loss=name
         )
         vocabulary, share = made.to(self.machine.device), 1.0 / self.shape.chunks
@@ -160,7 +162,7 @@ def _relation(shape: ChunkShape, random: np.random.Generator) -> VocabularyRelat
     rows, columns = np.repeat(np.arange(sizes[0]), 4), random.integers(0, sizes[1], 4 * sizes[0])
     projection = SparseMatrix.from_entries(rows, columns, random.random(len(rows)) + 0.1, sizes).normalised()
     nothing = Continuations(
-        Pieces.of([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        Pieces.from_sequences([]), np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
     )
     beginnings = [random.choice(students, size) for size in sizes]  # the student's id of the common token
     for own, ids in zip(beginnings, (students, teachers), strict=True):

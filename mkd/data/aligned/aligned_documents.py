@@ -1,4 +1,4 @@
-"""Records and tokenised documents in the tokens of a student and of a teacher, with the chunks they share."""
+"""Records and tokenised documents in the tokens of a student and of a teacher, with their common chunks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_chat import align_chat, align_completion
 from mkd.xtoken.align.align_text import AlignedText, align, aligner
 
-DOCUMENTS_PER_CHUNK = 64
-SHARED_ROLES = (
-    "bos",
-    "eos",
-    "end_of_turn",
-    "unk",
-    "pad",
-)  # a token with several roles counts as the first of them
+DOCUMENTS_PER_BATCH = 64
+SHARED_ROLES = ("bos", "eos", "end_of_turn", "unk", "pad")  # a token with several roles counts as the first
 
 
 @dataclass(frozen=True)
-class AlignedChunk:
-    """Consecutive documents one after the other on both sides. The teacher's side of one that it refuses is empty."""
+class AlignedBatch:
+    """Consecutive documents, concatenated on both sides.
+
+    A document that the teacher refuses is empty on its side.
+    """
 
     student_ids: np.ndarray  # [n] int32
     teacher_ids: np.ndarray  # [m] int32
@@ -38,12 +35,12 @@ class AlignedChunk:
     student_lengths: np.ndarray  # [documents] int64
     teacher_lengths: np.ndarray  # [documents] int64
     refused: np.ndarray  # [r] int64, the documents that the teacher refuses
-    errors: list[MkdError]  # why it does, or of a file that cannot be read on
+    errors: list[MkdError]  # a BadRecord for each of these, or the error of an unreadable file
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A student's and a teacher's tokenizer and how their tokens are aligned. Can be pickled for workers."""
+    """A student's and a teacher's tokenizer and how their tokens are aligned. Picklable, for workers."""
 
     student: Tokenizer
     teacher: Tokenizer
@@ -54,22 +51,22 @@ class Pair:
 
 @dataclass(frozen=True)
 class RowAligner:
-    """Rows of files to aligned documents: those, and the student's ids, that `encode_record` makes of them."""
+    """Rows of files to aligned documents: the same documents and student ids that `encode_record` makes."""
 
     pair: Pair
 
-    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedChunk:
+    def __call__(self, rows: tuple[str, list[tuple[int, Row]]] | MkdError) -> AlignedBatch:
         if isinstance(rows, MkdError):
-            return _chunk([], [rows])
+            return _batch([], [rows])
         documents, refused, errors = [], [], []
         for row in rows[1]:
             aligned, wrong = each_row((rows[0], [row]), self._align)
-            if wrong:  # by the student too, whose corpus has left it out, or by the teacher alone
+            if wrong:  # refused by the student, whose corpus skips it too, or by the teacher alone
                 aligned, _ = each_row((rows[0], [row]), self._without_teacher)
                 refused += [len(documents)] * len(aligned)
                 errors += wrong * len(aligned)
             documents += aligned
-        return _chunk(documents, errors, refused)
+        return _batch(documents, errors, refused)
 
     def _align(self, row: Row) -> AlignedText:
         return align_record(parse_row(row), self.pair)
@@ -81,13 +78,13 @@ class RowAligner:
 
 @dataclass(frozen=True)
 class StoreAligner:
-    """Ranges of documents of a tokenised corpus, whose text nobody has, to aligned documents."""
+    """Ranges of documents of a tokenised corpus, whose text is not at hand, to aligned documents."""
 
     store: TokenStore
     pair: Pair
 
-    def __call__(self, documents: range) -> AlignedChunk:
-        return _chunk([self._align(*self.store.document(index)) for index in documents], [])
+    def __call__(self, documents: range) -> AlignedBatch:
+        return _batch([self._align(*self.store.document(index)) for index in documents], [])
 
     def _align(self, ids: np.ndarray, loss: np.ndarray) -> AlignedText:
         return align_ids(ids, self.pair, completion=int(loss.argmax()) if len(loss) else 0)
@@ -95,19 +92,19 @@ class StoreAligner:
 
 @dataclass(frozen=True)
 class DocumentRanges:
-    """The documents of a corpus in chunks."""
+    """The documents of a corpus in batches."""
 
     num_documents: int
 
     def __iter__(self) -> Iterator[range]:
         documents = range(self.num_documents)
-        return (documents[first : first + DOCUMENTS_PER_CHUNK] for first in documents[::DOCUMENTS_PER_CHUNK])
+        return (documents[first : first + DOCUMENTS_PER_BATCH] for first in documents[::DOCUMENTS_PER_BATCH])
 
 
 def align_record(record: Record, pair: Pair) -> AlignedText:
-    """Both sides of a record; the EOS tokens that end text and completions are a chunk of their own.
+    """Return both sides of a record. The EOS tokens that end texts and completions form a separate chunk.
 
-    A teacher without EOS leaves the student's in no chunk.
+    If the teacher has no EOS, the student's EOS is in no chunk.
     """
     student, teacher = pair.student, pair.teacher
     if record.kind == "messages":
@@ -120,7 +117,9 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
 
 
 def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
-    """Without the EOS that a tokenizer's own configuration adds: whether it ends a document is for append_eod to say."""
+    """Remove the EOS that a tokenizer's configuration adds: append_eod alone decides whether one ends a
+    document.
+    """
     sides = []
     for ids, tokenizer in ((aligned.student_ids, pair.student), (aligned.teacher_ids, pair.teacher)):
         sides.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids)
@@ -138,10 +137,11 @@ def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
 
 
 def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
-    """A tokenised document and the teacher's tokens of the text in it, its prompt apart from its `completion` (first token).
+    """Return a tokenised document and the teacher's tokens of its text, cut between prompt and `completion`
+    (first token).
 
-    Tokens that are no text become the teacher's token of the same role, if it has one. Tokens with invalid UTF-8, and
-    other tokens that are no text, are in no chunk, and the teacher reads only what is before and behind them.
+    A token that is not text becomes the teacher's token of the same role, if it has one. Tokens with invalid
+    UTF-8, and other tokens that are not text, are in no chunk; the teacher reads only the text around them.
     """
     roles, token_bytes = _shared_roles(pair), pair.student.token_bytes
     contents = [token_bytes[i] for i in ids.tolist()]
@@ -161,15 +161,15 @@ def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
 
 
 def _shared_roles(pair: Pair) -> Mapping[int, int]:
-    """Student id -> teacher id of the tokens that have the same role."""
+    """Return student id -> teacher id of the tokens with the same role."""
     ours, theirs = pair.student.roles, pair.teacher.roles
     return {ours[role]: theirs[role] for role in reversed(SHARED_ROLES) if role in ours and role in theirs}
 
 
 def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of the longest runs of tokens that are text (valid UTF-8) or that are none; others are left out.
+    """Yield [first, last) of the longest runs of tokens that all are text (valid UTF-8) or all are not.
 
-    No run goes over the token `cut`.
+    Tokens with invalid UTF-8 are skipped. No run crosses the start of the token `cut`.
     """
     borders = [
         i for i in range(1, len(contents)) if i == cut or (contents[i] is None) != (contents[i - 1] is None)
@@ -182,7 +182,7 @@ def _runs(contents: list[bytes | None], cut: int) -> Iterator[tuple[int, int]]:
 
 
 def _valid_runs(contents: list[bytes], first: int) -> Iterator[tuple[int, int]]:
-    """The parts of a run that are left when tokens with invalid UTF-8 are taken out, each valid by itself."""
+    """Yield the parts of a run between tokens with invalid UTF-8, each valid by itself."""
     while contents:
         try:
             b"".join(contents).decode("utf-8")
@@ -197,7 +197,7 @@ def _valid_runs(contents: list[bytes], first: int) -> Iterator[tuple[int, int]]:
 
 
 def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(teacher ids, chunks) of tokens that are no text."""
+    """Return (teacher ids, chunks) of tokens that are not text."""
     places = np.array([place for place, token in enumerate(ids) if token in roles], dtype=np.int64)
     twins = np.array([roles[ids[place]] for place in places], dtype=np.int64)
     ranges = np.arange(len(twins))
@@ -205,28 +205,29 @@ def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, 
 
 
 def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(teacher ids, chunks) of a run of text; BOS, where the teacher adds it, only at the start of the document."""
+    """Return (teacher ids, chunks) of a run of text; the teacher adds BOS only at the start of the document."""
     text = b"".join(contents).decode("utf-8")
     ends = np.cumsum([len(content) for content in contents])
     student = EncodedText(np.zeros(len(ends), dtype=np.int64), np.append(0, ends[:-1]), ends)
     teacher = pair.teacher.encode_spans(text, continuation=not starts_document)
-    while len(teacher) and teacher.ends[-1] < 0:  # an EOS of the tokenizer's own: the text may go on
+    while len(teacher) and teacher.ends[-1] < 0:  # an EOS that the tokenizer added: the text may continue
         teacher = EncodedText(teacher.ids[:-1], teacher.starts[:-1], teacher.ends[:-1])
     return teacher.ids, aligner(pair.alignment, text)(student, teacher)
 
 
-def _chunk(
+def _batch(
     documents: Iterable[AlignedText], errors: list[MkdError], refused: Sequence[int] = ()
-) -> AlignedChunk:
+) -> AlignedBatch:
+    """Concatenate documents on both sides."""
     documents = list(documents)
     sides = {}
     for side, column in (("student", 0), ("teacher", 2)):
         ids = [getattr(document, f"{side}_ids") for document in documents]
         marks = [
-            chunk_marks(len(own), document.chunks[:, column], document.chunks[:, column + 1])
-            for own, document in zip(ids, documents, strict=True)
+            chunk_marks(len(side_ids), document.chunks[:, column], document.chunks[:, column + 1])
+            for side_ids, document in zip(ids, documents, strict=True)
         ]
         sides[f"{side}_ids"] = np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
         sides[f"{side}_marks"] = np.concatenate([np.zeros(0, np.uint8), *marks])
-        sides[f"{side}_lengths"] = np.array([len(own) for own in ids], dtype=np.int64)
-    return AlignedChunk(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)
+        sides[f"{side}_lengths"] = np.array([len(side_ids) for side_ids in ids], dtype=np.int64)
+    return AlignedBatch(**sides, refused=np.array(refused, dtype=np.int64), errors=errors)

@@ -1,4 +1,6 @@
-"""Context parallelism's split of the chunks of a row: who owns a chunk, and which rows ranks send each other for it."""
+"""The chunks of a row under context parallelism: which rank owns a chunk, and which rows ranks send each
+other for it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from mkd.xtoken.chunks import ChunkBatch, ChunkSide, RowExchange
 
 
 def shard_chunks(
-    chunks: ChunkBatch,  # of the whole row
+    chunks: ChunkBatch,  # all chunks of the row
     rank: int,
     size: int,
     student_cu_seqlens_padded: Tensor,  # [documents + 1] int32, of the whole row
     teacher_cu_seqlens_padded: Tensor,  # [documents + 1] int32
 ) -> ChunkBatch:
-    """The chunks that `rank` of `size` owns: those whose last student predictor it holds.
+    """Return the chunks that `rank` of `size` owns: those whose last student predictor it holds.
 
-    Both sides have an exchange on every rank, even where a rank has nothing to send, because all of them take part in it.
+    Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks take part
+    in it.
     """
     places = _Places(student_cu_seqlens_padded, size)
     owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]
@@ -46,34 +49,34 @@ def shard_chunks(
 
 
 def select_ranges(offsets: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranges `which` of compressed rows with `offsets` [n + 1]: (their entries in order, their own offsets), int64."""
+    """Return (entries, offsets) int64 of the ranges `which` of compressed rows with `offsets` [n + 1]."""
     counts = np.diff(offsets)[which]
     selected = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return np.arange(selected[-1]) + np.repeat(offsets[which] - selected[:-1], counts), selected
 
 
 def range_owners(offsets: np.ndarray) -> np.ndarray:
-    """Number of the range that each entry is in, int64 [offsets[-1]]."""
+    """Return the number of the range that each entry is in, int64 [offsets[-1]]."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 class _Places:
-    """Where each position of a whole row is: the rank, and the row of that rank."""
+    """The rank of each position of a whole row, and its row on that rank."""
 
     def __init__(self, cu_seqlens_padded: Tensor, size: int):
         self.size = size
         self.ranks = np.empty(int(cu_seqlens_padded[-1]), dtype=np.int64)  # [t]
         self.rows = np.empty_like(self.ranks)  # [t]
         for rank in range(size):
-            own = context_parallel_rows(cu_seqlens_padded, rank, size).numpy()
-            self.ranks[own], self.rows[own] = rank, np.arange(len(own))
+            held = context_parallel_rows(cu_seqlens_padded, rank, size).numpy()
+            self.ranks[held], self.rows[held] = rank, np.arange(len(held))
 
 
 def _shard_side(side: ChunkSide, owners: np.ndarray, rank: int, places: _Places) -> ChunkSide:
-    """The owned tokens, and the plan that brings their predictors' rows here.
+    """Return the owned tokens with the plan that brings the rows of their predictors to this rank.
 
-    A rank sends to each destination, and receives from each source, in the order of the chunks of the whole row, so that
-    both ends of a transfer agree without talking to each other.
+    A rank sends to each destination, and receives from each source, in the order of the chunks of the whole
+    row. So both ends of a transfer agree without communication.
     """
     rows = side.rows.numpy()
     sources = places.ranks[rows]

@@ -1,4 +1,4 @@
-"""Where a teacher's side of the student's pieces begins and ends, and how long its packs have to be."""
+"""The teacher's tokens of each piece of a document, and how long the teacher's packs must be."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import numpy as np
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.packing import Packs, Pieces, padded_lengths
 
-LENGTH_UNIT = 64  # document multiples that a pack's length is rounded up to
+LENGTH_UNIT = 64  # a pack's length is rounded up to this many document multiples
 
 
 @dataclass(frozen=True)
 class TeacherPieces:
-    """The teacher's tokens of each piece: those between its first and its last border that both tokenizers have."""
+    """The teacher's tokens of each piece: those between the first and the last token boundary common to both
+    sides.
+    """
 
     start: np.ndarray  # [pieces] int64, first token in the document
     length: np.ndarray  # [pieces] int64, tokens
 
 
 def teacher_pieces(store: TeacherStore, pieces: Pieces) -> TeacherPieces:
-    """The teacher's side of `pieces`.
+    """Return the teacher's side of `pieces`.
 
-    Where a piece begins or ends inside a chunk, the chunk is left out. Where it does so between chunks (in a prompt, say),
-    the teacher gets the same proportion of its tokens there. The last token of a piece that goes on in the next one needs
-    no place in the row: it is only predicted. So for the teacher's.
+    If a piece begins or ends inside a chunk, the chunk is dropped. If it does so between chunks (in a prompt,
+    say), the teacher gets the same proportion of its tokens there. The last token of a piece that continues
+    in the next one needs no place in the row, because it is only a label; the same holds for the teacher's.
     """
     start = np.zeros(len(pieces), dtype=np.int64)
     stop = store.tokens.lengths[pieces.document].copy()
@@ -33,34 +35,36 @@ def teacher_pieces(store: TeacherStore, pieces: Pieces) -> TeacherPieces:
     parts = np.flatnonzero((pieces.offset > 0) | (last_label < store.student.lengths[pieces.document]))
     changes = np.flatnonzero(np.diff(pieces.document[parts], prepend=-1, append=-1))
     for first, last in zip(changes[:-1], changes[1:], strict=True):
-        own = parts[first:last]  # of one document
-        document = int(pieces.document[own[0]])
+        same = parts[first:last]  # the parts of one document
+        document = int(pieces.document[same[0]])
         borders = _Borders(store, document)
-        start[own] = borders.teacher_position(pieces.offset[own], up=True)
-        inside = borders.teacher_position(pieces.offset[own] + pieces.length[own], up=False)
-        stop[own] = np.maximum(inside, borders.teacher_position(last_label[own], up=False) - 1)
+        start[same] = borders.teacher_position(pieces.offset[same], up=True)
+        inside = borders.teacher_position(pieces.offset[same] + pieces.length[same], up=False)
+        stop[same] = np.maximum(inside, borders.teacher_position(last_label[same], up=False) - 1)
     return TeacherPieces(start, np.maximum(stop - start, 0))
 
 
 def longest_pack(pieces: TeacherPieces, packs: Packs, document_multiple: int) -> int:
-    """Teacher tokens of a pack that no pack of the data exceeds, a multiple of `document_multiple` x 64."""
+    """Return the teacher tokens of the longest pack, rounded up to a multiple of `document_multiple` x 64."""
     spans = padded_lengths(pieces.length, document_multiple)[packs.piece_ids]
     needed = int(np.add.reduceat(spans, packs.offsets[:-1]).max())
     return int(padded_lengths(max(needed, 1), document_multiple * LENGTH_UNIT))
 
 
 class _Borders:
-    """Positions of one document that student and teacher have in common."""
+    """The token boundaries of one document that student and teacher have in common."""
 
     def __init__(self, store: TeacherStore, document: int):
         ends = np.array([store.student.lengths[document], store.tokens.lengths[document]])
-        # the ends of the document count as chunks without tokens, so that every position has a chunk on both sides
+        # the ends of the document are added as empty chunks, so that every position lies between two chunks
         self._chunks = np.concatenate(
             [np.zeros((1, 4), np.int64), store.chunks(document), np.repeat(ends, 2)[None]]
         )
 
     def teacher_position(self, student: np.ndarray, up: bool) -> np.ndarray:
-        """The teacher's position at `student` positions, int64 [n]: inside a chunk its end (`up`) or its start."""
+        """Return the teacher's positions, int64 [n], at `student` positions; inside a chunk its end (`up`) or
+        start.
+        """
         student_starts, student_ends, teacher_starts, teacher_ends = self._chunks.T
         before = np.maximum(np.searchsorted(student_starts, student, side="left") - 1, 0)
         after = np.minimum(before + 1, len(self._chunks) - 1)

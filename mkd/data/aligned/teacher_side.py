@@ -1,23 +1,50 @@
-"""A packed corpus as a teacher with its own tokenizer reads it: the teacher's part of every pack."""
+"""A packed corpus as a cross-tokenizer teacher reads it: the teacher's part of every pack, and a line that
+sums it up.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from mkd.data.aligned.supports import Supports
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.batch import Pack
 from mkd.data.packing import Pieces, padded_lengths
+from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
+from mkd.xtoken.vocabulary.spelling import Spellings
+
+CACHED_SUPPORTS = 1 << 16  # chunks; the same chunks come again and again
+KIND_NAMES = ("1-1", "1-N", "M-1", "M-N")
+
+
+@dataclass(frozen=True)
+class TeacherText:
+    """The text settings of one cross-tokenizer teacher. Picklable, for workers."""
+
+    tokenizer: Tokenizer
+    vocab_size: int  # token ids that the teacher's model knows
+    spellings: Spellings | None = (
+        None  # default: the realised pair is the only candidate of a chunk other than 1-1
+    )
+    alignment: str = "byte_offset"  # or "dp"
+    seq_length: int | None = None  # teacher tokens of a pack; default: the length of the longest pack
+    twins: np.ndarray | None = (
+        None  # [student ids] teacher id of the common token, -1 without one; None: unknown
+    )
+    exact_only: bool = False  # keep only the 1-1 chunks of a common pair
+    reasoning: bool = True  # align the reasoning of assistant turns too
+    name: str = "teacher"  # for messages
 
 
 @dataclass(frozen=True)
 class StudentPack:
-    """What the teacher's side needs to know about a student's pack."""
+    """The parts of a student's pack that the teacher's side needs."""
 
     piece_ids: np.ndarray  # [documents] int64
     starts: np.ndarray  # [documents] int64, first row of each
@@ -26,28 +53,32 @@ class StudentPack:
 
 
 class TeacherSide:
-    """The teacher's packs of one corpus. Can be pickled for workers."""
+    """The teacher's packs of one corpus. Picklable, for workers."""
 
     def __init__(
         self,
         store: TeacherStore,
         text: TeacherText,
-        pieces: Pieces,  # of the student
-        own: TeacherPieces,
+        pieces: Pieces,  # the student's
+        teacher_pieces: TeacherPieces,  # the same pieces in the teacher's tokens
         seq_length: int,  # teacher tokens of a pack
         document_multiple: int,  # documents are padded to a multiple of it
     ):
         assert seq_length % document_multiple == 0
         self.text, self.seq_length = text, seq_length
-        self._store, self._pieces, self._own, self._multiple = store, pieces, own, document_multiple
+        self._store, self._pieces, self._teacher_pieces = store, pieces, teacher_pieces
+        self._multiple = document_multiple
         self._supports = Supports(text.spellings)
         if text.twins is not None:
             self._is_twin = np.zeros(max(text.vocab_size, int(text.twins.max(initial=-1)) + 1), dtype=bool)
             self._is_twin[text.twins[text.twins >= 0]] = True
 
     def pack(self, student: StudentPack) -> TeacherPack:
-        """The teacher's part of a pack. Pieces lie in it in the student's order; those that find no room are cut off at
-        the last common border, or left out."""
+        """Return the teacher's part of a pack.
+
+        Pieces keep the student's order. A piece without enough room is cut at the last common boundary, or
+        dropped.
+        """
         pack = self.empty_pack()
         lengths, spans, chunks, start = [], [], [np.zeros((0, 4), dtype=np.int64)], 0
         for piece, student_start in zip(student.piece_ids.tolist(), student.starts.tolist(), strict=True):
@@ -66,7 +97,7 @@ class TeacherSide:
         return TeacherPack(pack.tokens, pack.labels, np.array(lengths), np.array(spans), kept)
 
     def empty_pack(self) -> TeacherPack:
-        """A pack of padding alone."""
+        """Return a pack of padding alone."""
         return TeacherPack(
             tokens=np.full(self.seq_length, self.text.tokenizer.pad_id, dtype=np.int64),
             labels=np.zeros(self.seq_length, dtype=np.int64),
@@ -76,13 +107,15 @@ class TeacherSide:
         )
 
     def needed(self, piece_ids: np.ndarray) -> int:
-        """Teacher tokens of pieces that no pack has cut off."""
-        return int(self._own.length[piece_ids].sum())
+        """Return the teacher tokens of whole pieces, before any is cut to fit into its pack."""
+        return int(self._teacher_pieces.length[piece_ids].sum())
 
     def _piece(self, piece: int, room: int) -> tuple[np.ndarray, int]:
-        """(chunks with a predictor on both sides, int64 [c, 4], from the start of the piece; teacher tokens <= room)."""
+        """Return (chunks with a predictor on both sides, int64 [c, 4], from the start of the piece; teacher
+        tokens <= room).
+        """
         offset, num_labels = int(self._pieces.offset[piece]), int(self._pieces.num_labels[piece])
-        start, length = int(self._own.start[piece]), int(self._own.length[piece])
+        start, length = int(self._teacher_pieces.start[piece]), int(self._teacher_pieces.length[piece])
         student_range, teacher_range = (
             (offset, offset + num_labels + 1),
             (start, start + min(length, room) + 1),
@@ -90,12 +123,12 @@ class TeacherSide:
         chunks = self._store.chunks(int(self._pieces.document[piece]), student_range, teacher_range)
         chunks = chunks - [offset, offset, start, start]
         if length > room:
-            length = int(chunks[-1, 3]) - 1 if len(chunks) else 0  # the last token is only predicted
+            length = int(chunks[-1, 3]) - 1 if len(chunks) else 0  # the last token is only a label
         return chunks[(chunks[:, 0] > 0) & (chunks[:, 2] > 0)], length
 
     def _copy(self, piece: int, length: int, pack: TeacherPack, start: int) -> None:
-        """Tokens and labels of a piece into the arrays of the pack, from position `start`."""
-        document, first = int(self._pieces.document[piece]), int(self._own.start[piece])
+        """Copy tokens and labels of a piece into the arrays of the pack, from position `start`."""
+        document, first = int(self._pieces.document[piece]), int(self._teacher_pieces.start[piece])
         tokens = self._store.tokens
         num_read = min(length + 1, int(tokens.lengths[document]) - first)
         ids = tokens.read(document, first, num_read)[0]
@@ -103,15 +136,16 @@ class TeacherSide:
         pack.labels[start : start + num_read - 1] = ids[1:]
 
     def _chunks(self, chunks: np.ndarray, student: StudentPack, teacher_labels: np.ndarray) -> PackChunks:
-        """Those of `chunks` [c, 4], positions in the packs, whose student tokens all have loss.
+        """Return the chunks [c, 4] (positions in the packs) whose student tokens all have loss.
 
-        Two tokens that are the same text here, of which one is paired with another token (the end of a turn, where one of the
-        models ends turns and documents with one token), cannot be compared by the pairs: the text decides, as for M-N chunks.
+        A 1-1 chunk of two tokens of which one has another twin becomes an M-N chunk: the pairs would compare
+        the wrong tokens, so only the realised text is compared. An example is the end of a turn, if one model
+        ends turns and documents with the same token.
         """
         rows, counts = (
             chunks[:, ::2] - 1,
             chunks[:, 1::2] - chunks[:, ::2],
-        )  # both [c, 2], student and teacher
+        )  # [c, 2] each, student and teacher
         losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
         wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
         kinds = chunk_kinds(counts[:, 0], counts[:, 1])
@@ -122,11 +156,85 @@ class TeacherSide:
                 wanted &= is_single & (twins == realised)
             kinds[is_single & (twins != realised) & ((twins >= 0) | self._is_twin[realised])] = MANY_TO_MANY
         rows, counts, kinds = rows[wanted], counts[wanted], kinds[wanted]
-        supports = self._supports.of(kinds, rows, counts, (student.labels, teacher_labels))
+        supports = self._supports.look_up(kinds, rows, counts, (student.labels, teacher_labels))
         return PackChunks(rows[:, 0], counts[:, 0], rows[:, 1], counts[:, 1], kinds, *supports)
 
 
 def chunk_kinds(student_counts: np.ndarray, teacher_counts: np.ndarray) -> np.ndarray:
-    """Kind of chunks with these numbers of tokens, int8 [c]."""
+    """Return the kind of chunks with these numbers of tokens, int8 [c]."""
     kinds = np.array([[ONE_TO_ONE, ONE_TO_MANY], [MANY_TO_ONE, MANY_TO_MANY]], dtype=np.int8)
     return kinds[(student_counts > 1).astype(int), (teacher_counts > 1).astype(int)]
+
+
+class Supports:
+    """The support of a chunk: the pairs of last tokens that are its candidates. Picklable, for workers."""
+
+    def __init__(self, spellings: Spellings | None):
+        """Without spellings the support of a chunk is its realised pair alone."""
+        self._spellings = spellings
+        self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
+
+    def __reduce__(self):
+        return Supports, (self._spellings,)
+
+    def look_up(
+        self,
+        kinds: np.ndarray,  # [c] int8
+        rows: np.ndarray,  # [c, 2] int64, student and teacher: the row that predicts the first token of a chunk
+        counts: np.ndarray,  # [c, 2] int64, its tokens
+        labels: tuple[np.ndarray, np.ndarray],  # of the student's and the teacher's pack, int64
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (number of pairs of each chunk [c], student ids [p], teacher ids [p]), int64; a 1-1 chunk
+        has none.
+        """
+        sizes = np.zeros(len(kinds), dtype=np.int64)
+        pairs = [np.zeros((2, 0), dtype=np.int64)]
+        for i in np.flatnonzero(kinds != ONE_TO_ONE).tolist():
+            tokens = (
+                tuple(side[row : row + count].tolist())
+                for side, row, count in zip(labels, rows[i].tolist(), counts[i].tolist(), strict=True)
+            )
+            pairs.append(self._cached(int(kinds[i]), *tokens))
+            sizes[i] = pairs[-1].shape[1]
+        return sizes, *np.concatenate(pairs, axis=1)
+
+    def _pairs(self, kind: int, student: tuple[int, ...], teacher: tuple[int, ...]) -> np.ndarray:
+        """Return [2, p] int64: student ids and teacher ids of the last tokens, the realised pair first.
+
+        Every other pair that contains a token of the realised pair is dropped.
+        """
+        realised = np.array([[student[-1]], [teacher[-1]]], dtype=np.int64)
+        if self._spellings is None or kind not in (ONE_TO_MANY, MANY_TO_ONE):
+            return realised
+        if kind == ONE_TO_MANY:
+            pairs = np.stack(self._spellings.one_to_many(teacher[:-1]))
+        else:
+            pairs = np.stack(self._spellings.many_to_one(student[:-1]))
+        return np.concatenate([realised, pairs[:, (pairs != realised).all(axis=0)]], axis=1)
+
+
+def summarise_teacher(
+    side: TeacherSide,
+    packs: Sequence[Pack],  # a sample of the `num_packs` packs of a data set
+    parts: Sequence[TeacherPack],  # the same in the teacher's tokens
+    needed: int,  # teacher tokens of their pieces, before any was cut
+    num_packs: int,
+) -> str:
+    """Return a line of sizes and proportions.
+
+    A loss token is in no chunk if its chunk has a token without loss, lacks a predictor on one side, or finds
+    no room in the teacher's pack.
+    """
+    tokens = sum(int(part.lengths.sum()) for part in parts)
+    kinds = np.bincount(
+        np.concatenate([part.chunks.kinds for part in parts]), minlength=len(KIND_NAMES)
+    ).tolist()
+    covered = sum(int(part.chunks.student_counts.sum()) for part in parts)
+    loss_tokens = sum(np.count_nonzero(pack.loss_mask) for pack in packs)
+    chunks = ", ".join(f"{name} {count}" for name, count in zip(KIND_NAMES, kinds, strict=True))
+    return (
+        f"  {side.text.name}: packs of {side.seq_length} tokens; in {len(packs)} of {num_packs} packs {tokens} tokens,"
+        f" fill {tokens / (len(packs) * side.seq_length):.3f}, chunks {chunks},"
+        f" share of loss tokens in chunks {covered / max(loss_tokens, 1):.3f},"
+        f" share of teacher tokens without room {1 - tokens / max(needed, 1):.3f}"
+    )

@@ -1,4 +1,6 @@
-"""A corpus in a teacher's tokens on disk, next to the student's, with the chunks in which both spell the same text."""
+"""A corpus in a teacher's tokens on disk, beside the student's, with the chunks in which both spell the same
+text.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 
 NO_CHUNK, STARTS, CONTINUES = range(3)
-"""Mark of a token: in no chunk, the first of a chunk, a further one. The i-th chunk of both sides is the same chunk."""
+"""Mark of a token: in no chunk, first of a chunk, later in a chunk.
+
+The i-th chunk of one side is the i-th of the other.
+"""
 
 
 @dataclass(frozen=True)
 class TeacherStoreFiles(StoreFiles):
-    """The files of a corpus in a teacher's tokens: a byte for each token of either side says where chunks are."""
+    """The files of a corpus in a teacher's tokens; a byte for each token of either side marks the chunks."""
 
     @property
     def student_marks(self) -> Path:  # uint8 per token of the student's corpus
@@ -32,10 +37,16 @@ class TeacherStoreFiles(StoreFiles):
 
 
 class TeacherStore:
-    """The documents of a student's corpus in a teacher's tokens, memory mapped. Pickling reopens the files."""
+    """The documents of a student's corpus in a teacher's tokens, memory-mapped.
+
+    Unpickling reopens the files.
+    """
 
     def __init__(self, prefix: str, student: TokenStore):
-        """Raises DataError if files are missing or damaged, or were made for another corpus than `student`."""
+        """Open the files.
+
+        Raises DataError if they are missing, damaged, or made for another corpus than `student`.
+        """
         self.tokens, self.student = TokenStore.open(prefix), student
         files = TeacherStoreFiles(prefix)
         fits = len(self.tokens) == len(student)
@@ -44,7 +55,7 @@ class TeacherStore:
             if not fits or not path.is_file() or path.stat().st_size != store.num_tokens:
                 raise DataError(
                     f"{prefix} does not fit {student.prefix}",
-                    f"a teacher's corpus has its {len(student)} documents, and a mark for each of its tokens",
+                    f"a teacher's corpus has the same {len(student)} documents, and a mark for each token",
                     "remove it: the next run aligns the corpus again",
                     code="teacher-corpus-does-not-fit",
                 )
@@ -59,10 +70,11 @@ class TeacherStore:
         student: tuple[int, int] | None = None,
         teacher: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """Chunks of a document, int64 [c, 4]: student start, student end (exclusive), teacher start, teacher end.
+        """Return the chunks of a document, int64 [c, 4]: student start, student end (exclusive), teacher
+        start and end.
 
-        With the ranges [first, last) of tokens of both sides only those that lie in them. Both ranges have to start
-        behind the same chunks; positions count from the start of the document.
+        With ranges [first, last) of tokens of both sides, return only the chunks inside both. Both ranges
+        must start after the same number of chunks. Positions count from the start of the document.
         """
         stores = (self.student, self.tokens)
         limits = [
@@ -72,9 +84,8 @@ class TeacherStore:
         sides = []
         for store, marks, (first, last) in zip(stores, self._marks, limits, strict=True):
             start, length = int(store.offsets[document]), int(store.lengths[document])
-            window = marks[
-                start + first : start + min(last + 1, length)
-            ]  # one more tells whether a chunk goes on
+            stop = start + min(last + 1, length)  # one mark more shows whether the last chunk continues
+            window = marks[start + first : stop]
             sides.append(_ranges(window) + first)
         count = min(map(len, sides))
         chunks = np.concatenate([side[:count] for side in sides], axis=1)
@@ -82,7 +93,7 @@ class TeacherStore:
 
 
 def chunk_marks(length: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Marks of `length` tokens, uint8, for chunks [starts, ends) that ascend and do not overlap."""
+    """Return the marks of `length` tokens, uint8, for chunks [starts, ends) that ascend and do not overlap."""
     edges = np.zeros(length + 1, dtype=np.int8)
     edges[starts] += 1
     edges[ends] -= 1
@@ -92,7 +103,7 @@ def chunk_marks(length: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray
 
 
 def _ranges(marks: np.ndarray) -> np.ndarray:
-    """[start, end) of every chunk that starts in `marks`, int64 [c, 2]."""
+    """Return [start, end) of every chunk that starts in `marks`, int64 [c, 2]."""
     starts = np.flatnonzero(marks == STARTS)
     borders = np.append(np.flatnonzero(marks != CONTINUES), len(marks))
     return np.stack([starts, borders[np.searchsorted(borders, starts, side="right")]], axis=1)

@@ -1,4 +1,4 @@
-"""Raw files or a student's corpus to the corpus of a teacher with a tokenizer of its own."""
+"""Raw files, or a student's corpus, to the corpus of a cross-tokenizer teacher."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mkd.data.aligned.aligned_documents import AlignedChunk, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Pair, RowAligner, StoreAligner
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
-from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.encoding import FileRows, in_workers
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
@@ -21,16 +21,16 @@ from mkd.data.store_builder import content_hash, replaced_when_complete
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
-ALIGNMENT_VERSION = 4  # of what alignment makes of a text
-TOKENS_VERSION = 2  # of how a tokenised corpus becomes texts
+ALIGNMENT_VERSION = 4  # raise it when the alignment of the same text changes
+TOKENS_VERSION = 2  # raise it when the texts made from a tokenised corpus change
 
 
 def cached_teacher_store(
-    path: str,  # as the user gave it: a file of records, or a tokenised corpus
-    student_prefix: str,  # its corpus in the student's tokens
+    path: str,  # the user's path: a file of records, or a tokenised corpus
+    student_prefix: str,  # the same corpus in the student's tokens
     text: TeacherText,
     *,
-    tokenizer: Tokenizer,  # of the student
+    tokenizer: Tokenizer,  # the student's
     append_eod: bool,
     characters_per_sample: int | None,
     cache_dir: str,
@@ -38,11 +38,12 @@ def cached_teacher_store(
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
-    """Prefix of the corpus in the teacher's tokens, aligned now unless the cache has it for this content and setting.
+    """Return the prefix of the corpus in the teacher's tokens; align it unless the cache has this content and
+    setting.
 
-    Of records that the teacher's tokenizer or template refuses up to `max_bad_records` are left out, as in a student's corpus
-    (see `refused_documents`). Raises DataError for more of them, and for ids that the teacher's model does not know. For
-    `progress` see `build_store`.
+    Up to `max_bad_records` records that the teacher's tokenizer or template refuses are skipped, as in a
+    student's corpus (see `refused_documents`). Raises DataError for more, and for ids that the teacher's
+    model does not know. For `progress` see `build_store`.
     """
     student = TokenStore.open(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
@@ -59,12 +60,12 @@ def cached_teacher_store(
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
         files = StoreFiles(student_prefix)
-        contents = [one for one in (files.bin, files.idx, files.loss_mask) if one.exists()]
+        contents = [file for file in (files.bin, files.idx, files.loss_mask) if file.exists()]
         key = content_hash([*settings, TOKENS_VERSION], contents, progress)
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
     if not _is_complete(prefix, student, key):
-        with closing(in_workers(source, align, workers, progress)) as chunks:
-            _write(chunks, prefix, student, text, key, max_bad_records)
+        with closing(in_workers(source, align, workers, progress)) as batches:
+            _write(batches, prefix, student, text, key, max_bad_records)
     store = TokenStore.open(prefix)
     require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
     store.check_token_range(text.vocab_size)
@@ -72,7 +73,7 @@ def cached_teacher_store(
 
 
 def refused_documents(prefix: str) -> list[int]:
-    """The documents that a teacher's corpus leaves out."""
+    """Return the documents that a teacher's corpus skips."""
     return TokenStore.open(prefix).meta["refused"]
 
 
@@ -84,16 +85,16 @@ def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
 
 
 def _write(
-    chunks: Iterable[AlignedChunk],
+    batches: Iterable[AlignedBatch],
     prefix: str,
     student: TokenStore,
     text: TeacherText,
     key: str,
     max_bad_records: int,
 ) -> None:
-    """Write the corpus, or raise DataError and leave nothing."""
+    """Write the corpus, or raise DataError and leave no file."""
     with replaced_when_complete(TeacherStoreFiles(prefix)) as partial:
-        max_token_id, refused = _write_chunks(chunks, partial, student, text, max_bad_records)
+        max_token_id, refused = _write_batches(batches, partial, student, text, max_bad_records)
         meta = {
             "format_version": FORMAT_VERSION,
             "cache_key": key,
@@ -108,14 +109,14 @@ def _write(
         partial.meta.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_chunks(
-    chunks: Iterable[AlignedChunk],
+def _write_batches(
+    batches: Iterable[AlignedBatch],
     files: TeacherStoreFiles,
     student: TokenStore,
     text: TeacherText,
     max_bad_records: int,
 ) -> tuple[int, list[int]]:
-    """Write tokens and marks; (the largest token id, the documents that are left out)."""
+    """Write tokens and marks; return (largest token id, skipped documents)."""
     builder = IndexedDatasetBuilder(str(files.bin), dtype=DType.optimal_dtype(text.tokenizer.vocab_size))
     document, max_token_id, refused, quarantine = 0, -1, [], Quarantine(files.quarantine, max_bad_records)
     with (
@@ -123,21 +124,21 @@ def _write_chunks(
         files.student_marks.open("wb") as student_marks,
         files.teacher_marks.open("wb") as teacher_marks,
     ):
-        for chunk in chunks:
-            quarantine.add([_named(error, text.name) for error in chunk.errors])
+        for batch in batches:
+            quarantine.add([_named(error, text.name) for error in batch.errors])
             if quarantine.is_full:
                 break
             if quarantine.is_over:
-                continue  # nothing will be written: only further errors are of interest
-            _check_documents(chunk, student, document)
-            refused += (document + chunk.refused).tolist()
-            document += len(chunk.student_lengths)
-            stops = np.cumsum(chunk.teacher_lengths)
-            for start, stop in zip(stops - chunk.teacher_lengths, stops, strict=True):
-                builder.add_document(chunk.teacher_ids[start:stop], [int(stop - start)])
-            student_marks.write(chunk.student_marks.tobytes())
-            teacher_marks.write(chunk.teacher_marks.tobytes())
-            max_token_id = max(max_token_id, int(chunk.teacher_ids.max(initial=-1)))
+                continue  # the corpus is refused: only collect further errors
+            _check_documents(batch, student, document)
+            refused += (document + batch.refused).tolist()
+            document += len(batch.student_lengths)
+            stops = np.cumsum(batch.teacher_lengths)
+            for start, stop in zip(stops - batch.teacher_lengths, stops, strict=True):
+                builder.add_document(batch.teacher_ids[start:stop], [int(stop - start)])
+            student_marks.write(batch.student_marks.tobytes())
+            teacher_marks.write(batch.teacher_marks.tobytes())
+            max_token_id = max(max_token_id, int(batch.teacher_ids.max(initial=-1)))
     quarantine.close()
     if document != len(student):
         raise _other_documents(
@@ -148,20 +149,20 @@ def _write_chunks(
 
 
 def _named(error: MkdError, teacher: str) -> MkdError:
-    return error.of_teacher(teacher) if isinstance(error, BadRecord) else error
+    return error.for_teacher(teacher) if isinstance(error, BadRecord) else error
 
 
-def _check_documents(chunk: AlignedChunk, student: TokenStore, first: int) -> None:
-    """Raises DataError unless the student's side of the chunk is what its corpus has from document `first` on."""
-    stops = np.cumsum(chunk.student_lengths)
-    for document, (start, stop) in enumerate(zip(stops - chunk.student_lengths, stops, strict=True), first):
+def _check_documents(batch: AlignedBatch, student: TokenStore, first: int) -> None:
+    """Raise DataError unless the student's side of the batch equals its corpus from document `first` on."""
+    stops = np.cumsum(batch.student_lengths)
+    for document, (start, stop) in enumerate(zip(stops - batch.student_lengths, stops, strict=True), first):
         if document == len(student):
             raise _other_documents(
                 student, document, f"the corpus has {len(student)} documents, its source has more"
             )
-        if not np.array_equal(student.document(document)[0], chunk.student_ids[start:stop]):
+        if not np.array_equal(student.document(document)[0], batch.student_ids[start:stop]):
             raise _other_documents(
-                student, document, "its tokens are others than those that alignment finds in the source"
+                student, document, "its tokens differ from those that alignment finds in the source"
             )
 
 

@@ -1,4 +1,4 @@
-"""Alignment of conversations, each model's under its own chat template, and of prompts with completions."""
+"""Alignment of conversations, each model in its own chat template, and of prompts with completions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def align_chat(
     reasoning: bool = True,
     mode: str = "byte_offset",
 ) -> AlignedText:
-    """Each model's own rendering of the conversation; chunks in assistant messages only.
+    """Render the conversation in each model's own template and align the assistant messages.
 
-    Every assistant message whose turn both templates close with a control token adds that pair as a chunk of its own, so
-    that the student learns to stop. Reasoning (`<think>` ... `</think>`, or the field reasoning_content) is aligned where
-    both templates keep it, unless `reasoning` is False. Raises DataError for a conversation that a template refuses,
-    or whose answers it hides or rewrites, and for a tokenizer without chat template; UsageError as `align`.
+    If both templates close an assistant turn with a control token, this pair is a separate chunk, so that the
+    student learns to stop. An answer of blanks only gives no other chunk. Reasoning (`<think>` ...
+    `</think>`, or the field reasoning_content) is aligned if both templates keep it, unless `reasoning` is
+    False. Raises DataError for a conversation that a template refuses, or whose answers it hides or rewrites,
+    and for a tokenizer without chat template; UsageError as `align`.
     """
     sides = [open_tokenizer(source).encode_turns(messages) for source in (student, teacher)]
     chunks = [np.empty((0, 4), dtype=np.int64)]
@@ -54,17 +55,16 @@ def align_completion(
     *,
     mode: str = "byte_offset",
 ) -> AlignedText:
-    """The prompt and then the completion in each model's tokens, both as the data side encodes them; chunks in the completion.
+    """Encode prompt and completion in each model's tokens, as mkd/data does, and align the completion.
 
-    Raises as `align`.
+    Raises the errors of `align`.
     """
     core = aligner(mode, completion)
     sides = []
     for tokenizer in map(open_tokenizer, (student, teacher)):
         before, after = tokenizer.encode_spans(prompt), tokenizer.encode_spans(completion, continuation=True)
-        before = before.ids[
-            : -1 if len(before) > 1 and before.ids[-1] == tokenizer.eos_id else None
-        ]  # it goes on
+        has_eos = len(before) > 1 and before.ids[-1] == tokenizer.eos_id  # to drop: the completion follows
+        before = before.ids[: -1 if has_eos else None]
         outside = np.full(len(before), -1)
         starts, ends = np.append(outside, after.starts), np.append(outside, after.ends)
         sides.append(EncodedText(np.append(before, after.ids), starts, ends))
@@ -74,7 +74,9 @@ def align_completion(
 def _common_parts(
     messages: Sequence[Mapping], sides: Sequence[tuple[EncodedChat, Turn]], reasoning: bool
 ) -> list[tuple[str, list[int]]]:
-    """Parts of an assistant message that both sides render, in order, and the byte where each starts in the renderings."""
+    """Return the parts of an assistant message that both sides render, in order, each with its first bytes
+    there.
+    """
     number = sides[0][1].message
     for parts in _candidates(messages[number], reasoning):
         places = [_find(side.data, turn, parts) for side, turn in sides]
@@ -89,9 +91,10 @@ def _common_parts(
 
 
 def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
-    """What templates keep of a message, most first: all of it as it is, its parts between other tags, or the answer only.
+    """Return what a template may keep of a message, most first.
 
-    An answer without reasoning with the blanks around it and without, which many templates strip.
+    That is the whole message, its reasoning and answer between other tags, or the answer alone. An answer
+    without reasoning is tried with the blanks around it and without, because many templates strip them.
     """
     content = message["content"] or ""
     if not isinstance(content, str):
@@ -110,7 +113,7 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Byte of `data` where each part starts inside the turn; None unless all are there, one after the other."""
+    """Return the byte of `data` where each part starts inside the turn; None unless all parts come, in order."""
     *thought, answer = (part.encode() for part in parts)
     end = data.rfind(answer, turn.start, turn.content_end)
     if end < 0 or not thought:
@@ -121,9 +124,10 @@ def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
 
 
 def _within(side: EncodedChat, start: int, part: str) -> EncodedText:
-    """All tokens, with spans counted from byte `start` for those inside the part, and without spans for the others.
+    """Return all tokens; those inside the part get spans counted from byte `start`, the others none.
 
-    The first token may bring blanks from before the part along: some vocabularies begin words with them.
+    The first token may start with blanks from before the part, because some vocabularies begin words with a
+    blank.
     """
     encoded, end = side.encoded, start + len(part.encode())
     blanks = len(side.data[:start]) - len(side.data[:start].rstrip())
@@ -133,6 +137,6 @@ def _within(side: EncodedChat, start: int, part: str) -> EncodedText:
 
 
 def _closing_token(encoded: EncodedText, turn: Turn) -> int | None:
-    """Number of the token that ends the turn, None where the template writes none."""
+    """Return the number of the token that ends the turn, None if the template writes none."""
     tokens = np.flatnonzero((encoded.starts >= turn.content_end) & (encoded.starts < turn.end))
     return int(tokens[-1]) if len(tokens) else None

@@ -1,9 +1,10 @@
-"""Where two tokenizations of one text meet: chunks of student tokens and teacher tokens that stand for the same bytes."""
+"""Where two tokenizations of one text meet: chunks of student tokens and teacher tokens for the same bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,24 +14,24 @@ from mkd.errors import UsageError
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.spans import EncodedText, token_groups
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.published.align_dp import align_dp
 
+MODES = ("byte_offset", "dp")
 TokenizerSource = Tokenizer | PreTrainedTokenizerBase | str | Path  # as `open_tokenizer` takes them
 
 
 @dataclass(frozen=True)
 class AlignedText:
-    """One text as the student's and as the teacher's tokens, and the chunks in which they agree.
+    """One text in the student's and in the teacher's tokens, and the chunks in which they agree.
 
-    Chunks ascend on both sides and are disjoint. Tokens may be in no chunk: BOS of one side, what follows the last place
-    where both tokenizations have a boundary.
+    Chunks ascend on both sides and are disjoint. A token may be in no chunk: the BOS of one side, or a token
+    after the last common boundary.
     """
 
     student_ids: np.ndarray  # [n] int64
     teacher_ids: np.ndarray  # [m] int64
     chunks: (
         np.ndarray
-    )  # [c, 4] int64: student start, student end, teacher start, teacher end; ends are exclusive
+    )  # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
 
 
 def align(
@@ -38,10 +39,10 @@ def align(
 ) -> AlignedText:
     """Encode `text` with both tokenizers and align the tokens.
 
-    Modes: `byte_offset` cuts wherever both sides have a token boundary (exact, milliseconds); `dp` is the dynamic
-    programme of published systems over token texts (see `align_dp`). BOS and EOS that both tokenizers add themselves are
-    chunks of their own, paired by role. Raises DataError for a text that has no UTF-8 form, UsageError for a tokenizer
-    that cannot be loaded or aligned, or an unknown mode.
+    Modes: `byte_offset` cuts wherever both sides have a token boundary (exact, milliseconds); `dp` is the
+    dynamic programme of published systems over token texts (see `align_dp`). If both tokenizers add BOS, or
+    both add EOS, the two tokens form a separate chunk. Raises DataError for a text without a UTF-8 form,
+    UsageError for a tokenizer that cannot be loaded or aligned, and for an unknown mode.
     """
     core = aligner(mode, text)
     student, teacher = open_tokenizer(student), open_tokenizer(teacher)
@@ -50,25 +51,29 @@ def align(
 
 
 def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.ndarray]:
-    """The function (student, teacher) -> chunks of a mode, for tokens of `text`. Raises UsageError for an unknown mode."""
-    modes = {
-        "byte_offset": align_spans,
-        "dp": lambda student, teacher: align_dp(student, teacher, text.encode()),
-    }
-    if mode not in modes:
+    """Return the function (student, teacher) -> chunks of a mode, for tokens of `text`.
+
+    Raises UsageError for an unknown mode.
+    """
+    if mode not in MODES:
         raise UsageError(
             f"alignment mode {mode} is not known",
-            do=f"use one of {', '.join(modes)}",
+            do=f"use one of {', '.join(MODES)}",
             code="alignment-mode-unknown",
         )
-    return modes[mode]
+    if mode == "byte_offset":
+        return align_spans
+    from mkd.xtoken.published.align_dp import align_dp
+
+    return partial(align_dp, data=text.encode())
 
 
 def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
-    """Chunks [c, 4] int64 between every two neighbouring byte positions where tokens end on both sides. O(n + m).
+    """Return the chunks [c, 4] int64 between consecutive byte positions where tokens end on both sides. O(n +
+    m).
 
-    The first chunk starts where both sides start, else at the first common end. Tokens of one span are in one chunk, and
-    tokens that stand for no text are in none.
+    The first chunk starts at the start of the text if both sides start there, else at the first common end.
+    Tokens that share a span are in one chunk; tokens that stand for no text are in none.
     """
     (ours, student_starts, student_ends), (theirs, teacher_starts, teacher_ends) = map(
         token_groups, (student, teacher)
@@ -86,7 +91,7 @@ def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
 def _with_roles(
     student: Tokenizer, ours: EncodedText, teacher: Tokenizer, theirs: EncodedText, chunks: np.ndarray
 ):
-    """The chunks with a pair for BOS at the start and one for EOS at the end, where both tokenizers have added it."""
+    """Add a chunk for BOS at the start, and one for EOS at the end, if both tokenizers have added it."""
     begin, end = [], []
     for role, position, pairs in (("bos", 0, begin), ("eos", -1, end)):
         sides = ((student, ours), (teacher, theirs))

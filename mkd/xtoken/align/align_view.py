@@ -14,10 +14,10 @@ RESET = "\033[0m"
 
 
 def view_alignment(aligned: AlignedText, student: Tokenizer, teacher: Tokenizer, *, colour: bool) -> str:
-    """Three lines: counts by kind of chunk, the student's tokens, the teacher's tokens.
+    """Return three lines: counts by kind of chunk, the student's tokens, the teacher's tokens.
 
-    Chunks stand between bars, in alternating colours if `colour`; the tokens of one are joined by `+`. Tokens in no chunk
-    are in parentheses. Bytes that are no text, and control characters, are escaped.
+    Chunks are separated by bars, in alternating colours if `colour`; the tokens of a chunk are joined by `+`.
+    Tokens in no chunk are in parentheses. Invalid UTF-8 and control characters are escaped.
     """
     sizes = aligned.chunks[:, [1, 3]] - aligned.chunks[:, [0, 2]]
     kinds = Counter(
@@ -50,7 +50,7 @@ def _shown(tokenizer: Tokenizer, token: int) -> str:
         return tokenizer.decode([token])
     return "".join(
         map(_escaped, piece.decode("utf-8", "surrogateescape"))
-    )  # where a byte is no text it becomes a surrogate
+    )  # an invalid byte becomes a surrogate
 
 
 def _escaped(character: str) -> str:

@@ -1,14 +1,15 @@
 """Alignment by dynamic programming over token texts, as published cross-tokenizer systems do it.
 
-Source: X-Token (arXiv 2605.21699): tokens in one canonical writing, anchors at trigrams that both sequences have once, and
-between anchors the best path with +3 for equal tokens, -3 for unequal ones, -1.5 for a token left out, and +1.5 k for k
-tokens that spell one; then runs of mismatches are merged, and cut again where both sides spell the same.
+Source: X-Token (arXiv 2605.21699). Tokens are written in one canonical form. Trigrams that occur once in both
+sequences are anchors. Between anchors the best path is searched, with +3 for equal tokens, -3 for unequal
+ones, -1.5 for a skipped token, and +1.5 k for k tokens that spell one. Then runs of mismatches are merged,
+and cut again where both sides spell the same.
 
-Two things differ from the published form. The canonical writing of a token is the bytes of the text that it stands for, which
-every writing of blanks and bytes in a vocabulary amounts to. And the work is bounded: a stretch between anchors with more
-than MAX_CELLS cells is not searched but treated as one run of mismatches.
+Two things differ from the published form. The canonical form of a token is the bytes that it stands for: all
+ways in which vocabularies write blanks and bytes amount to that. And the work is bounded: a stretch between
+anchors with more than MAX_CELLS cells is not searched but treated as one run of mismatches.
 
-The path is searched by `dp_kernel`, which numba compiles where it is installed (pip install 'mkd[xtoken]').
+`dp_kernel` searches the path; numba compiles it if installed (pip install 'mkd[xtoken]').
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Units:
-    """What the search sees of one side: tokens of one span are one unit."""
+    """One side as the search sees it: tokens that share a span are one unit."""
 
     texts: tuple[bytes, ...]
-    first: np.ndarray  # [units + 1] int64, first token of each, and where the last one ends
+    first: np.ndarray  # [units + 1] int64, first token of each unit, and the end of the last one
 
     @classmethod
-    def of(cls, encoded: EncodedText, data: bytes) -> _Units:
+    def from_encoded(cls, encoded: EncodedText, data: bytes) -> _Units:
         first, starts, ends = token_groups(encoded)
         return cls(
             tuple(data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)), first
@@ -69,8 +70,10 @@ def align_dp(
     compile: bool = True,
     max_cells: int = MAX_CELLS,
 ) -> np.ndarray:
-    """Chunks [c, 4] int64 as those of `align_spans`. Stretches in which the two sides spell different texts are left out."""
-    ours, theirs = _Units.of(student, data), _Units.of(teacher, data)
+    """Return chunks [c, 4] int64 as `align_spans` does; stretches where the two sides spell different texts
+    are skipped.
+    """
+    ours, theirs = _Units.from_encoded(student, data), _Units.from_encoded(teacher, data)
     search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
     blocks = [block for stretch in _between_anchors(ours, theirs) for block in search(stretch)]
     cut = [piece for block in _merged(blocks, ours, theirs) for piece in _cut(block, ours, theirs)]
@@ -79,9 +82,9 @@ def align_dp(
 
 
 def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
-    """The stretches that the anchors leave, and the middle token of each anchor, in order and without gaps.
+    """Yield the stretches between anchors, and the middle token of each anchor, in order and without gaps.
 
-    Anchors that cross another one are none.
+    Anchors that cross another one do not count.
     """
     counts = [Counter(side.trigrams) for side in (ours, theirs)]
     places = {gram: j for j, gram in enumerate(theirs.trigrams) if counts[0][gram] == counts[1][gram] == 1}
@@ -101,7 +104,7 @@ def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
 
 
 class _Search:
-    """The best path through a stretch, as blocks."""
+    """The search for the best path through a stretch, as blocks."""
 
     def __init__(self, ours: _Units, theirs: _Units, kernel, max_cells: int):
         numbers = {text: i for i, text in enumerate(dict.fromkeys(ours.texts + theirs.texts))}
@@ -120,7 +123,10 @@ class _Search:
 
 
 def _numbered(side: _Units, numbers: dict[bytes, int]) -> np.ndarray:
-    """[MAX_COMBINATION, units] int64: row k - 1 has the number of the k units that end here, joined; -1 where none is known."""
+    """Number the texts of up to MAX_COMBINATION joined units, int64 [MAX_COMBINATION, units].
+
+    Row k - 1 has the number of the k joined units that end at each unit; -1 for a text without a number.
+    """
     size = len(side.texts)
     rows = np.full((MAX_COMBINATION, size), -1, dtype=np.int64)
     for k in range(1, MAX_COMBINATION + 1):
@@ -129,7 +135,7 @@ def _numbered(side: _Units, numbers: dict[bytes, int]) -> np.ndarray:
 
 
 def _merged(blocks: list[_Block], ours: _Units, theirs: _Units) -> Iterator[_Block]:
-    """The blocks, each run of neighbours whose texts differ as one."""
+    """Yield the blocks, with each run of neighbours whose texts differ merged into one."""
     for equal, run in groupby(blocks, lambda block: operator.eq(*_texts(block, ours, theirs))):
         if equal:
             yield from run
@@ -139,7 +145,7 @@ def _merged(blocks: list[_Block], ours: _Units, theirs: _Units) -> Iterator[_Blo
 
 
 def _cut(block: _Block, ours: _Units, theirs: _Units) -> list[tuple[int, int, int, int]]:
-    """The block cut wherever tokens end on both sides; nothing where the sides differ."""
+    """Cut the block wherever tokens end on both sides; return nothing if the sides spell different texts."""
     left, right = _texts(block, ours, theirs)
     if left != right:
         return []

@@ -12,20 +12,21 @@ MATCH, GAP, COMBINED = (
     3.0,
     -1.5,
     1.5,
-)  # scores: equal tokens (unequal: -MATCH), a token left out, each of k joined tokens
+)  # scores: equal tokens (unequal: -MATCH), a skipped token, each joined token
 
 
 def best_path(
-    ours: np.ndarray,  # [MAX_COMBINATION, n] int64: row k - 1 has the text number of the k tokens that end here, -1: none
+    ours: np.ndarray,  # [MAX_COMBINATION, n] int64: row k - 1 numbers the text of the k tokens that end here, or -1
     theirs: np.ndarray,  # [MAX_COMBINATION, m] int64
 ) -> np.ndarray:
-    """[steps, 4] int64: the blocks (student start, end, teacher start, end) of the best path, ascending, without gaps.
+    """Return the blocks (student start, end, teacher start, end) of the best path, int64 [steps, 4], without
+    gaps.
 
-    Source: the scores of X-Token (arXiv 2605.21699). Ties go to the pair of tokens, then to the combination of fewest tokens,
-    then to leaving out a student token.
+    The scores are those of X-Token (arXiv 2605.21699). Ties go to a pair of single tokens, then to the
+    combination of fewest tokens, then to skipping a student token.
     """
     n, m = ours.shape[1], theirs.shape[1]
-    depth = MAX_COMBINATION + 1  # rows that a move reaches back over, and this one
+    depth = MAX_COMBINATION + 1  # the rows that a move can reach back to, and the current one
     scores = np.zeros((depth, m + 1))
     took = np.zeros((n + 1, m + 1), dtype=np.int8)  # 10 * student tokens + teacher tokens of the last block
     took[0, 1:] = 1
@@ -59,7 +60,7 @@ def best_path(
 
 @cache
 def compiled() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """`best_path`, compiled where numba is installed."""
+    """Return `best_path`, compiled if numba is installed."""
     try:
         from numba import njit
     except ImportError:

@@ -16,17 +16,19 @@ INDICES, LIKELIHOODS = "indices", "likelihoods"
 
 
 def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMatrix:
-    """The matrix in a `.pt`, `.safetensors` or `.npz` file of `indices` and `likelihoods`, both [rows, k].
+    """Load the matrix in a `.pt`, `.safetensors` or `.npz` file of `indices` and `likelihoods`, both [rows,
+    k].
 
-    Row i holds teacher ids and their weights for student token i; weights of 0 and negative ids fill short rows. There may be
-    more rows than the student's tokenizer has ids (models are wider than tokenizers): they are left out. Rows are divided
-    by their sum. Raises UsageError for a file of another form or of other vocabularies.
+    Row i holds teacher ids and their weights for student token i; weights of 0 and negative ids fill short
+    rows. Rows beyond the ids of the student's tokenizer are skipped, because models are wider than
+    tokenizers. Each row is divided by its sum. Raises UsageError for a file of another form or for other
+    vocabularies.
     """
     indices, likelihoods = _read(path)
     if indices.shape != likelihoods.shape or indices.ndim != 2:
         raise _refused(
             path,
-            f"indices {indices.shape} and likelihoods {likelihoods.shape} are not of one shape [rows, k]",
+            f"indices {indices.shape} and likelihoods {likelihoods.shape} do not share a shape [rows, k]",
         )
     if len(indices) < student_size:
         raise _refused(
@@ -48,7 +50,7 @@ def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMa
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(indices int64, likelihoods float64)"""
+    """Return (indices int64, likelihoods float64)."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -58,13 +60,13 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         else:
             arrays = torch.load(path, map_location="cpu", weights_only=True)
         return arrays[INDICES].to(torch.int64).numpy(), arrays[LIKELIHOODS].to(torch.float64).numpy()
-    except Exception as error:  # each of the three libraries raises errors of its own
+    except Exception as error:  # each of the three libraries raises other errors
         raise _refused(path, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, UnpicklingError):  # torch's text advises to load it anyway
-        return "it holds other things than tensors, which are not loaded: they could run code"
+    if isinstance(error, UnpicklingError):  # torch's message advises to load it anyway
+        return "it holds objects other than tensors, which mkd does not load because they could run code"
     return f"{type(error).__name__}: {(str(error).strip() or 'no more is known').splitlines()[0]}"
 
 
@@ -72,6 +74,6 @@ def _refused(path: Path, why: str) -> UsageError:
     return UsageError(
         f"{path} is not a projection matrix for these tokenizers",
         why,
-        "build one with tools/build_projection.py from the tokenizers of this run, or leave it out: it is then built",
+        "build one with tools/build_projection.py from this run's tokenizers, or drop the setting: mkd then builds it",
         code="projection-not-valid",
     )

@@ -1,4 +1,4 @@
-"""How much of real text two tokenizers can be compared on: shares of bytes and tokens by kind of chunk and of character."""
+"""The share of a real text that two tokenizers can be compared on, by kind of chunk and class of character."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CJK_NAMES = ("CJK ", "HIRAGANA ", "KATAKANA ", "HANGUL ", "IDEOGRAPHIC ", "FULLW
 
 @dataclass(frozen=True)
 class Audit:
-    """Counts over a sample of text. A token's class is that of its first character that is no white space.
+    """Counts over a sample of text. A token has the class of its first character that is not white space.
 
     Special: tokens that stand for no text (BOS). Dropped: tokens in no chunk, and bytes that no chunk covers.
     """
@@ -33,9 +33,11 @@ class Audit:
     num_texts: int
 
     def shares(self) -> dict:
-        """{"bytes", "student_tokens", "teacher_tokens": {kind: share}, "classes": {class: {kind: share}}, and the totals}.
+        """Return the shares, ready for JSON.
 
-        Each of the tables adds up to 1; those of the classes are shares of the student's tokens of that class.
+        {"bytes", "student_tokens", "teacher_tokens": {kind: share}, "classes": {class: {kind: share}}, and
+        the totals}. Each table sums to 1; the tables of the classes are shares of the student's tokens of
+        that class.
         """
         classes = {name: row for name, row in zip(CLASSES, self.student_tokens, strict=True) if row.any()}
         return {
@@ -51,7 +53,7 @@ class Audit:
         }
 
     def table(self) -> str:
-        """The shares as lines of text."""
+        """Return the shares as lines of text."""
         shares = self.shares()
         rows = [("all bytes", shares["bytes"]), ("student tokens", shares["student_tokens"])]
         rows += [("teacher tokens", shares["teacher_tokens"])]
@@ -69,7 +71,7 @@ class Audit:
 def audit(
     student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation, texts: Iterable[str]
 ) -> Audit:
-    """Align every text and count. An empty sample gives zeros."""
+    """Align every text and count tokens and bytes. An empty sample gives zeros."""
     twins = np.full(relation.student_size, -1, np.int64)
     twins[relation.common_student] = relation.common_teacher
     num_bytes = np.zeros((len(CLASSES), len(KINDS)), np.int64)
@@ -94,7 +96,7 @@ def audit(
 def _chunk_kinds(
     chunks: np.ndarray, twins: np.ndarray, student_ids: np.ndarray, teacher_ids: np.ndarray
 ) -> np.ndarray:
-    """[c] int64, index into KINDS"""
+    """Return the index into KINDS of each chunk, int64 [c]."""
     one_student = chunks[:, 1] - chunks[:, 0] == 1
     one_teacher = chunks[:, 3] - chunks[:, 2] == 1
     common = twins[student_ids[chunks[:, 0]]] == teacher_ids[chunks[:, 2]]
@@ -103,7 +105,10 @@ def _chunk_kinds(
 
 
 def _mark(size: int, starts: np.ndarray, ends: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[size] int64: value i in the range [starts[i], ends[i]), DROPPED elsewhere; ranges are disjoint, [-1, -1) is empty."""
+    """Return [size] int64: value i in the range [starts[i], ends[i]), DROPPED elsewhere.
+
+    Ranges are disjoint; [-1, -1) is empty.
+    """
     marked = np.full(size, DROPPED, np.int64)
     lengths = ends - starts
     places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
@@ -112,7 +117,7 @@ def _mark(size: int, starts: np.ndarray, ends: np.ndarray, values: np.ndarray) -
 
 
 def _byte_classes(text: str) -> np.ndarray:
-    """[bytes of the text] int64, class of the character that each byte is part of."""
+    """Return the class of the character that each byte of the text is part of, int64 [bytes]."""
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     distinct, place = np.unique(points, return_inverse=True)
     characters = [chr(point) for point in distinct.tolist()]
@@ -122,7 +127,7 @@ def _byte_classes(text: str) -> np.ndarray:
 
 
 def _token_classes(byte_classes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[n] int64"""
+    """Return the class of each token, int64 [n]."""
     visible = np.append(np.flatnonzero(byte_classes != WHITESPACE), len(byte_classes))
     first = visible[np.searchsorted(visible[:-1], starts)]
     padded = np.append(byte_classes, WHITESPACE)

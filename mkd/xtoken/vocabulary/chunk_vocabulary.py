@@ -1,4 +1,4 @@
-"""Both models' vocabularies as one tensor-parallel rank's columns, on its device: what chunk losses look ids up in."""
+"""Both models' vocabularies as one tensor-parallel rank's columns, on its device, for the chunk losses."""
 
 from __future__ import annotations
 
@@ -16,30 +16,35 @@ from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 
 @dataclass(frozen=True)
 class ClassMap:
-    """The columns w of one model on this rank, onto the classes of all ranks: k on each, numbered `rank * k + class`."""
+    """A map from one model's w columns on this rank to the classes of all ranks: k per rank, numbered `rank *
+    k + class`.
+    """
 
-    forward: Tensor  # sparse CSR [tp * k, w] fp32: masses of classes = forward @ p, one summand of each rank
+    forward: Tensor  # sparse CSR [tp * k, w] fp32: masses of classes = sum over ranks of forward @ p
     backward: Tensor  # sparse CSR [w, tp * k], its transpose
-    lost: Tensor  # [w] fp32, 1 - sum of the column, 0 to 1: probability that has no class
+    lost: Tensor  # [w] fp32, 1 - sum of the column, 0 to 1: the share of each column that has no class
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Both models' probabilities on common classes: for `p_kl` the teacher's columns, for `prefix_kl` the student's."""
+    """Both models' probabilities on common classes: the teacher's columns for `p_kl`, the student's for
+    `prefix_kl`.
+    """
 
     student: ClassMap
-    teacher: ClassMap | None  # None: its columns are the classes
-    supported: Tensor  # [k] bool, this rank's classes that the student has a value for
-    student_rest: bool  # some real row of the student loses probability
-    teacher_rest: bool  # some real row of the teacher has no supported class
+    teacher: ClassMap | None  # None: the teacher's columns are the classes
+    supported: Tensor  # [k] bool, this rank's classes that some student token maps to
+    student_rest: bool  # whether some real row of the student loses probability
+    teacher_rest: bool  # whether some real row of the teacher has no supported class
 
 
 @dataclass(frozen=True)
 class ChunkVocabulary:
-    """Where the ids of both models are. Columns of all ranks are numbered `rank * width + column` ("place").
+    """The columns of both models' ids. The columns of all ranks are numbered `rank * width + column`: the
+    "place".
 
-    A student id is its own place. "Real" columns are rows of the model; the others are padding or empty slots, and their logits
-    are never read.
+    A student id equals its place. "Real" columns are rows of the model; the others are padding or empty
+    slots, and their logits are never read.
     """
 
     rank: int  # in the tensor-parallel group
@@ -57,16 +62,19 @@ class ChunkVocabulary:
     projection: Projection | None = None  # for p_kl and prefix_kl
 
     @staticmethod
-    def build(
+    def from_slots(
         slots: TeacherSlots,
         student_vocab_size: int,  # real rows of the student's head; those beyond are padding
         rank: int,  # in the tensor-parallel group
         *,
-        relation: VocabularyRelation | None = None,  # only for the losses that read more of it
-        loss: str = "partition_kl",  # p_kl and prefix_kl have a projection
-        relaxed: bool = False,  # pairs include the relaxed ones
+        relation: VocabularyRelation | None = None,  # needed for p_kl, prefix_kl and relaxed pairs
+        loss: str = "partition_kl",  # p_kl and prefix_kl get a projection
+        relaxed: bool = False,  # whether the pairs include the relaxed ones
     ) -> ChunkVocabulary:
-        """On the CPU; `.to(device)` moves it. Raises UsageError where the models' rows have no common token."""
+        """Return the vocabulary on the CPU; `.to(device)` moves it.
+
+        Raises UsageError if no row of the heads is common.
+        """
         tp, student_width = slots.common.shape
         student_real = (np.arange(tp * student_width) < student_vocab_size).reshape(tp, student_width)
         teacher_real = slots.teacher_ids != EMPTY
@@ -78,7 +86,7 @@ class ChunkVocabulary:
                 "check the tokenizers and the vocabulary sizes of both models",
                 code="no-common-token-in-heads",
             )
-        assert not (slots.common & ~student_real).any(), "a padded row of the student is no token"
+        assert not (slots.common & ~student_real).any(), "a padded row of the student is not a token"
         students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)
         make_projection = {"p_kl": _on_teacher, "prefix_kl": _on_beginnings}.get(loss)
         projection = make_projection and make_projection(slots, relation, student_real, teacher_real, rank)
@@ -98,15 +106,16 @@ class ChunkVocabulary:
 
     @property
     def both_have_rest(self) -> bool:
+        """Whether each model has a real row that is not common."""
         return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
 
     def is_common_pair(self, student_places: Tensor, teacher_places: Tensor) -> Tensor:
-        """[n] bool of two [n]."""
+        """Return [n] bool: whether each pair of places [n], [n] is a common pair."""
         ranks, columns = student_places // self.student_width, student_places % self.student_width
         return self.common[ranks, columns] & (teacher_places == ranks * self.teacher_width + columns)
 
     def to(self, device: torch.device | str) -> ChunkVocabulary:
-        """The same on a device."""
+        """Return the vocabulary on a device."""
         return _moved(self, device)
 
 
@@ -124,7 +133,9 @@ def _moved(value, device):
 def _pairs(
     slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the pairs of the hybrid losses: the common tokens, or with a relation its relaxed pairs too."""
+    """Return the places of the hybrid losses' pairs: the common tokens; with a `relation`, its relaxed pairs
+    too.
+    """
     if relation is not None:
         students, teachers = relation.pairs(relaxed=True)
         exist = (students < student_rows) & (teachers < len(slots.columns))
@@ -136,7 +147,7 @@ def _pairs(
 def _on_teacher(
     slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
 ) -> Projection:
-    """The relation's matrix: classes are the teacher's columns."""
+    """Return the relation's matrix as a projection: classes are the teacher's columns."""
     matrix = relation.projection
     rows, teachers, values = matrix.rows, matrix.columns, matrix.values
     exist = (rows < student_real.sum()) & (teachers < len(slots.columns))
@@ -155,7 +166,9 @@ def _on_teacher(
 def _on_beginnings(
     slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
 ) -> Projection:
-    """What each token begins with: classes are the student's columns, those of common tokens."""
+    """Return the projection of each token on the common token it begins with: classes are the student's
+    columns.
+    """
     common = np.flatnonzero(slots.common)
     maps = []
     for classes, places, real in (
@@ -172,17 +185,17 @@ def _on_beginnings(
 def _class_map(
     places, classes, values, real: np.ndarray, num_classes: int, rank: int
 ) -> tuple[ClassMap, bool]:
-    """The map of the entries (place, class, value), all ranks', on this rank's columns; whether a real column loses any.
+    """Return (map of this rank's columns, whether a real column of any rank loses probability).
 
-    `real` is [tp, w] bool; classes of all ranks are meant.
+    Entries are (place, class, value) of all ranks; `real` is [tp, w] bool.
     """
     width = real.shape[1]
     kept = np.bincount(places, values.astype(np.float64), minlength=real.size)
     lost = np.where(real.reshape(-1), 1.0 - kept, 0.0)
     lost[lost < 1e-6] = 0.0  # columns that sum to 1 but for the rounding of fp32
-    own = places // width == rank
-    indices = torch.from_numpy(np.stack([classes[own], places[own] % width]))
-    weights = torch.from_numpy(values[own].astype(np.float32))
+    here = places // width == rank
+    indices = torch.from_numpy(np.stack([classes[here], places[here] % width]))
+    weights = torch.from_numpy(values[here].astype(np.float32))
     forward = _sparse_rows(indices, weights, (num_classes, width))
     backward = _sparse_rows(indices.flip(0), weights, (width, num_classes))
     lost_here = torch.from_numpy(lost.reshape(real.shape)[rank].astype(np.float32))
@@ -190,9 +203,10 @@ def _class_map(
 
 
 def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    """Compressed sparse rows, checked; torch remarks once per process that this form of it is in beta.
+    """Return checked compressed sparse rows, without torch's warning that they are in beta.
 
-    Not by `to_sparse_csr`: in torch 2.11 its result fails that check where there is no entry, for its strides of 0.
+    `to_sparse_csr` of torch 2.11 is of no use: without entries its result has strides of 0 and fails the
+    check.
     """
     with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(True):
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")

@@ -1,18 +1,19 @@
-"""What two vocabularies have in common, and the sparse projection of one on the other."""
+"""The relation of two vocabularies: common tokens, relaxed pairs, and the sparse projection of one on the
+other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import unicodedata
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mkd.errors import UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.vocabulary.beginnings import beginnings
-from mkd.xtoken.vocabulary.relaxed import relaxed_pairs
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
-from mkd.xtoken.vocabulary.spelling import Pieces, Spellings, distinct_tokens, spell_all
+from mkd.xtoken.vocabulary.spelling import Pieces, Spellings, build_beginnings, distinct_tokens, spell_all
 from mkd.xtoken.vocabulary.stages import exact_map, multi_token_map, role_pairs, special_map
 
 STAGES = ("exact", "multi", "special", "cut")
@@ -20,7 +21,7 @@ STAGES = ("exact", "multi", "special", "cut")
 
 @dataclass(frozen=True)
 class ProjectionSettings:
-    """What a projection matrix is made of: see mkd/xtoken/vocabulary/stages.py."""
+    """The stages of a projection matrix: see mkd/xtoken/vocabulary/stages.py."""
 
     stages: tuple[str, ...] = STAGES
     top_k: int = 4  # entries of a row that stage "cut" keeps
@@ -45,29 +46,27 @@ class ProjectionSettings:
 class VocabularyRelation:
     """How the vocabularies of a student and a teacher relate. Sizes and ids are those of the tokenizers.
 
-    Common tokens are the same bytes on both sides, or have the same role (BOS, EOS, ...); in tokenizers of one vocabulary every
-    id is common with itself. Pairs are one-to-one.
+    Common tokens have the same bytes on both sides, or the same role (EOS, end of turn, BOS, UNK, PAD). If
+    the vocabularies are the same, every id is common with itself. Pairs are one-to-one.
     """
 
     student_size: int
     teacher_size: int
     common_student: np.ndarray  # [k] int64, ascending
     common_teacher: np.ndarray  # [k] int64, distinct
-    relaxed_student: (
-        np.ndarray
-    )  # [l] int64, ascending: further pairs, of tokens without a common twin, that differ ...
+    relaxed_student: np.ndarray  # [l] int64, ascending: pairs of tokens without a common twin that differ ...
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
-    projection: (
-        SparseMatrix  # [student_size, teacher_size]; the rows without support are `projection.empty_rows`
-    )
+    projection: SparseMatrix  # [student_size, teacher_size]; rows without support: `projection.empty_rows`
     spellings: Spellings
     student_beginnings: (
         np.ndarray
-    )  # [student_size] int64: the common token, as a student id, that each id begins with, or -1
+    )  # [student_size] int64: common token (student id) each id begins with, or -1
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """(student ids ascending, teacher ids) int64 of the common tokens, one-to-one; with the relaxed pairs if asked for."""
+        """Return (student ids ascending, teacher ids) int64 of the common tokens and, if `relaxed`, of the
+        relaxed pairs.
+        """
         if not relaxed:
             return self.common_student, self.common_teacher
         students = np.concatenate([self.common_student, self.relaxed_student])
@@ -76,30 +75,29 @@ class VocabularyRelation:
         return students[order], teachers[order]
 
     def twins(self) -> np.ndarray:
-        """[student_size] int64: the teacher id of each common token, -1 for the others."""
+        """Return the teacher id of each common token, -1 for the others, int64 [student_size]."""
         twins = np.full(self.student_size, -1)
         twins[self.common_student] = self.common_teacher
         return twins
 
     def with_projection(self, projection: SparseMatrix) -> VocabularyRelation:
-        """The same relation with another matrix of the same shape."""
+        """Return the same relation with another matrix of the same shape."""
         assert projection.shape == (self.student_size, self.teacher_size)
         return replace(self, projection=projection)
 
 
-def relate(
+def build_relation(
     student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings | None = None
 ) -> VocabularyRelation:
-    """Build the relation; a matter of seconds for vocabularies of 150,000 tokens.
+    """Build the relation, in seconds for vocabularies of 150,000 tokens.
 
-    Raises UsageError when the vocabularies share no token, and for a tokenizer whose tokens have no known bytes.
+    Raises UsageError if the vocabularies share no token, and for a tokenizer whose tokens have no known
+    bytes.
     """
     settings = settings or ProjectionSettings()
     by_teacher, by_student = spell_all(teacher, student.token_bytes), spell_all(student, teacher.token_bytes)
-    spellings = Spellings.build(student, teacher, by_teacher, by_student)
-    if (
-        student.vocabulary_difference(teacher) is None
-    ):  # then an id means itself, whatever its bytes and roles
+    spellings = Spellings.from_tokenizers(student, teacher, by_teacher, by_student)
+    if student.vocabulary_difference(teacher) is None:  # ids mean the same, whatever their bytes and roles
         common = {i: i for i in set(student.vocabulary.values()) & set(teacher.vocabulary.values())}
         projection = _matrix_of(common, student, teacher)
     else:
@@ -108,22 +106,22 @@ def relate(
     loose = relaxed_pairs(_unpaired(student, common.keys()), _unpaired(teacher, set(common.values())))
     sizes = student.vocab_size, teacher.vocab_size
     pairs = _as_arrays(common)
-    starts = beginnings(*pairs, by_teacher, by_student)
+    starts = build_beginnings(*pairs, by_teacher, by_student)
     return VocabularyRelation(*sizes, *pairs, *_as_arrays(loose), projection, spellings, *starts)
 
 
 def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
-    """Student id -> teacher id of the same bytes or the same role, one-to-one."""
+    """Return student id -> teacher id of the same role or the same bytes, one-to-one; roles are paired first."""
     ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
     if ours.keys().isdisjoint(theirs):
         raise UsageError(
             f"the tokenizers have no token in common: no two of {len(ours)} and {len(theirs)} are the same bytes",
-            "there is nothing to compare probabilities on; it is a wrong path or a damaged file more often than a real pair",
+            "probabilities cannot be compared; a wrong path or a damaged file is more likely than a real pair",
             "check the tokenizers of student and teacher",
             code="no-common-token",
         )
     by_role = role_pairs(student.roles, teacher.roles)
-    by_bytes = {ours[own]: theirs[own] for own in ours if own in theirs}
+    by_bytes = {ours[piece]: theirs[piece] for piece in ours if piece in theirs}
     with_role = set(by_role.values())
     return by_role | {s: t for s, t in by_bytes.items() if s not in by_role and t not in with_role}
 
@@ -135,7 +133,9 @@ def _projection(
     by_teacher: Pieces,
     by_student: Pieces,
 ) -> SparseMatrix:
-    """The chosen stages; the exact map and the special tokens come last, so that nothing is mixed into their rows."""
+    """Return the matrix of the chosen stages; exact map and special tokens come last, so that their rows stay
+    pure.
+    """
     projection = _matrix_of({}, student, teacher)
     if "multi" in settings.stages:
         projection = multi_token_map(by_teacher, by_student)
@@ -151,13 +151,65 @@ def _projection(
 
 
 def _matrix_of(pairs: Mapping[int, int], student: Tokenizer, teacher: Tokenizer) -> SparseMatrix:
-    """Weight 1 for each pair."""
+    """Return a matrix with weight 1 for each pair."""
     shape = student.vocab_size, teacher.vocab_size
     return SparseMatrix.from_entries(list(pairs), list(pairs.values()), np.ones(len(pairs)), shape)
 
 
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
+def _unspaced(text: str) -> str:
+    return _normal(text).lstrip(" ")
+
+
+def _casefolded(text: str) -> str:
+    return _unspaced(text).casefold()
+
+
+FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
+"""What pairs may differ in, closest pairs first: the Unicode form; also leading spaces; also the case."""
+
+
+def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:
+    """Return student id -> teacher id of tokens that differ only in Unicode form (NFKC), leading spaces or
+    case.
+
+    This is the relaxed map of GOLD and H-KL. The arguments are the tokens without a common twin; pairs are
+    one-to-one. Closer variants pair first, then smaller ids, which most vocabularies give to frequent tokens.
+    Tokens that are not valid UTF-8, or only spaces, stay unpaired.
+    """
+    pairs: dict[int, int] = {}
+    ours, theirs = _texts(student), _texts(teacher)
+    for form in FORMS:
+        waiting: dict[str, list[int]] = {}
+        for token in sorted(theirs, reverse=True):  # so that pop() gives the smallest id
+            waiting.setdefault(form(theirs[token]), []).append(token)
+        for token in sorted(ours):
+            candidates = waiting.get(form(ours[token]))
+            if candidates:
+                pairs[token] = candidates.pop()
+        ours = {token: text for token, text in ours.items() if token not in pairs}
+        taken = set(pairs.values())
+        theirs = {token: text for token, text in theirs.items() if token not in taken}
+    return pairs
+
+
+def _texts(tokens: Mapping[bytes, int]) -> dict[int, str]:
+    texts = {}
+    for piece, token in tokens.items():
+        try:
+            text = piece.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if _casefolded(text):
+            texts[token] = text
+    return texts
+
+
 def _unpaired(tokenizer: Tokenizer, paired: Container[int]) -> dict[bytes, int]:
-    return {own: i for own, i in distinct_tokens(tokenizer).items() if i not in paired}
+    return {piece: i for piece, i in distinct_tokens(tokenizer).items() if i not in paired}
 
 
 def _as_arrays(pairs: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Vocabulary relations on disk: one .npz for each pair of tokenizers and settings."""
+"""Vocabulary relations on disk: one .npz file for each pair of tokenizers and each setting."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from mkd.errors import UsageError
 from mkd.tokenizers.load import open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.align.align_text import TokenizerSource
-from mkd.xtoken.published.projections import load_published
-from mkd.xtoken.vocabulary.relation import ProjectionSettings, VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import ProjectionSettings, VocabularyRelation, build_relation
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
 
@@ -32,11 +31,13 @@ def build_projection(
     settings: ProjectionSettings | None = None,
     projection: str | Path | None = None,
 ) -> VocabularyRelation:
-    """The relation of two vocabularies: read from `cache_dir` if it is there, else built and stored there.
+    """Return the relation of two vocabularies: read it from `cache_dir` if it is there, else build and store
+    it.
 
-    `projection` names a file with the matrix to use instead: one that tools/build_projection.py wrote, or the published dense
-    form (see load_published). Several processes may call this at once; they write the same file. Raises UsageError for
-    tokenizers that share nothing or lose bytes, and for a file that is damaged or of other tokenizers.
+    `projection` names a file with the matrix to use instead: one that tools/build_projection.py wrote, or the
+    published dense form (see load_published). Several processes may call this at once; they write the same
+    file. Raises UsageError for tokenizers that share no token or lose bytes, and for a file that is damaged
+    or made for other tokenizers.
     """
     student, teacher, settings = (
         open_tokenizer(student),
@@ -46,10 +47,10 @@ def build_projection(
     if projection is not None:
         return _from_file(student, teacher, Path(projection), cache_dir, settings)
     if cache_dir is None:
-        return relate(student, teacher, settings)
+        return build_relation(student, teacher, settings)
     path = Path(cache_dir) / f"{_key(student, teacher, settings)}.npz"
     if not path.exists():
-        save_relation(path, relate(student, teacher, settings), student, teacher, settings)
+        save_relation(path, build_relation(student, teacher, settings), student, teacher, settings)
     return load_relation(path, student, teacher)
 
 
@@ -60,15 +61,19 @@ def save_relation(
     teacher: Tokenizer,
     settings: ProjectionSettings,
 ) -> None:
-    """Write the relation, whole or not at all."""
+    """Write the relation; the file appears complete or not at all."""
     meta = {**_identity(student, teacher), "stages": settings.stages, "top_k": settings.top_k}
     arrays = {name: getattr(relation, name) for name in PAIRS + BEGINNINGS}
     arrays |= {"offsets": relation.projection.offsets, "columns": relation.projection.columns}
     arrays |= {"values": relation.projection.values}
     for side in ("students", "teachers"):
-        one = getattr(relation.spellings, side)
-        arrays |= {f"{side}_prefix_ids": one.prefixes.ids, f"{side}_prefix_offsets": one.prefixes.offsets}
-        arrays |= {f"{side}_offsets": one.offsets, f"{side}_tokens": one.tokens, f"{side}_lasts": one.lasts}
+        found = getattr(relation.spellings, side)
+        arrays |= {f"{side}_prefix_ids": found.prefixes.ids, f"{side}_prefix_offsets": found.prefixes.offsets}
+        arrays |= {
+            f"{side}_offsets": found.offsets,
+            f"{side}_tokens": found.tokens,
+            f"{side}_lasts": found.lasts,
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
@@ -80,19 +85,19 @@ def save_relation(
 
 
 def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> VocabularyRelation:
-    """Read a relation of exactly these tokenizers. Raises UsageError for a damaged file and for one of other tokenizers."""
+    """Read a relation. Raises UsageError for a damaged file, and for one made for other tokenizers."""
     try:
         with np.load(path, allow_pickle=False) as file:
             meta, arrays = (
                 json.loads(str(file[META])),
                 {name: file[name] for name in file.files if name != META},
             )
-    except Exception as error:  # numpy and zipfile raise a dozen different ones for a damaged file
+    except Exception as error:  # numpy and zipfile raise a dozen different errors for a damaged file
         raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
     for name, expected in _identity(student, teacher).items():
         if meta.get(name) != expected:
             raise _refused(
-                path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and that of this run {expected}"
+                path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and this run's is {expected}"
             )
     try:
         relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
@@ -114,23 +119,25 @@ def _from_file(
     if not path.is_file():
         raise UsageError(
             f"projection {path} is not a file",
-            do="give the path of a projection matrix, or leave it out: it is then built",
+            do="give the path of a projection matrix, or drop the setting: mkd then builds it",
             code="projection-not-found",
         )
     if _is_ours(path):
         return load_relation(path, student, teacher)
+    from mkd.xtoken.published.projections import load_published
+
     matrix = load_published(path, student.vocab_size, teacher.vocab_size)
     return build_projection(student, teacher, cache_dir=cache_dir, settings=settings).with_projection(matrix)
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this tool wrote the .npz: the published form has no description."""
+    """Whether mkd wrote the .npz file; the published form has no description."""
     if path.suffix != ".npz":
         return False
     try:
         with np.load(path, allow_pickle=False) as file:
             return META in file.files
-    except Exception:  # damaged: the loader of our own form says so
+    except Exception:  # damaged: `load_relation` reports it
         return True
 
 
@@ -163,7 +170,7 @@ def _assemble(arrays: dict[str, np.ndarray], student_size: int, teacher_size: in
 
 
 def _problem(relation: VocabularyRelation) -> str | None:
-    """What is wrong with the sizes of a relation that was read, or None."""
+    """Return what is wrong with the sizes of a relation that was read, or None."""
     matrix, sizes = relation.projection, (relation.student_size, relation.teacher_size)
     if matrix.shape != sizes:
         return f"its matrix has {matrix.shape[0]} rows, and the student's tokenizer {sizes[0]} ids"
@@ -187,6 +194,6 @@ def _refused(path: Path, why: str) -> UsageError:
     return UsageError(
         f"projection {path} does not fit this run",
         why,
-        "remove the file, so that it is built again, or give the tokenizers that it was built from",
+        "remove the file, so that mkd builds it again, or use the tokenizers that it was built from",
         code="projection-does-not-fit",
     )

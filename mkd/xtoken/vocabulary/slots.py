@@ -13,31 +13,32 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class TeacherSlots:
-    """Where each row of the teacher's LM head goes when tp ranks hold w_t columns each.
+    """The place of each row of the teacher's LM head, if each of tp ranks holds w_t columns.
 
-    Rank r of the student's head holds the ids [r * w_s, (r + 1) * w_s), as Megatron shards it. With the teacher's rows in slot
-    order both probabilities of a common token are in column j of the same rank, so that an aligned pair of single tokens is
-    compared with elementwise work and scalar reductions: no vocabulary moves.
+    Rank r of the student's head holds the ids [r * w_s, (r + 1) * w_s), as Megatron shards it. With the
+    teacher's rows in slot order, both probabilities of a common token are in column j of the same rank. So a
+    1-1 chunk needs elementwise work and scalar reductions only, and no vocabulary is gathered.
     """
 
     teacher_ids: (
         np.ndarray
-    )  # [tp, w_t] int64, the teacher's row in each column, EMPTY (-1) where there is none; w_t >= w_s
+    )  # [tp, w_t] int64, the teacher's row in each column, EMPTY (-1) for none; w_t >= w_s
     columns: np.ndarray  # [teacher_rows] int64, rank * w_t + column of each row of the teacher
-    common: np.ndarray  # [tp, w_s] bool, column j holds a common pair
+    common: np.ndarray  # [tp, w_s] bool, whether column j holds a common pair
 
     @staticmethod
-    def build(
+    def from_relation(
         relation: VocabularyRelation,
-        student_rows: int,  # of the padded head
-        teacher_rows: int,  # real ones
+        student_rows: int,  # rows of the padded head
+        teacher_rows: int,  # real rows
         tp_size: int,
-        student_vocab_size: int | None = None,  # the student's real rows; None: all of them
+        student_vocab_size: int | None = None,  # the student's real rows; default: all rows
     ) -> TeacherSlots:
         """Place the teacher's rows next to the student's.
 
-        Rows beyond the tokenizers belong to no common pair. A pair with an id that a model has no real row for is not
-        common. w_t is the smallest possible: max(student_rows / tp_size, teacher_rows / tp_size rounded up).
+        Rows beyond the tokenizers belong to no common pair. A pair with an id that has no real row in its
+        model is not common. w_t is the smallest possible: max(student_rows / tp_size, teacher_rows / tp_size
+        rounded up).
         """
         assert student_rows % tp_size == 0, "the student's vocabulary is padded to a multiple of the ranks"
         student_width = student_rows // tp_size
@@ -51,9 +52,7 @@ class TeacherSlots:
         teacher_ids[students // student_width, students % student_width] = teachers
         common = teacher_ids[:, :student_width] != EMPTY
         others = np.setdiff1d(np.arange(teacher_rows), teachers)
-        columns, ranks = np.nonzero(
-            teacher_ids.T == EMPTY
-        )  # column after column, so that all ranks get their share
+        columns, ranks = np.nonzero(teacher_ids.T == EMPTY)  # column by column, so that all ranks get a share
         teacher_ids[ranks[: len(others)], columns[: len(others)]] = others
 
         places = np.full(teacher_rows, EMPTY, np.int64)

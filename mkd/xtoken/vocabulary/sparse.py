@@ -1,4 +1,6 @@
-"""A sparse matrix by rows: the projection of one vocabulary on another is 150,000 x 130,000 with few entries a row."""
+"""A sparse matrix by rows: the projection of one vocabulary on another is 150,000 x 130,000 with few entries
+per row.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """Compressed sparse rows: row i has the entries [offsets[i], offsets[i + 1]), its columns ascending and distinct."""
+    """Compressed sparse rows: row i has the entries [offsets[i], offsets[i + 1]), its columns ascending and
+    distinct.
+    """
 
     offsets: np.ndarray  # [rows + 1] int64
     columns: np.ndarray  # [entries] int64
@@ -23,7 +27,7 @@ class SparseMatrix:
         values: np.ndarray,  # [n] float, positive
         shape: tuple[int, int],
     ) -> SparseMatrix:
-        """The matrix with these entries, in any order; values of the same cell are added up."""
+        """Return the matrix with these entries, given in any order; values of the same cell are added."""
         cells = np.asarray(rows, np.int64) * shape[1] + np.asarray(columns, np.int64)
         order = np.argsort(cells, kind="stable")
         cells, first = np.unique(cells[order], return_index=True)
@@ -37,25 +41,25 @@ class SparseMatrix:
 
     @property
     def rows(self) -> np.ndarray:
-        """[entries] int64, the row of each entry."""
+        """Row of each entry, int64 [entries]."""
         return np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
 
     @property
     def empty_rows(self) -> np.ndarray:
-        """int64, the rows without an entry, ascending."""
+        """Rows without an entry, int64, ascending."""
         return np.flatnonzero(np.diff(self.offsets) == 0)
 
     def row(self, index: int) -> dict[int, float]:
-        """{column: value} of one row."""
+        """Return {column: value} of one row."""
         part = slice(self.offsets[index], self.offsets[index + 1])
         return dict(zip(self.columns[part].tolist(), self.values[part].tolist(), strict=True))
 
     def row_sums(self) -> np.ndarray:
-        """[rows] float64; 0 for an empty row."""
+        """Return the sum of each row, float64 [rows]; 0 for an empty row."""
         return np.bincount(self.rows, self.values.astype(np.float64), minlength=self.shape[0])
 
     def plus(self, other: SparseMatrix) -> SparseMatrix:
-        """The sum of two matrices of one shape."""
+        """Return the sum of two matrices of the same shape."""
         assert self.shape == other.shape
         rows, columns, values = (
             np.concatenate(parts) for parts in zip(self._entries(), other._entries(), strict=True)
@@ -63,13 +67,13 @@ class SparseMatrix:
         return SparseMatrix.from_entries(rows, columns, values, self.shape)
 
     def with_rows_of(self, other: SparseMatrix) -> SparseMatrix:
-        """This matrix, where `other` has an entry in a row with the row of `other`."""
+        """Return this matrix with each row replaced by that row of `other` unless the latter is empty."""
         assert self.shape == other.shape
         replaced = np.diff(other.offsets) > 0
         return self._keep(~replaced[self.rows]).plus(other)
 
     def top_k(self, k: int) -> SparseMatrix:
-        """The k largest entries of each row; of equal ones those with the smallest columns."""
+        """Keep the k largest entries of each row; among equal values those with the smallest columns."""
         rows = self.rows
         order = np.lexsort((self.columns, -self.values, rows))
         rank = np.arange(len(rows)) - self.offsets[rows]  # place of the sorted entry within its row
@@ -78,7 +82,7 @@ class SparseMatrix:
         return self._keep(kept)
 
     def normalised(self) -> SparseMatrix:
-        """Every row that is not empty divided by its sum."""
+        """Divide every row that is not empty by its sum."""
         values = (self.values / self.row_sums()[self.rows]).astype(np.float32)
         return SparseMatrix(self.offsets, self.columns, values, self.num_columns)
 

@@ -1,4 +1,6 @@
-"""How each tokenizer spells the other's tokens, and which tokens go on after a given beginning."""
+"""How each tokenizer spells the other's tokens: the candidates of chunks, and the common token each token
+begins with.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import numpy as np
 from mkd.tokenizers.tokenizer import Tokenizer
 
 NO_TOKENS = np.zeros(0, np.int64)
+NONE = -1
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,15 @@ class Pieces:
     offsets: np.ndarray  # [sequences + 1] int64
 
     @staticmethod
-    def of(sequences: Sequence[Sequence[int]]) -> Pieces:
+    def from_sequences(sequences: Sequence[Sequence[int]]) -> Pieces:
+        """Concatenate the sequences."""
         lengths = [len(sequence) for sequence in sequences]
         ids = np.fromiter(chain.from_iterable(sequences), np.int64, sum(lengths))
         return Pieces(ids, np.cumsum([0, *lengths], dtype=np.int64))
 
     @property
     def lengths(self) -> np.ndarray:
-        """[sequences] int64"""
+        """Length of each sequence, int64 [sequences]."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -40,28 +44,34 @@ class Pieces:
 
 
 def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces:
-    """How `tokenizer` writes each fragment in the middle of a text; an empty sequence for None and for what it cannot write."""
-    return Pieces.of([(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments])
+    """Spell each fragment with `tokenizer` as in the middle of a text.
+
+    None, and a fragment that the tokenizer cannot write exactly, gives an empty sequence.
+    """
+    return Pieces.from_sequences(
+        [(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments]
+    )
 
 
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Bytes -> the one token that stands for them, over all tokens that have bytes.
+    """Return bytes -> the one token that stands for them, over all tokens that have bytes.
 
-    Where several ids have the same bytes (the byte token <0x41> beside the piece "A") it is the one that the tokenizer
-    itself writes, else the first.
+    If several ids have the same bytes (the byte token <0x41> and the piece "A"), it is the one that the
+    tokenizer itself writes, else the first.
     """
     found: dict[bytes, int] = {}
-    for token_id, own in enumerate(tokenizer.token_bytes):
-        if own and (own not in found or tokenizer.spell(own) == (token_id,)):
-            found[own] = token_id
+    for token_id, piece in enumerate(tokenizer.token_bytes):
+        if piece and (piece not in found or tokenizer.spell(piece) == (token_id,)):
+            found[piece] = token_id
     return found
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Tokens of one vocabulary by all but the last of the tokens that spell them in the other one.
+    """Tokens of one vocabulary, grouped by all but the last of the tokens that spell them in the other
+    vocabulary.
 
-    Plain arrays, so that it is cheap to send to a data worker; the dictionary is made where it is used.
+    Plain arrays are cheap to send to a data worker; the dictionary is built on first use.
     """
 
     prefixes: Pieces  # [p], distinct, none empty
@@ -70,17 +80,19 @@ class Continuations:
     lasts: np.ndarray  # [n] int64, ... and ends with this one token
 
     @staticmethod
-    def of(spelled: Pieces, tokens: np.ndarray) -> Continuations:
-        """Of those `tokens` (int64) that `spelled`, which is over the whole vocabulary, writes as two tokens or more."""
+    def from_spelled(spelled: Pieces, tokens: np.ndarray) -> Continuations:
+        """Group those `tokens` (int64) that `spelled`, over the whole vocabulary, writes as two tokens or
+        more.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for token in tokens[spelled.lengths[tokens] > 1].tolist():
             groups.setdefault(spelled[token][:-1], []).append(token)
-        members = Pieces.of(list(groups.values()))
+        members = Pieces.from_sequences(list(groups.values()))
         lasts = spelled.ids[spelled.offsets[members.ids + 1] - 1]
-        return Continuations(Pieces.of(list(groups)), members.offsets, members.ids, lasts)
+        return Continuations(Pieces.from_sequences(list(groups)), members.offsets, members.ids, lasts)
 
     def after(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, their last tokens in the other vocabulary) int64; no id comes twice in either."""
+        """Return (tokens, their last tokens in the other vocabulary) int64; no id comes twice in either."""
         found = self._index.get(prefix)
         if found is None:
             return NO_TOKENS, NO_TOKENS
@@ -104,21 +116,62 @@ class Spellings:
     teachers: Continuations  # teacher tokens, spelled by the student
 
     @staticmethod
-    def build(student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces) -> Spellings:
-        """From the student's tokens as the teacher writes them and the teacher's tokens as the student writes them.
+    def from_tokenizers(
+        student: Tokenizer, teacher: Tokenizer, by_teacher: Pieces, by_student: Pieces
+    ) -> Spellings:
+        """Build the candidates from the spellings of each vocabulary in the other one.
 
-        Of ids with the same bytes only one is a candidate: no token then comes twice among the candidates of a chunk.
+        Of ids with the same bytes only one is a candidate, so that no token comes twice among the candidates
+        of a chunk.
         """
         students, teachers = (
             np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher)
         )
-        return Spellings(Continuations.of(by_teacher, students), Continuations.of(by_student, teachers))
+        return Spellings(
+            Continuations.from_spelled(by_teacher, students), Continuations.from_spelled(by_student, teachers)
+        )
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(student ids, last teacher ids): student tokens that the teacher writes as `prefix` (not empty) and one more."""
+        """Return (student ids, last teacher ids) of the student tokens that the teacher writes as `prefix`
+        and one more.
+
+        `prefix` is not empty.
+        """
         return self.students.after(prefix)
 
     def many_to_one(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """(last student ids, teacher ids): teacher tokens that the student writes as `prefix` (not empty) and one more."""
+        """Return (last student ids, teacher ids) of the teacher tokens that the student writes as `prefix`
+        and one more.
+
+        `prefix` is not empty.
+        """
         teachers, lasts = self.teachers.after(prefix)
         return lasts, teachers
+
+
+def build_beginnings(
+    common_student: np.ndarray,  # [k] int64
+    common_teacher: np.ndarray,  # [k] int64, their twins
+    by_teacher: Pieces,  # the student's tokens as the teacher writes them
+    by_student: Pieces,  # the teacher's tokens as the student writes them
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([student_size], [teacher_size]) int64: the common token (student id) each id begins with; -1
+    without one.
+
+    A common token begins with itself. Any other token begins with what the first token of its spelling in the
+    other vocabulary begins with.
+    """
+    students, teachers = np.full(len(by_teacher), NONE), np.full(len(by_student), NONE)
+    students[common_student], teachers[common_teacher] = common_student, common_student
+    unknown = len(students) + len(teachers) + 1
+    while (left := np.count_nonzero(students == NONE) + np.count_nonzero(teachers == NONE)) < unknown:
+        unknown = left
+        _look_up(students, by_teacher, teachers)
+        _look_up(teachers, by_student, students)
+    return students, teachers
+
+
+def _look_up(classes: np.ndarray, spelled: Pieces, of_other: np.ndarray) -> None:
+    """Give each id without a class the class of its first piece, if that has one."""
+    ids = np.flatnonzero((classes == NONE) & (spelled.lengths > 0))
+    classes[ids] = of_other[spelled.ids[spelled.offsets[ids]]]

@@ -1,7 +1,7 @@
-"""The stages of the projection matrix (student vocabulary x teacher vocabulary), each a matrix of its own.
+"""The stages of the projection matrix (student vocabulary x teacher vocabulary), each a separate matrix.
 
-The stages and weights are those of the tool chain published with P-KL (X-Token, arXiv 2605.21699): exact map, multi-token
-map with its reverse pass, special tokens, sort and cut, the exact map applied again.
+The stages and weights are those of the tool chain published with P-KL (X-Token, arXiv 2605.21699): exact map,
+multi-token map with its reverse pass, special tokens, sort and cut, the exact map applied again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from mkd.xtoken.vocabulary.spelling import Pieces
 
 MAX_PIECES = 4
 PIECE_WEIGHTS = 0.9 * 0.1 ** np.arange(MAX_PIECES)
-"""Weight of the i-th piece before normalisation: nearly all on the first, the one that the model has to predict."""
+"""Weight of the i-th piece before normalisation: nearly all on the first, the one that the model has to
+predict.
+"""
 
 ENDS = ("eos", "end_of_turn")
 ROLES = (*ENDS, "bos", "unk", "pad")
-"""Roles by rank: tokenizers that use one token for several pair it by its first role here."""
+"""Roles by rank: a token with several roles is paired by the first of them."""
 
 
 def exact_map(
@@ -27,17 +29,19 @@ def exact_map(
     teacher_tokens: Mapping[bytes, int],  # bytes -> the teacher token that stands for them
     teacher_size: int,
 ) -> SparseMatrix:
-    """Weight 1 where a student token and a teacher token are the same bytes."""
-    rows = [i for i, own in enumerate(student_bytes) if own in teacher_tokens]
+    """Return weight 1 for every student token and teacher token with the same bytes."""
+    rows = [i for i, piece in enumerate(student_bytes) if piece in teacher_tokens]
     columns = [teacher_tokens[student_bytes[i]] for i in rows]
     return SparseMatrix.from_entries(rows, columns, np.ones(len(rows)), (len(student_bytes), teacher_size))
 
 
 def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
-    """Each student token to the teacher's pieces of it, and (the reverse pass) to the teacher tokens that it is a piece of.
+    """Relate each student token to the teacher's pieces of it, and in the reverse pass to the teacher tokens
+    it is in.
 
-    Args: the student's tokens as the teacher writes them, the teacher's tokens as the student writes them. The first
-    MAX_PIECES pieces count, with PIECE_WEIGHTS normalised over them; both directions are added up.
+    The arguments are the student's tokens as the teacher writes them, and the teacher's tokens as the student
+    writes them. The first MAX_PIECES pieces count, with PIECE_WEIGHTS normalised over them; both directions
+    are added.
     """
     shape = len(by_teacher), len(by_student)
     students, pieces, weights = _weighted_pieces(by_teacher)
@@ -49,9 +53,11 @@ def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
 def special_map(
     student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]
 ) -> SparseMatrix:
-    """From each student token with a role to the teacher's token of that role, weight 1: by role, never by text.
+    """Relate each student token with a role to the teacher's token of that role, with weight 1: by role,
+    never by text.
 
-    A token that ends documents and turns goes to both of the teacher's, with equal weights.
+    A student token that ends both documents and turns is related to both of the teacher's, with equal
+    weights.
     """
     pairs: dict[int, list[int]] = {}
     for role in ROLES:
@@ -67,7 +73,7 @@ def special_map(
 
 
 def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int]) -> dict[int, int]:
-    """Student id -> teacher id of the same role, one-to-one: a token already paired stays with its first role."""
+    """Return student id -> teacher id of the same role, one-to-one; a token that has a pair keeps it."""
     pairs: dict[int, int] = {}
     for role in ROLES:
         if role in student_roles and role in teacher_roles:
@@ -78,7 +84,9 @@ def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int
 
 
 def _weighted_pieces(spelled: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(token, piece, weight) of the first MAX_PIECES pieces of every token; the weights of a token add up to 1."""
+    """Return (token, piece, weight) of the first MAX_PIECES pieces of every token; the weights of a token sum
+    to 1.
+    """
     tokens = np.repeat(np.arange(len(spelled)), spelled.lengths)
     places = np.arange(len(spelled.ids)) - spelled.offsets[tokens]
     used = places < MAX_PIECES

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mkd.data.aligned.supports import Supports
+from mkd.data.aligned.teacher_side import Supports
 from mkd.data.batch import collate
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, relation, teacher_text, texts
@@ -30,7 +30,9 @@ def supports_of(kind, student, teacher, spellings):
     """[(student id, teacher id), ...] of one chunk with these tokens, that the rows 3 and 1 predict."""
     labels = np.array([0, 0, 0, *student]), np.array([0, *teacher])
     counts = np.array([[len(student), len(teacher)]])
-    sizes, *ids = Supports(spellings).of(np.array([kind], dtype=np.int8), np.array([[3, 1]]), counts, labels)
+    sizes, *ids = Supports(spellings).look_up(
+        np.array([kind], dtype=np.int8), np.array([[3, 1]]), counts, labels
+    )
     assert sizes.tolist() == [len(ids[0])] and all(own.dtype == np.int64 for own in (sizes, *ids))
     return list(zip(*(own.tolist() for own in ids), strict=True))
 
@@ -51,7 +53,7 @@ def test_kinds_without_further_pairs():
 
 def test_pickled_supports_give_the_same():
     table = pickle.loads(pickle.dumps(Supports(Table([(10, 20)]))))
-    sizes, *_ = table.of(
+    sizes, *_ = table.look_up(
         np.array([ONE_TO_MANY]), np.array([[0, 0]]), np.array([[1, 2]]), (np.array([1]), np.array([7, 2]))
     )
     assert sizes.tolist() == [2]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mkd.xtoken.vocabulary.beginnings import beginnings
-from mkd.xtoken.vocabulary.spelling import Pieces
+from mkd.xtoken.vocabulary.spelling import Pieces, build_beginnings
 
 
 def test_a_chain_of_spellings():
@@ -13,14 +12,16 @@ def test_a_chain_of_spellings():
 
     The teacher writes "ab" as a + ..., and "abcd" as abc + ..., the student "abc" as ab + ...
     """
-    by_teacher = Pieces.of([(0,), (0, 0), (1, 0), ()])
-    by_student = Pieces.of([(0,), (1, 0), ()])
-    students, teachers = beginnings(np.array([0]), np.array([0]), by_teacher, by_student)
+    by_teacher = Pieces.from_sequences([(0,), (0, 0), (1, 0), ()])
+    by_student = Pieces.from_sequences([(0,), (1, 0), ()])
+    students, teachers = build_beginnings(np.array([0]), np.array([0]), by_teacher, by_student)
     assert students.tolist() == [0, 0, 0, -1]
     assert teachers.tolist() == [0, 0, -1]
 
 
 def test_without_a_common_token_there_is_none():
     nothing = np.zeros(0, np.int64)
-    students, teachers = beginnings(nothing, nothing, Pieces.of([(1,), (0,)]), Pieces.of([(1,), (0,)]))
+    students, teachers = build_beginnings(
+        nothing, nothing, Pieces.from_sequences([(1,), (0,)]), Pieces.from_sequences([(1,), (0,)])
+    )
     assert students.tolist() == teachers.tolist() == [-1, -1]

@@ -15,8 +15,8 @@ RELATION = relation_of(35, 42, 20)
 
 
 def vocabularies(tp, **options):
-    slots = TeacherSlots.build(RELATION, 48, 45, tp)
-    return [ChunkVocabulary.build(slots, 37, rank, relation=RELATION, **options) for rank in range(tp)]
+    slots = TeacherSlots.from_relation(RELATION, 48, 45, tp)
+    return [ChunkVocabulary.from_slots(slots, 37, rank, relation=RELATION, **options) for rank in range(tp)]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -87,6 +87,6 @@ def test_beginnings_of_all_ranks_are_those_of_the_relation(tp):
 
 
 def test_heads_without_a_common_row_are_refused():
-    slots = TeacherSlots.build(relation_of(35, 42, 0), 48, 45, 1)
+    slots = TeacherSlots.from_relation(relation_of(35, 42, 0), 48, 45, 1)
     with pytest.raises(UsageError, match="no common token"):
-        ChunkVocabulary.build(slots, 37, 0)
+        ChunkVocabulary.from_slots(slots, 37, 0)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mkd.errors import UsageError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
-from mkd.xtoken.vocabulary.relation import STAGES, ProjectionSettings, VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import STAGES, ProjectionSettings, VocabularyRelation, build_relation
 from tests.xtoken.small_tokenizers import byte_level, sentence_piece
 
 SMALL_PAIRS = {
@@ -74,7 +74,7 @@ def check_beginnings(student: Tokenizer, teacher: Tokenizer, relation: Vocabular
 @pytest.mark.parametrize("pair", SMALL_PAIRS)
 def test_small_tokenizers(pair):
     student, teacher = SMALL_PAIRS[pair]()
-    relation = relate(student, teacher)
+    relation = build_relation(student, teacher)
     check_common(student, teacher, relation)
     check_projection(student, teacher, relation)
     check_beginnings(student, teacher, relation)
@@ -90,7 +90,7 @@ def test_small_tokenizers(pair):
 @pytest.mark.parametrize("pair", REAL_PAIRS)
 def test_real_tokenizers(real_tokenizers, pair):
     student, teacher = (real_tokenizers[name] for name in pair)
-    relation = relate(student, teacher)
+    relation = build_relation(student, teacher)
     check_common(student, teacher, relation)
     check_projection(student, teacher, relation)
     check_beginnings(student, teacher, relation)
@@ -99,7 +99,7 @@ def test_real_tokenizers(real_tokenizers, pair):
 
 def test_relaxed_pairs_come_on_top_and_stay_one_to_one():
     student, teacher = SMALL_PAIRS["byte level <- SentencePiece"]()
-    relation = relate(student, teacher)
+    relation = build_relation(student, teacher)
     students, teachers = relation.pairs(relaxed=True)
     assert (
         len(students)
@@ -116,7 +116,7 @@ def test_relaxed_pairs_come_on_top_and_stay_one_to_one():
 
 def test_tokenizers_of_one_vocabulary_are_the_identity():
     for tokenizer in (byte_level(), sentence_piece()):  # the second has two ids for many bytes
-        relation = relate(tokenizer, tokenizer)
+        relation = build_relation(tokenizer, tokenizer)
         everything = np.arange(tokenizer.vocab_size)
         for ids in (*relation.pairs(), relation.projection.columns, relation.projection.rows):
             np.testing.assert_array_equal(ids, everything)
@@ -125,9 +125,9 @@ def test_tokenizers_of_one_vocabulary_are_the_identity():
 
 def test_stages_can_be_chosen():
     student, teacher = SMALL_PAIRS["byte level <- SentencePiece"]()
-    whole = relate(student, teacher).projection
+    whole = build_relation(student, teacher).projection
     for stages in (("exact",), ("multi",), ("special",), ("exact", "special"), ("multi", "cut"), STAGES[:3]):
-        relation = relate(student, teacher, ProjectionSettings(stages, top_k=2))
+        relation = build_relation(student, teacher, ProjectionSettings(stages, top_k=2))
         check_projection(student, teacher, relation)
         per_row = np.diff(relation.projection.offsets)
         filled = int((per_row > 0).sum())
@@ -136,7 +136,7 @@ def test_stages_can_be_chosen():
         else:
             assert (per_row.max() <= 2) == ("cut" in stages)
     np.testing.assert_array_equal(np.diff(whole.offsets) > 0, np.diff(relation.projection.offsets) > 0)
-    top = relate(student, teacher, ProjectionSettings(top_k=1)).projection
+    top = build_relation(student, teacher, ProjectionSettings(top_k=1)).projection
     assert np.diff(top.offsets).max() == 1 and (top.values == 1).all()
 
 
@@ -155,19 +155,19 @@ def word_piece() -> Tokenizer:
 
 
 def test_what_the_teacher_cannot_write_has_an_empty_row():
-    relation = relate(alphabet_only("abcd"), alphabet_only("bd"))
+    relation = build_relation(alphabet_only("abcd"), alphabet_only("bd"))
     assert relation.projection.empty_rows.tolist() == [0, 2] and relation.common_student.tolist() == [1, 3]
 
 
 def test_tokenizers_that_share_nothing_are_refused():
     with pytest.raises(UsageError, match="no token in common: no two of 2 and 3 are the same bytes") as error:
-        relate(alphabet_only("ab"), alphabet_only("cde"))
+        build_relation(alphabet_only("ab"), alphabet_only("cde"))
     assert error.value.why and error.value.do
 
 
 def test_a_tokenizer_that_loses_bytes_is_refused():
     with pytest.raises(UsageError) as error:
-        relate(byte_level(), word_piece())
+        build_relation(byte_level(), word_piece())
     assert error.value.why and error.value.do
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mkd.errors import UsageError
 from mkd.xtoken import build_projection
-from mkd.xtoken.vocabulary.relation import ProjectionSettings, relate
+from mkd.xtoken.vocabulary.relation import ProjectionSettings, build_relation
 from mkd.xtoken.vocabulary.relation_cache import save_relation
 from tests.xtoken.small_tokenizers import byte_level, sentence_piece
 
@@ -30,7 +30,9 @@ def assert_same(one, other) -> None:
 def stored(tmp_path: Path, **changes: np.ndarray) -> Path:
     """The relation of byte_level <- sentence_piece in a file, some of its arrays replaced."""
     path, settings = tmp_path / "relation.npz", ProjectionSettings()
-    save_relation(path, relate(byte_level(), sentence_piece()), byte_level(), sentence_piece(), settings)
+    save_relation(
+        path, build_relation(byte_level(), sentence_piece()), byte_level(), sentence_piece(), settings
+    )
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files} | changes
     np.savez(path, **arrays)
@@ -80,7 +82,7 @@ def test_a_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(OSError):
         save_relation(
             tmp_path / "relation.npz",
-            relate(byte_level(), sentence_piece()),
+            build_relation(byte_level(), sentence_piece()),
             byte_level(),
             sentence_piece(),
             ProjectionSettings(),

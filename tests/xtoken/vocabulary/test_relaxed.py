@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mkd.xtoken.vocabulary.relaxed import relaxed_pairs
+from mkd.xtoken.vocabulary.relation import relaxed_pairs
 
 
 def pairs(student: list[str], teacher: list[str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mkd.xtoken.vocabulary.relation import VocabularyRelation, relate
+from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
 from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 from tests.xtoken.small_tokenizers import byte_level, sentence_piece
 
@@ -21,14 +21,14 @@ ROWS = {  # (padded rows of the student, rows of the teacher), for tokenizers of
 @pytest.fixture(scope="module", params=["student larger", "teacher larger"])
 def relation(request) -> VocabularyRelation:
     small, large = sentence_piece(700), byte_level(900)
-    return relate(large, small) if request.param == "student larger" else relate(small, large)
+    return build_relation(large, small) if request.param == "student larger" else build_relation(small, large)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("rows", ROWS)
 def test_common_tokens_meet_and_every_row_has_one_place(relation, rows, tp_size):
     student_rows, teacher_rows = ROWS[rows]
-    slots = TeacherSlots.build(relation, student_rows, teacher_rows, tp_size)
+    slots = TeacherSlots.from_relation(relation, student_rows, teacher_rows, tp_size)
     student_width, width = student_rows // tp_size, slots.teacher_ids.shape[1]
     assert slots.teacher_ids.shape[0] == tp_size and slots.common.shape == (tp_size, student_width)
     assert width == max(student_width, -(-teacher_rows // tp_size))  # nothing smaller holds both
@@ -50,18 +50,18 @@ def test_common_tokens_meet_and_every_row_has_one_place(relation, rows, tp_size)
 def test_padding_of_the_student_has_no_twin(relation):
     students, teachers = relation.pairs()
     last = int(students[-1])  # the tokenizer has a token more than the model
-    slots = TeacherSlots.build(relation, 1024, 1024, 2, student_vocab_size=last)
+    slots = TeacherSlots.from_relation(relation, 1024, 1024, 2, student_vocab_size=last)
     assert slots.common.sum() == len(students) - 1 and not slots.common.reshape(-1)[last]
     assert slots.teacher_ids.reshape(-1)[slots.columns[teachers[-1]]] == teachers[-1]
 
 
 def test_rows_without_a_twin_are_spread_over_the_ranks(relation):
-    slots = TeacherSlots.build(relation, 904, 9001, 4)
+    slots = TeacherSlots.from_relation(relation, 904, 9001, 4)
     assert np.ptp((slots.teacher_ids != EMPTY).sum(1)) <= 3
 
 
 def test_identical_tokenizers_keep_their_order():
-    slots = TeacherSlots.build(relate(byte_level(), byte_level()), 904, 900, 2)
+    slots = TeacherSlots.from_relation(build_relation(byte_level(), byte_level()), 904, 900, 2)
     expected = np.arange(904).reshape(2, 452)
     expected[expected >= 900] = EMPTY
     np.testing.assert_array_equal(slots.teacher_ids, expected)

@@ -19,7 +19,7 @@ PAIRS = {
 
 def build(student, teacher) -> Spellings:
     by_teacher, by_student = spell_all(teacher, student.token_bytes), spell_all(student, teacher.token_bytes)
-    return Spellings.build(student, teacher, by_teacher, by_student)
+    return Spellings.from_tokenizers(student, teacher, by_teacher, by_student)
 
 
 def groups_by_definition(tokenizer, other) -> dict[tuple[int, ...], set[tuple[int, int]]]:
@@ -89,10 +89,10 @@ def test_of_ids_with_the_same_bytes_the_tokenizer_writes_one():
 
 
 def test_pieces_keep_empty_sequences():
-    pieces = Pieces.of([(1, 2), (), (3,)])
+    pieces = Pieces.from_sequences([(1, 2), (), (3,)])
     assert [pieces[i] for i in range(len(pieces))] == [(1, 2), (), (3,)] and pieces.lengths.tolist() == [
         2,
         0,
         1,
     ]
-    assert len(Pieces.of([])) == 0
+    assert len(Pieces.from_sequences([])) == 0
