@@ -135,10 +135,6 @@ class KDConfig:
     teacher_weighting_temperature: float = option(
         1.0, "divides what each teacher says of a pack; below 1 the best teacher gets more of the weight"
     )
-    kd_fused_head: bool = option(
-        True,
-        "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once",
-    )
     kd_fp32_logits: bool = option(
         False,
         "make the training loss's logits in fp32 under --bf16: ten times smaller rounding errors in the gradient, for twice "

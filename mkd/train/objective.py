@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
-from mkd.losses import KDOutput, fused_linear_kd, vocab_parallel_kd
+from mkd.losses import KDOutput, fused_linear_kd
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import take_teacher_hidden
@@ -92,8 +92,7 @@ class Objective:
                 self.with_ce_metric,
             )
         else:
-            loss = self._fused if self.kd.kd_fused_head or not torch.is_grad_enabled() else self._on_logits
-            output = loss(stage, batch, hidden, teacher_hiddens, self.kd.kd_ratio)
+            output = self._fused(stage, batch, hidden, teacher_hiddens, self.kd.kd_ratio)
         teachers = [TeacherSums.of(output, output.num_loss_tokens)] * len(self.names)
         sums = report(output.ce, output.num_loss_tokens, teachers, hidden)
         return output.loss * self.inverse_counts[0], sums
@@ -161,28 +160,6 @@ class Objective:
             )
 
         return use_heads([stage.student, *(stage.teachers if teacher_hiddens else ())], with_weights)
-
-    def _on_logits(
-        self,
-        stage: DistillationStage,
-        batch: PackedBatch,
-        hidden: Tensor,
-        teacher_hiddens: tuple[Tensor, ...],
-        kd_ratio: float,
-    ) -> KDOutput:
-        """All logits of the micro-batch at once: the plain form that the fused one is tested against."""
-        teacher_logits = None
-        if teacher_hiddens:
-            with torch.no_grad():
-                teacher_logits = stage.teachers[0].logits(teacher_hiddens[0]).squeeze(1)
-        return vocab_parallel_kd(
-            stage.student.logits(hidden).squeeze(1),
-            teacher_logits,
-            batch.labels[0],
-            batch.loss_mask[0],
-            overwrite_student_logits=True,
-            **self._settings(stage, kd_ratio),
-        )
 
     def _settings(self, stage: DistillationStage, kd_ratio: float) -> dict[str, Any]:
         divergence = self.teachers[0].divergence if self.teachers else TeacherLoss.of_kd(self.kd).divergence

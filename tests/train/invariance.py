@@ -102,10 +102,6 @@ LAYOUTS = (
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
     Layout("documents permuted", permuted=True),
-    Layout("all logits at once", flags=("--no-kd-fused-head",)),
-    Layout(
-        "TP2 + SP, all logits at once, micro-batch 4", 2, tp=2, micro=4, flags=(*SP, "--no-kd-fused-head")
-    ),
     Layout("selective recomputation", flags=SELECTIVE),
     Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
     Layout("TP2 micro-batch 4, documents permuted", 2, tp=2, micro=4, permuted=True),
