@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from mkd import errors  # noqa: E402
 from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
-from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
+from mkd.log.metrics import AUXILIARY, METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
@@ -113,13 +113,15 @@ def metrics_page() -> str:
                 "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
                 '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
                 "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
-                "lines weighted by `num_loss_tokens` average exactly.\n",
+                "token means of several lines, weighted by `num_loss_tokens`, average exactly.\n",
                 "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
                 "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
                 *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
                 "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
                 "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
+                "Losses that the student's layers add by themselves have a value each:\n",
+                *_table([head, row(AUXILIARY, f"{AUXILIARY.name}/<name>")]),
                 'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
             ]
         )

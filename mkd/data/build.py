@@ -17,6 +17,7 @@ from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -42,9 +43,7 @@ def open_datasets(
     max_bad_records: int = 0,  # of a raw file, that may be left out
     quarantine: str
     | None = None,  # file that lists what was left out of this run's corpora; None: none is written
-    teachers: Sequence[
-        TeacherText | None
-    ] = (),  # one for every teacher, None for one that reads the student's tokens
+    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -101,13 +100,13 @@ class _Preparation:
     cache_dir: str
     workers: int
     characters_per_sample: int | None
-    teachers: Sequence[TeacherText | None]
+    teachers: Sequence[TeacherText | SharedTokens]
     max_bad_records: int
     quarantine: str | None
     progress: Callable[[], None]
 
-    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
-        """Path -> (prefix of its tokenised corpus, prefixes of the same in the tokens of each teacher that has its own).
+    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, dict[int, str]]]:
+        """Return path -> (prefix of its tokenised corpus, number of a cross-tokenizer teacher -> prefix in its tokens).
 
         `flags` says which flag named each path.
         """
@@ -116,13 +115,12 @@ class _Preparation:
             prefixes = [
                 prefix
                 for student, of_teachers in found.values()
-                for prefix in (student, *of_teachers)
-                if prefix
+                for prefix in (student, *of_teachers.values())
             ]
             collect([StoreFiles(prefix).quarantine for prefix in prefixes], Path(self.quarantine))
         return found
 
-    def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
+    def _prefixes(self, path: str, flag: str) -> tuple[str, dict[int, str]]:
         student = self._student_prefix(path, flag)
         settings = dict(
             tokenizer=self.tokenizer,
@@ -133,16 +131,18 @@ class _Preparation:
             max_bad_records=self.max_bad_records,
             progress=self.progress,
         )
-        return student, [
-            text and cached_teacher_store(path, student, text, **settings) for text in self.teachers
-        ]
+        return student, {
+            number: cached_teacher_store(path, student, text, **settings)
+            for number, text in enumerate(self.teachers)
+            if isinstance(text, TeacherText)
+        }
 
     def _student_prefix(self, path: str, flag: str) -> str:
         """Prefix of the tokenised corpus of `path`, tokenised now unless the cache has it, and checked against the model."""
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
-        if any(self.teachers) and not is_raw(path):
+        if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):
@@ -230,7 +230,7 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
 
 def _open_blend(
     blend: Blend,
-    prepared: Mapping[str, tuple[str, list[str | None]]],
+    prepared: Mapping[str, tuple[str, Mapping[int, str]]],
     begin: float,
     end: float,
     open_packed: Callable[..., PackedDataset],
@@ -239,10 +239,8 @@ def _open_blend(
     members, weights = [], []
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
         prefix, of_teachers = prepared[path]
-        store, refused = (
-            TokenStore.open(prefix),
-            {i for own in of_teachers if own for i in refused_documents(own)},
-        )
+        store = TokenStore.open(prefix)
+        refused = {document for own in of_teachers.values() for document in refused_documents(own)}
         documents = (round(begin * len(store)), round(end * len(store)))
         if documents[0] < documents[1]:
             members.append(open_packed(store, documents=documents, left_out=sorted(refused)))

@@ -17,7 +17,7 @@ from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate
 from mkd.losses.scores import token_scores
 from mkd.models.builder import join_stages
 from mkd.models.language_model import LanguageModel
-from mkd.models.stage import DistillationStage
+from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
@@ -119,20 +119,18 @@ class _Scorer:
     num_sums: int = 0  # the schedule has nothing to add up
 
     def __call__(
-        self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor
+        self, stage: DistillationStage, batch: RequestBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's loss callback, with nothing to differentiate and nothing to report."""
-        model = stage.student
-        scores = model.use_head(
-            lambda weight: token_scores(
-                hidden.squeeze(1),
-                weight,
-                batch.score_rows,
-                batch.score_labels,
-                tp_group=self.context.tp_group,
-                vocab_size=model.shape.vocab_size,
-                sequence_parallel=model.config.sequence_parallel,
-            )
+        """Score one micro-batch; see `LossCallback`. There is nothing to differentiate and nothing to report."""
+        model, hidden = stage.student, output.hidden
+        scores = token_scores(
+            hidden.squeeze(1),
+            model.head_weight(),
+            batch.score_rows,
+            batch.score_labels,
+            tp_group=self.context.tp_group,
+            vocab_size=model.shape.vocab_size,
+            sequence_parallel=model.config.sequence_parallel,
         )
         self.scores.index_add_(0, batch.score_requests, scores.label.double())
         return (

@@ -21,6 +21,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.report import Reporter
 from mkd.train.step import Engine
+from mkd.train.teachers.same_tokens import SameTokens
 
 
 def tasks_of(config: Config) -> list[Task]:
@@ -124,15 +125,14 @@ def evaluate_teachers(
     None if it was stopped.
     """
     metrics: dict[str, float] = {}
-    stages = [
+    models = [
         get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks
-    ]  # of each virtual stage, its teachers
-    for teacher, models in zip(
-        engine.teachers, zip(*stages, strict=True), strict=False
-    ):  # a stored teacher has no model
-        if teacher.is_cross_tokenizer:
+    ]  # by virtual stage and teacher
+    for teacher in engine.teachers:
+        if not isinstance(teacher, SameTokens):
             continue
-        of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
+        (index,) = teacher.indices
+        of_teacher = evaluator.evaluate([stage[index] for stage in models], f"{teacher.name}/", stopper)
         if of_teacher is None:
             return None
         metrics |= of_teacher

@@ -12,6 +12,7 @@ class Reduction(Enum):
     """How the steps of a log interval become one value. With an interval of one step each is that step's value."""
 
     TOKEN_MEAN = "sums over loss tokens, divided once by num_loss_tokens of the interval"
+    ROW_MEAN = "from sums over each teacher's rows, divided once by the rows of the interval"
     STEP_MEAN = "mean over steps"
     TIME_MEAN = "mean over time: each step weighs as its step_time_ms"
     SUM = "sum over steps"
@@ -33,21 +34,34 @@ METRICS = (
     Metric("iteration", "steps", Reduction.LAST, "optimizer steps since the start of training", int),
     Metric("consumed_samples", "packs", Reduction.LAST, "packs trained on so far", int),
     Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in those packs, padding included", int),
-    Metric("loss", "nats/token", Reduction.TOKEN_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss"),
+    Metric(
+        "loss", "nats", Reduction.ROW_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses"
+    ),
     Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student with the data"),
     Metric(
         "kd_loss",
-        "nats/token",
-        Reduction.TOKEN_MEAN,
-        "divergence from the teacher, temperature scaling included",
+        "nats/row",
+        Reduction.ROW_MEAN,
+        "divergence from the teacher, temperature scaling included; a row is a loss token, or an aligned chunk of a "
+        "cross-tokenizer teacher; of several teachers the sum of teacher_weight * kd_loss",
     ),
-    Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher with the data"),
-    Metric("teacher_entropy", "nats/token", Reduction.TOKEN_MEAN, "entropy of the teacher's distribution"),
+    Metric(
+        "teacher_ce",
+        "nats/token",
+        Reduction.ROW_MEAN,
+        "cross entropy of the teacher with the data, per token of its own tokenizer",
+    ),
+    Metric(
+        "teacher_entropy",
+        "nats/token",
+        Reduction.ROW_MEAN,
+        "entropy of the teacher's distribution, per token of its own tokenizer",
+    ),
     Metric(
         "top1_agreement",
         "proportion",
-        Reduction.TOKEN_MEAN,
-        "loss tokens where both models rank one id first",
+        Reduction.ROW_MEAN,
+        "rows where both models rank one id first; of chunks only pairs of single tokens are compared",
     ),
     Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
     Metric(
@@ -92,7 +106,12 @@ METRICS = (
 )
 
 PER_TEACHER = (  # always with the teacher's name behind a slash
-    Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of one of several teachers"),
+    Metric(
+        "teacher_weight",
+        "proportion",
+        Reduction.ROW_MEAN,
+        "weight of one of several teachers, a mean over its rows",
+    ),
     Metric(
         "num_aligned",
         "rows/step",
@@ -101,7 +120,15 @@ PER_TEACHER = (  # always with the teacher's name behind a slash
     ),
 )
 
-_BY_NAME = {metric.name: metric for metric in METRICS + PER_TEACHER}
+AUXILIARY = Metric(  # always with the name of the loss behind a slash
+    "auxiliary_loss",
+    "nats/token",
+    Reduction.TOKEN_MEAN,
+    "loss of its own that the student's layers add, coefficient included",
+)
+
+_BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}
+_SUMMED = (Reduction.TOKEN_MEAN, Reduction.ROW_MEAN)
 _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
@@ -114,8 +141,9 @@ class IntervalAverager:
     """Collects the steps of one log interval, or the batches of one evaluation, into one record.
 
     Token means are sums over sums: a step weighs as many loss tokens as it has, so that lines weighted by their
-    num_loss_tokens average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log interval. Nothing is
-    clamped: a negative or non-finite value stays as it is. A metric that no step reported is absent from the record.
+    num_loss_tokens average exactly. Means over other rows do not add up like this: whoever reports them adds up the sums of
+    the interval first (see mkd/train/report.py). Nothing is clamped: a negative or non-finite value stays as it is. A metric
+    that no step reported is absent from the record.
     """
 
     def __init__(self):
@@ -136,7 +164,7 @@ class IntervalAverager:
         """
         for key, total in token_sums.items():
             if key != "num_loss_tokens":
-                assert find_metric(key).reduction is Reduction.TOKEN_MEAN, f"{key} is not a token mean"
+                assert find_metric(key).reduction in _SUMMED, f"{key} is not a token mean"
                 self._accumulate(key, total, token_sums["num_loss_tokens"])
         self._sum("num_loss_tokens", token_sums["num_loss_tokens"])
         for key, (total, rows) in (row_sums or {}).items():
@@ -151,7 +179,7 @@ class IntervalAverager:
                     self._sum(key, value)
                 case Reduction.LAST:
                     self._totals[key], self._weights[key] = value, 1
-                case Reduction.TOKEN_MEAN:
+                case Reduction.TOKEN_MEAN | Reduction.ROW_MEAN:
                     raise AssertionError(f"{key} is a token mean: pass its sum in token_sums")
 
     @property

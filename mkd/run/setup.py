@@ -29,7 +29,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_origin
-from mkd.run.cross_tokenizer import find_cross_tokenizer, with_seq_lengths
+from mkd.run.cross_tokenizer import find_cross_tokenizer, teacher_texts
 from mkd.run.loop import Run
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
@@ -67,15 +67,14 @@ def build_run(
     crashes, profiler = begin(plan, context, ending)
     tokenizer = plan.tokenizers.student
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
-    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, watchdog)
+    texts = teacher_texts(plan, cross_tokenizer)
+    train_set, valid_set = build_data(plan, context, texts, signals, watchdog)
     tasks = build_tasks(
         config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context
     )
     origin = take_origin(plan, tokenizer, train_set, valid_set, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, origin, context)
-    engine, state = build_engine(
-        plan, context, with_seq_lengths(cross_tokenizer, train_set.teacher_seq_lengths)
-    )
+    engine, state = build_engine(plan, context, cross_tokenizer, train_set.teacher_seq_lengths)
     with engine.optimizer.state_on_device():
         position = (
             load_checkpoint(start_folder, state, context, is_verified=True)

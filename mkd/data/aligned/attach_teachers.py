@@ -1,21 +1,24 @@
-"""The data sets of a run get the teachers that read them in tokens of their own."""
+"""Give the data sets of a run what its teachers read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from mkd.data.aligned.teacher_pieces import longest_pack, teacher_pieces
-from mkd.data.aligned.teacher_side import TeacherSide
+from mkd.data.aligned.teacher_side import SharedSide, TeacherSide
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.dataset import BlendedDataset
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import UsageError
 
 
 def attach_teachers(
     blends: Sequence[BlendedDataset | None],  # of one run: training, validation
-    teachers: Sequence[TeacherText | None],
-    prefixes: Mapping[str, Sequence[str | None]],  # of a student's corpus -> of the corpora of the teachers
+    teachers: Sequence[TeacherText | SharedTokens],
+    prefixes: Mapping[
+        str, Mapping[int, str]
+    ],  # prefix of a corpus -> number of a teacher -> prefix in its tokens
     document_multiple: int,
 ) -> None:
     """Give all data sets their `teachers`; the packs of one teacher have the same length in all of them.
@@ -25,8 +28,8 @@ def attach_teachers(
     members = [member for blend in blends if blend for member in blend.members]
     sides = []
     for number, text in enumerate(teachers):
-        if text is None:
-            sides.append([None] * len(members))
+        if isinstance(text, SharedTokens):
+            sides.append([SharedSide(member.seq_length) for member in members])
             continue
         stores = [TeacherStore(prefixes[member.store.prefix][number], member.store) for member in members]
         pieces = [teacher_pieces(store, member.pieces) for store, member in zip(stores, members, strict=True)]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -277,18 +277,20 @@ class TaughtDataset:
 
     def __getitem__(self, index: int) -> Pack:
         pack = self._dataset[index]
-        return pack.with_teacher(self._part.rows(index, pack_digest(pack)))
+        rows = self._part.rows(index, pack_digest(pack))
+        assert len(rows.ids) == np.count_nonzero(pack.loss_mask)
+        return replace(pack, teacher_inputs=(rows,))
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         return self._dataset.documents_of(index)
 
     def empty_pack(self) -> Pack:
-        return self._dataset.empty_pack().with_teacher(
-            TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
-        )
+        rows = TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
+        return replace(self._dataset.empty_pack(), teacher_inputs=(rows,))
 
     @property
-    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+    def teacher_seq_lengths(self) -> tuple[int, ...]:
+        """Nothing: a stored teacher does not run."""
         return self._dataset.teacher_seq_lengths
 
     @property
