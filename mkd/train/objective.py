@@ -74,8 +74,7 @@ class Objective:
             loss, sums[term.name] = term.loss(given, scale)
             addends.append(loss * scale)
         addends += [output.auxiliary_losses[name] * per_token for name in self.auxiliary_names]
-        num_loss_tokens = batch.loss_rows.numel()
-        report = self.layout.to_vector(num_loss_tokens, sums, output.auxiliary_losses, like=output.hidden)
+        report = self.layout.to_vector(given.num_loss_tokens, sums, output.auxiliary_losses)
         self.reports.append((batch.sample_ids, report))
         return sum(addends), torch.zeros((), dtype=torch.int), report
 

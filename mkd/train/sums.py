@@ -42,24 +42,20 @@ class ReportLayout:
     """The order of the sums in the vector that a micro-batch reports, the same on all ranks."""
 
     terms: Sequence[str]  # names
-    auxiliary_losses: Sequence[str] = ()
+    auxiliary: Sequence[str] = ()  # names of the auxiliary losses
 
     @property
     def size(self) -> int:
-        return 1 + len(self.terms) * len(fields(TermSums)) + len(self.auxiliary_losses)
+        return 1 + len(self.terms) * len(fields(TermSums)) + len(self.auxiliary)
 
     def to_vector(
-        self,
-        num_loss_tokens: int,
-        terms: Mapping[str, TermSums],
-        auxiliary: Mapping[str, Tensor],
-        like: Tensor,
+        self, num_loss_tokens: Tensor, terms: Mapping[str, TermSums], auxiliary: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the sums of one micro-batch as a vector, fp64 [size], on the device of `like`."""
+        """Return the sums of one micro-batch as a vector, fp64 [size], on the device of `num_loss_tokens`."""
         values: list[Number] = [num_loss_tokens]
         values += [getattr(terms[name], part.name) for name in self.terms for part in fields(TermSums)]
-        values += [auxiliary[name] for name in self.auxiliary_losses]
-        zero = torch.zeros((), dtype=torch.float64, device=like.device)
+        values += [auxiliary[name] for name in self.auxiliary]
+        zero = torch.zeros((), dtype=torch.float64, device=num_loss_tokens.device)
         return torch.stack([_as_double(value, zero) for value in values])
 
     def from_vector(self, vector: Tensor, kd_ratio: float) -> LossSums:
@@ -74,7 +70,7 @@ class ReportLayout:
             ce=sum(one.student_ce for one in terms.values()),
             num_loss_tokens=int(num_loss_tokens),
             teachers={name: one for name, one in terms.items() if name != CROSS_ENTROPY},
-            auxiliary={name: next(left) for name in self.auxiliary_losses},
+            auxiliary={name: next(left) for name in self.auxiliary},
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.batch import Pack, collate, empty_pack
+from mkd.data.teacher_input import SharedTokens
 
 
 def pack_of(lengths, spans, sample_id=0):
@@ -77,11 +78,13 @@ def test_teachers_move_with_the_batch():
     )
     chunks = replace(chunks, support_counts=np.array([0]))
     part = TeacherPack(np.arange(4), np.arange(4), np.array([3]), np.array([4]), chunks)
-    batch = collate([replace(pack_of([3, 2], [3, 5]), teachers=(None, part))] * 2)
-    assert batch.teachers[0] is None and batch.teachers[1].chunks.student.rows.tolist() == [1, 9]
-    moved = batch.to("meta").teachers
+    batch = collate([replace(pack_of([3, 2], [3, 5]), teacher_inputs=(SharedTokens(), part))] * 2)
+    assert batch.teacher_inputs[0] == SharedTokens() and batch.teacher_inputs[
+        1
+    ].chunks.student.rows.tolist() == [1, 9]
+    moved = batch.to("meta").teacher_inputs
     assert (
-        moved[0] is None
+        moved[0] == SharedTokens()
         and moved[1].tokens.device.type == moved[1].chunks.teacher.labels.device.type == "meta"
     )
 

@@ -135,31 +135,28 @@ def losses_by_sample(argv):
 
     from mkd.config.load import load_config
     from mkd.data.loader import TrainStream
-    from mkd.models.packed import packed_documents
-    from mkd.models.stage import StageInput
+    from mkd.evaluation.evaluate import evaluation_objective
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
     from mkd.run.run_plan import plan_run
-    from mkd.train.teachers.stored import topk_loss
+    from mkd.train.schedule import stage_inputs
 
     plan = plan_run(load_config(argv).config, dist.get_world_size())
     context = ParallelContext.create(detect())
     dataset, _ = build_data(plan, context)
     engine, _ = build_engine(plan, context)
-    stage = engine.chunks[0].module
+    stage, objective = engine.chunks[0].module, evaluation_objective(engine)
     options = dict(data_parallel_rank=context.dp_rank, data_parallel_size=context.dp_size, micro_batch_size=1)
     stream = TrainStream(dataset, global_batch_size=2, seed=plan.config.training.seed, **options)
     losses = {}
     for _ in range(-(-len(dataset) // 2)):
         for batch in stream.next_step():
             with torch.no_grad():
-                packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
-                hidden = stage(StageInput(batch.tokens, batch.position_ids, packed))
-                settings = engine.teachers[0], plan.config.kd.kd_ratio
-                output = topk_loss(*settings, stage.student, batch, hidden, context.tp_group, False)
-            losses[batch.sample_ids[0]] = (output.loss.item(), output.kd.item())
+                output = stage(*stage_inputs(batch, padding_joins_document=False))
+                loss, _, report = objective(stage, batch, output)
+            losses[batch.sample_ids[0]] = (loss.item(), objective.sums(report).kd_mean)
     return losses
 
 

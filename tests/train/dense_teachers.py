@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,7 +64,7 @@ def build(layout: Layout, config: Path):
 def record_layout(layout: Layout, config: Path):
     """`record` of the fixed global batch."""
     context, engine = build(layout, config)
-    return record(engine, microbatches(layout, context))
+    return record(engine, microbatches(layout, context, num_teachers=2))
 
 
 def record(engine, batches: list):
@@ -79,8 +79,8 @@ def record(engine, batches: list):
     recorder = _Recorder(training_objective(engine, batches))
     total = engine.schedule.run(engine.chunks, batches, recorder, forward_only=True)
     stage = engine.chunks[0].module
-    head = stage.student.use_head(lambda weight: weight)
-    heads = [model.use_head(lambda weight: weight).detach() for model in (stage.student, *stage.teachers)]
+    head = stage.student.head_weight()
+    heads = [model.head_weight().detach() for model in (stage.student, *stage.teachers)]
     return recorder.recorded, heads, head.main_grad.clone(), recorder.objective.sums(total), recorder.weights
 
 
@@ -89,21 +89,15 @@ class _Recorder:
         self.objective, self.context, self.num_sums = objective, objective.context, objective.num_sums
         self.recorded, self.weights = [], []
 
-    def __call__(self, stage, batch, hidden):
-        from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
-        from mkd.train.teachers.weights import pack_weights
-
-        teacher_hiddens, leaf = take_teacher_hidden(hidden), hidden.detach().requires_grad_()
-        loss, tokens, sums = self.objective(stage, batch, attach_teacher_hidden(leaf, teacher_hiddens))
+    def __call__(self, stage, batch, output):
+        """Differentiate by the final hidden state alone."""
+        leaf = output.hidden.detach().requires_grad_()
+        own = replace(output, hidden=leaf)
+        loss, tokens, sums = self.objective(stage, batch, own)
         loss.backward()
-        objective = self.objective
-        self.weights.append(
-            pack_weights(objective.kd, self.context, objective.teachers, stage, batch, teacher_hiddens)
-        )
-        states, count = (
-            [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens],
-            len(batch.sample_ids),
-        )
+        weights = self.objective._loss_input(stage, batch, own).pack_weights
+        self.weights.append(torch.stack(list(weights.values())))
+        states, count = [one.squeeze(1) for one in output.teacher_hiddens], len(batch.sample_ids)
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
         self.recorded.append(
             (*values, loss.item(), leaf.grad.squeeze(1))

@@ -23,7 +23,7 @@ def sent_elements(layout, files):
     """(elements that this rank sends to other stages in one step, tokens of the first teacher's packs)."""
     from mkd.train.step import train_step
 
-    engine, _, batches, cross_tokenizer = build(layout, files, "partition_kl")
+    engine, _, batches, seq_lengths = build(layout, files, "partition_kl")
     sent, original = [], dist.P2POp
 
     class Counted(original):
@@ -37,7 +37,7 @@ def sent_elements(layout, files):
         train_step(engine, batches)
     finally:
         dist.P2POp = original
-    return sum(sent), cross_tokenizer[0].seq_length
+    return sum(sent), seq_lengths[0]
 
 
 LONG_WIRES = Layout("PP4", 4, pp=4), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)

@@ -35,6 +35,11 @@ class LossInput:
         return len(self.batch.sample_ids)
 
     @property
+    def num_loss_tokens(self) -> Tensor:
+        """Loss tokens that this rank holds, int64 []."""
+        return self.batch.loss_mask.count_nonzero()
+
+    @property
     def cp_group(self) -> dist.ProcessGroup | None:
         """The ranks that share a row; None if no row is cut."""
         return self.context.groups.cp if self.context.cp_size > 1 else None

@@ -78,7 +78,7 @@ class SameTokens:
             student_ce=output.ce,
             kd=output.kd,
             weight=total,
-            rows=given.batch.loss_rows.numel(),
+            rows=given.num_loss_tokens,
             ce=output.teacher_ce,
             entropy=output.teacher_entropy,
             tokens=total,

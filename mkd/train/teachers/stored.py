@@ -58,7 +58,7 @@ class Stored:
             teacher_metrics=stored.metrics,
             overwrite_student_logits=True,
         )
-        count = rows.numel()
+        count = given.num_loss_tokens
         return output.loss, TermSums(
             student_ce=output.ce,
             kd=output.kd,

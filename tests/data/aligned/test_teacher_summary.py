@@ -12,7 +12,7 @@ def test_a_line_for_each_teacher_with_tokens_of_its_own(write_jsonl, tmp_path):
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts(20)))
     dataset, _ = open_pair(path, tmp_path, None, teacher_text(name="qwen", seq_length=128))
     packs = [dataset[i] for i in range(len(dataset))]
-    parts = [pack.teachers[1] for pack in packs]
+    parts = [pack.teacher_inputs[1] for pack in packs]
     kinds = np.bincount(np.concatenate([part.chunks.kinds for part in parts]), minlength=4)
     tokens = sum(part.lengths.sum() for part in parts)
     share = sum(part.chunks.student_counts.sum() for part in parts) / sum(

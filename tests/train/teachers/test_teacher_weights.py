@@ -40,16 +40,17 @@ def record_weights(flags, files, name):
     (cross,) = (
         shard["model.embed_tokens.weight"] for shard in shards if "model.embed_tokens.weight" in shard
     )
-    return recorded, [batch.teachers[0].chunks for batch in batches], weights, (cross, heads[2])
+    return recorded, [batch.teacher_inputs[0].chunks for batch in batches], weights, (cross, heads[2])
 
 
 def without_chunks(batch):
     from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack, collate_teacher
 
-    own = batch.teachers[0]
+    own = batch.teacher_inputs[0]
     spans = own.cu_seqlens.diff().numpy(), own.cu_seqlens_padded.diff().numpy()
     pack = TeacherPack(own.tokens[0].numpy(), own.tokens[0].numpy(), *spans, PackChunks.empty())
-    return replace(batch, teachers=(collate_teacher([pack], batch.labels[0].numpy()), None))
+    part = collate_teacher([pack], batch.labels[0].numpy())
+    return replace(batch, teacher_inputs=(part, *batch.teacher_inputs[1:]))
 
 
 def metric_of(name, logits, labels):
