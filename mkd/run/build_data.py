@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.build import open_datasets
-from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
 from mkd.operations.folders import cache_folder, log_folder
 from mkd.operations.shared_build import SharedBuild, leave_preempted
@@ -15,6 +13,7 @@ from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.platform import usable_cores
+from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
 from mkd.run.run_plan import Plan
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
@@ -24,7 +23,7 @@ MAX_WORKERS = 16  # processes that tokenise: each reads the whole file, and more
 def build_data(
     plan: Plan,
     context: ParallelContext,
-    teachers: Sequence[TeacherText | SharedTokens] = (),  # tokens that each teacher of the run reads
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
 ):
@@ -35,7 +34,7 @@ def build_data(
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     build = SharedBuild(context, signals or Signals(), watchdog)
     try:
-        return _open(plan, context, teachers, build)
+        return _open(plan, context, cross_tokenizer, build)
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(plan.config.checkpoint.save, stop)
@@ -45,7 +44,7 @@ def build_data(
 def _open(
     plan: Plan,
     context: ParallelContext,
-    teachers: Sequence[TeacherText | SharedTokens],
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
     build: SharedBuild,
 ):
     data, tokenizer = plan.config.data, plan.tokenizers.student
@@ -64,7 +63,7 @@ def _open(
         characters_per_sample=data.characters_per_sample,
         max_bad_records=data.max_bad_records,
         quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
-        teachers=teachers,
+        teachers=teacher_texts(plan, cross_tokenizer),
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

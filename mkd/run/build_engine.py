@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -16,7 +15,7 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
-from mkd.run.cross_tokenizer import CrossTokenizerTeacher
+from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.optimizer import build_optimizer, wrap_stages
@@ -30,13 +29,11 @@ from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.slots import TeacherSlots
 
-NONE: Mapping = MappingProxyType({})  # no teacher with another tokenizer
-
 
 def build_engine(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NONE,  # by number of the teacher
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
     teacher_seq_lengths: Sequence[int] = (),  # tokens of a pack for each teacher; (): those of the student
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.aligned.teacher_text import TeacherText
@@ -25,6 +26,10 @@ class CrossTokenizerTeacher:
     settings: XTokenConfig
     relation: VocabularyRelation
     text: TeacherText
+
+
+NO_CROSS_TOKENIZER: Mapping[int, CrossTokenizerTeacher] = MappingProxyType({})
+"""What `find_cross_tokenizer` returns if all teachers read the student's tokens."""
 
 
 def find_cross_tokenizer(

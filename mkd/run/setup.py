@@ -29,7 +29,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_origin
-from mkd.run.cross_tokenizer import find_cross_tokenizer, teacher_texts
+from mkd.run.cross_tokenizer import find_cross_tokenizer
 from mkd.run.loop import Run
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
@@ -67,8 +67,7 @@ def build_run(
     crashes, profiler = begin(plan, context, ending)
     tokenizer = plan.tokenizers.student
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
-    texts = teacher_texts(plan, cross_tokenizer)
-    train_set, valid_set = build_data(plan, context, texts, signals, watchdog)
+    train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, watchdog)
     tasks = build_tasks(
         config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context
     )
