@@ -51,8 +51,9 @@ class Extra:
 class PackedBatch:
     """k packs as one THD row of k * seq_length tokens, or the t of them that one context-parallel rank holds.
 
-    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] - cu_seqlens[i]
-    tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding of its last document.
+    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] -
+    cu_seqlens[i] tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding
+    of its last document.
     """
 
     tokens: Tensor  # [1, t] int64
@@ -112,7 +113,8 @@ class PackedBatch:
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:
-    """Return a pack of padding alone: one document without tokens, no loss. It fills up the last step of an evaluation."""
+    """Return a pack of padding alone: one document without tokens, no loss. It fills up the last step of an
+    evaluation."""
     return Pack(
         tokens=np.full(seq_length, pad_id, dtype=np.int64),
         labels=np.zeros(seq_length, dtype=np.int64),

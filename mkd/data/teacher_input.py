@@ -1,4 +1,5 @@
-"""The part of a batch that belongs to one teacher: the student's own tokens, tokens of its own, or stored predictions."""
+"""The part of a batch that belongs to one teacher: the student's own tokens, tokens of its own, or stored
+predictions."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class TeacherInput(Protocol):
         """Return what the rank of `cut` holds."""
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
-        """Return the row that the teacher's layers read, given the student's; () if the teacher does not run."""
+        """Return the row that the teacher's layers read, given the student's; () if none run."""
 
 
 class PackPart(Protocol):
@@ -56,7 +57,8 @@ class PackPart(Protocol):
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The part of a teacher that reads the student's tokens: there is nothing to add, in a pack as in a micro-batch."""
+    """The part of a teacher that reads the student's tokens: there is nothing to add, in a pack as in a
+    micro-batch."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SharedTokens:
         return self

@@ -1,4 +1,5 @@
-"""Held-out evaluation: when it is due, and one pass over the held-out set with the loss of training, forward only."""
+"""Held-out evaluation: when it is due, and one pass over the held-out set with the loss of training, forward
+only."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def is_last(iteration: int, training: TrainingConfig) -> bool:
 
 
 def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
-    """Return whether a run evaluates after `iteration` steps: before the first, at every interval, after the last."""
+    """Return whether a run evaluates after `iteration` steps: before the first, at every interval, after the
+    last."""
     if not training.eval_interval:
         return False
     return is_due(iteration, training.eval_interval) or is_last(iteration, training)
@@ -53,7 +55,8 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 
 
 def evaluation_objective(engine: Engine) -> Objective:
-    """Return the objective of training, which also measures the cross entropy. Counts are 1: nothing is differentiated."""
+    """Return the objective of training, which also measures the cross entropy. Counts are 1: nothing is
+    differentiated."""
     terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True)
     ones = torch.ones(1 + len(terms), device=engine.context.device)
     return Objective(engine.kd, engine.context, terms, ones, engine.auxiliary_names)

@@ -11,8 +11,8 @@ from torch import Tensor
 class LMHead(ColumnParallelLinear):
     """Megatron's vocabulary-parallel head. Called without an input it makes no logits and returns its weight.
 
-    Asking for the weight is a call of the module on purpose, because hooks then see it: with overlapped parameter gathers
-    Megatron's DDP waits for a module's parameters in its forward pre-hook.
+    Asking for the weight is a call of the module on purpose, because hooks then see it: with overlapped
+    parameter gathers Megatron's DDP waits for a module's parameters in its forward pre-hook.
     """
 
     @classmethod

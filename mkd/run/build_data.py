@@ -27,7 +27,8 @@ def build_data(
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
 ):
-    """Return (training set, held-out set or None), in the tokens of the student and of all teachers. Collective.
+    """Return (training set, held-out set or None), in the tokens of the student and of all teachers.
+    Collective.
 
     Raises Preempted, on all ranks, if a rank got a signal while files were tokenised.
     """

@@ -68,7 +68,8 @@ def build_engine(
 
 
 def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> tuple[Teacher, ...]:
-    """Return the teachers as terms of the loss. Their shares are the weights divided by the sum of all weights.
+    """Return the teachers as terms of the loss. Their shares are the weights divided by the sum of all
+    weights.
 
     `vocabularies`: by number of a cross-tokenizer teacher, on ranks with the last stage.
     """

@@ -35,10 +35,11 @@ NO_CROSS_TOKENIZER: Mapping[int, CrossTokenizerTeacher] = MappingProxyType({})
 def find_cross_tokenizer(
     plan: Plan, tokenizer: Tokenizer, context: ParallelContext
 ) -> dict[int, CrossTokenizerTeacher]:
-    """Return number of a teacher -> its side, for the teachers with another tokenizer than the student. Collective.
+    """Return number of a teacher -> its side, for the teachers with another tokenizer than the student.
+    Collective.
 
-    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError, on every rank, for
-    tokenizers that cannot be related.
+    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError,
+    on every rank, for tokenizers that cannot be related.
     """
     found = {}
     for index, source in enumerate(plan.teachers):

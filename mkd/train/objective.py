@@ -19,10 +19,11 @@ from mkd.train.teachers.weights import pack_weights
 
 
 def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False) -> tuple[Term, ...]:
-    """Return the terms of the loss: the cross entropy and one for every teacher, each with a pass of its own over the heads.
+    """Return the terms of the loss: the cross entropy, and one for every teacher.
 
-    A teacher that is alone takes the cross entropy along in its pass, if it can. `with_ce_metric` measures the cross entropy
-    even if kd_ratio is 1 and the loss does without it.
+    Each has a pass of its own over the heads, so that none has to wait for another. A teacher that is alone
+    takes the cross entropy along in its pass, if it can. `with_ce_metric` measures the cross entropy even if
+    kd_ratio is 1 and the loss does without it.
     """
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
@@ -38,8 +39,8 @@ def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool =
 class Objective:
     """Runs the LM heads and the loss on the last stage.
 
-    `inverse_counts` hold 1 / (loss tokens of the global batch), and for each term 1 / (its rows in the global batch), so that
-    gradients of micro-batches and data-parallel ranks only need to be added.
+    `inverse_counts` hold 1 / (loss tokens of the global batch), and for each term 1 / (its rows in the global
+    batch), so that gradients of micro-batches and data-parallel ranks only need to be added.
     """
 
     kd: KDConfig
@@ -65,7 +66,10 @@ class Objective:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (loss to differentiate, 0: nothing is left to divide by, report fp64 [num_sums]) for Megatron's schedule."""
+        """Return loss, number of tokens to divide it by, and report fp64 [num_sums], as Megatron wants them.
+
+        The number is 0, which means: do not divide. The loss is divided already.
+        """
         given = self._loss_input(stage, batch, output)
         per_token, *per_row = self.inverse_counts
         addends, sums = [], {}
@@ -79,8 +83,11 @@ class Objective:
         return sum(addends), torch.zeros((), dtype=torch.int), report
 
     def _loss_input(self, stage: DistillationStage, batch: PackedBatch, output: StageOutput) -> LossInput:
-        """Logits are fp32 in evaluation, always: bf16 ones add nearly as much error as the rest of a model in bf16
-        (docs/performance.md)."""
+        """Return what every term reads.
+
+        In evaluation logits are always fp32: bf16 logits add nearly as much error as the rest of a model in
+        bf16 (docs/performance.md).
+        """
         fp32_logits = self.kd.kd_fp32_logits or not torch.is_grad_enabled()
         given = LossInput(stage, output, batch, self.context, fp32_logits)
         teachers = [term for term in self.terms if term.name != CROSS_ENTROPY]

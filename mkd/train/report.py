@@ -1,7 +1,8 @@
 """From step results to metrics records and progress lines. Only global rank 0 writes.
 
-The losses of a log interval are means over the rows of all its steps: their sums are added up and divided once. A mean of step
-means would break `kd_loss == sum of teacher_weight * kd_loss/<teacher>`, because teachers are compared on different rows.
+The losses of a log interval are means over the rows of all its steps: their sums are added up and divided
+once. A mean of step means would break `kd_loss == sum of teacher_weight * kd_loss/<teacher>`, because
+teachers are compared on different rows.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Reporter:
     ) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
 
-        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device. A step without
-        an update adds its time and its position only.
+        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
+        A step without an update adds its time and its position only.
         """
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
@@ -114,8 +115,8 @@ class Reporter:
     def go_on(self, open_interval: Mapping) -> None:
         """Continue the interval that was open when a checkpoint was saved.
 
-        Earlier versions saved the losses among the sums, each already divided by its rows in its step; such an interval is
-        averaged as it was then.
+        Earlier versions saved the losses among the sums, each already divided by its rows in its step; such
+        an interval is averaged as it was then.
         """
         if open_interval:
             self._steps = open_interval["steps"]
@@ -146,7 +147,8 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        """Write the record with every loss key, null for losses that this run does not compute; print the line."""
+        """Write the record with every loss key, null for losses that this run does not compute; print the
+        line."""
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
         if self.context.rank == 0:
@@ -163,7 +165,7 @@ class Reporter:
         }
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Return `gap_closed`; nothing for a run without teacher, or one whose first evaluation is not known."""
+        """Return `gap_closed`; nothing without a teacher, or if the first evaluation is not known."""
         if record["iteration"] == 0:
             self.initial_kd = record.get("kd_loss")
         if not self.initial_kd or "kd_loss" not in record:
@@ -175,7 +177,8 @@ class Reporter:
         return sums.per_teacher() if len(sums.teachers) > 1 or self.is_cross_tokenizer else {}
 
     def _peak_memory(self) -> dict[str, float]:
-        """Return the peak of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch counts none."""
+        """Return the peak of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch
+        counts none."""
         if not self.context.platform.is_cuda:
             return {}
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)

@@ -34,7 +34,7 @@ class LossCallback(Protocol):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """1F1B, interleaved 1F1B or plain accumulation, as the layout says; the same for training and evaluation."""
+    """1F1B, interleaved 1F1B or plain accumulation, by layout; the same for training and evaluation."""
 
     context: ParallelContext
     communicator: P2PCommunicator
@@ -47,11 +47,12 @@ class PipelineSchedule:
         objective: LossCallback,
         forward_only: bool,
     ) -> Tensor:
-        """Run forward (and backward) of all `microbatches`; gradients are left summed over data-parallel ranks.
+        """Run forward (and backward) of all `microbatches`; gradients are left summed over data-parallel
+        ranks.
 
-        `stages` are the virtual stages of this rank, DDP-wrapped in training. Returns the objective's reports added up over
-        the whole global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM over data, context and pipeline
-        parallel groups; not part of any backward).
+        `stages` are the virtual stages of this rank, DDP-wrapped in training. Returns the objective's reports
+        added up over the whole global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM
+        over data, context and pipeline parallel groups; not part of any backward).
         """
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
@@ -77,10 +78,11 @@ class PipelineSchedule:
 
 
 def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], model: nn.Module):
-    """Run one stage; return what Megatron wants: a tensor for the next stage, and a function that makes the loss.
+    """Run one stage; return what Megatron wants: a tensor for the next stage, and a function that makes the
+    loss.
 
-    Megatron calls the function on the last stage only. There the record of results goes to the objective, which must not
-    keep it: the teachers' hidden states would live until the backward pass.
+    Megatron calls the function on the last stage only. There the record of results goes to the objective,
+    which must not keep it: the teachers' hidden states would live until the backward pass.
     """
     batch = next(microbatches)
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
@@ -95,7 +97,8 @@ def _no_loss(_: Tensor):
 
 
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return the inputs of the student and of each teacher that runs; see `packed_documents` for the second argument."""
+    """Return the inputs of the student and of each teacher that runs; see `packed_documents` for the second
+    argument."""
     extras = {name: one.values for name, one in batch.extras.items()}
     teachers = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
     return (

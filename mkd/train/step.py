@@ -1,9 +1,9 @@
 """One optimizer step: the page to read first.
 
-The global batch is cut into micro-batches, and each of them goes through all stages of the pipeline (schedule.py). On every
-stage the frozen teachers run first, then the student (models/stage.py). The last stage compares their final hidden states
-(objective.py), term by term: the cross entropy with the data, and the divergence from each teacher (teachers/). Then the
-optimizer makes one update (optimizer.py).
+The global batch is cut into micro-batches, and each of them goes through all stages of the pipeline
+(schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
+stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, and
+the divergence from each teacher (teachers/). Then the optimizer makes one update (optimizer.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from mkd.train.teachers.base import Teacher, Term
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything that a step needs: this rank's stages, the schedule that runs them, the optimizer that changes them."""
+    """Everything that a step needs on this rank."""
 
     kd: KDConfig
     context: ParallelContext
-    schedule: PipelineSchedule
-    chunks: list[DistributedDataParallel]  # around a DistillationStage each, one for every virtual stage
-    optimizer: StudentOptimizer
-    teachers: tuple[Teacher, ...]
+    schedule: PipelineSchedule  # runs the stages
+    chunks: list[DistributedDataParallel]  # the stages: around a DistillationStage each, by virtual stage
+    optimizer: StudentOptimizer  # updates the student's part of them
+    teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Engine:
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
-        """Inside, all parameters are whole: with overlapped parameter gathers, forward hooks would fetch them late."""
+        """Make all parameters whole inside, where overlapped parameter gathers would fetch them late."""
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -78,8 +78,8 @@ def train_step(
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
-    Losses are sums over rows, divided by the number of rows in the global batch. The rows are counted before the first forward
-    pass, so that neither the loss nor any gradient depends on the layout.
+    Losses are sums over rows, divided by the number of rows in the global batch. The rows are counted before
+    the first forward pass, so that neither the loss nor any gradient depends on the layout.
     """
     start = time.perf_counter()
     engine.optimizer.zero_grad()
@@ -104,7 +104,8 @@ def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> O
 def count_rows(
     microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
 ) -> Tensor:
-    """Return the rows of the whole global batch, int64 [1 + terms]: its loss tokens, then the rows of each term.
+    """Return the rows of the whole global batch, int64 [1 + terms]: its loss tokens, then the rows of each
+    term.
 
     Communication: one all-reduce SUM over data parallelism; no backward.
     """

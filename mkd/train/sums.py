@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 Number = Tensor | float | None
-"""A sum of one micro-batch: a 0-dim tensor, a number of the host, or None, which counts as 0: not computed."""
+"""A sum of one micro-batch: a 0-dim tensor, a number of the host, or None, which counts as 0: not computed.
+"""
 
 CROSS_ENTROPY = "cross entropy"
 """Name of the term that is no teacher; the blank keeps it apart from the names of teachers."""
@@ -17,7 +18,8 @@ CROSS_ENTROPY = "cross entropy"
 
 @dataclass(frozen=True)
 class TermSums:
-    """The sums of one term of the loss over its rows: loss tokens, or the aligned chunks of a cross-tokenizer teacher.
+    """The sums of one term of the loss over its rows: loss tokens, or the aligned chunks of a cross-tokenizer
+    teacher.
 
     A row counts with the teacher's weight in its pack. The cross entropy alone fills `student_ce` only.
     """
@@ -114,10 +116,12 @@ class LossSums:
         return sum(mean(one.kd, one.rows) for one in self.teachers.values())
 
     def token_sums(self) -> dict[str, float]:
-        """Return `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement` as sums over `num_loss_tokens`.
+        """Return `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement` as sums over
+        `num_loss_tokens`.
 
-        A teacher's own metrics are weighted as the teachers are. All but `ce` are means times `num_loss_tokens`, because a
-        teacher's rows may be others than the loss tokens. Auxiliary losses follow as `auxiliary_loss/<name>`.
+        A teacher's own metrics are weighted as the teachers are. All but `ce` are means times
+        `num_loss_tokens`, because a teacher's rows may be others than the loss tokens. Auxiliary losses
+        follow as `auxiliary_loss/<name>`.
         """
         count = self.num_loss_tokens
         kd = self.kd_mean * count
@@ -136,7 +140,8 @@ class LossSums:
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:
-        """Return metric key -> (sum, number to divide it by). `kd_mean` is the sum of `teacher_weight` * `kd_loss`."""
+        """Return metric key -> (sum, number to divide it by). `kd_mean` is the sum of `teacher_weight` *
+        `kd_loss`."""
         metrics = {}
         for name, one in self.teachers.items():
             metrics[f"kd_loss/{name}"] = (one.kd, one.weight)

@@ -1,4 +1,5 @@
-"""The head's weight with overlapped parameter gathers: Megatron gathers it late, and `head_weight` has to wait for it."""
+"""The head's weight with overlapped parameter gathers: Megatron gathers it late, and `head_weight` has to
+wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def pair(tmp_path_factory):
 
 
 class Late:
-    """The handle of a gather that has not begun until somebody waits for it: the latest that communication can be."""
+    """The handle of a gather that has not begun until somebody waits for it: the latest that communication
+    can be."""
 
     def __init__(self, group):
         self.group = group
@@ -116,7 +118,8 @@ def test_overlapped_gathers_give_the_same_bits(is_late, pair, plain, ranks):
 
 
 def test_the_weight_without_the_hook_is_an_old_one(pair, plain, ranks):
-    """The proof that the test above would notice: the head's parameter, read past its module, misses the others' updates."""
+    """The proof that the test above would notice: the head's parameter, read past its module, misses the
+    others' updates."""
     without_hook = ranks.run(steps, 2, *pair, OVERLAP, True, False)
     assert without_hook[0][0][0] == plain[0][0][0], "the first step has nothing to gather"
     assert without_hook[0][0][1] != plain[0][0][1] and not equal(without_hook, plain)

@@ -1,4 +1,5 @@
-"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it does not fit."""
+"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it
+does not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.train.topk_files import DATA, export, exported, offline
 
 pytest.importorskip("pyarrow")
 EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
-# An update is then proportional to the gradient: Adam's own makes full-size steps of the rounding of gradients near zero.
+# An update is then proportional to the gradient. Adam's usual update turns the rounding of tiny gradients into
+# steps of full size.
 LINEAR = ("--lr", 1, "--adam-eps", 1)
 T2 = ("--kd-temperature", 2)
 COMPARED = (
@@ -51,7 +53,7 @@ def cache(files, ranks):
 
 
 def trained(ranks, files, argv, world_size=1) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """(metrics records, weights) of a run that ends well."""
+    """Return (metrics records, weights) of a run that ends well."""
     results = run_main(ranks, argv, world_size)
     assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
     run = argv[argv.index("--log-dir") + 1]
@@ -108,8 +110,8 @@ def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
     assert_same_run(trained(ranks, files, argv, world_size), single)
 
 
-def test_a_run_with_held_out_data_is_saved_and_goes_on(single, cache, files, ranks):
-    """A checkpoint names the corpora that the evaluation reads, which lie behind the teacher's rows here."""
+def test_a_run_with_held_out_data_is_saved_and_resumed(single, cache, files, ranks):
+    """A checkpoint names the corpora of the evaluation, also behind a data set with the teacher's rows."""
     saved = ("--save", files / "saved", "--save-interval", 1)
     first = offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *saved, "--exit-interval", 1)
     (result,) = run_main(ranks, first)
@@ -130,7 +132,8 @@ def test_records_hold_the_metrics_of_a_teacher_that_did_not_run(single):
 
 
 def losses_by_sample(argv):
-    """Loss of every pack that this rank's stream brings in one epoch, by pack number, with the student as loaded."""
+    """Return the loss of every pack of this rank's stream in one epoch, by pack number, with the student as
+    loaded."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config
@@ -161,7 +164,8 @@ def losses_by_sample(argv):
 
 
 def test_neither_order_nor_data_parallelism_matters(cache, files, ranks):
-    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss, bit by bit."""
+    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss,
+    bit by bit."""
     runs = []
     for world_size, seed in ((1, 1), (1, 2), (2, 3)):
         results = ranks.run(losses_by_sample, world_size, offline(files, "order", cache, *T2, "--seed", seed))
@@ -245,7 +249,7 @@ def test_other_temperature(cache, files, ranks):
 
 
 def test_a_teachers_own_temperature(cache, files, single, ranks):
-    """It goes before the common one, as with a teacher that runs."""
+    """It overrides the common one, as with a teacher that runs."""
     config = files / "own.yaml"
     config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 2}}]\n")
     argv = offline(files, "own", cache, *EVALUATED, *LINEAR, "--export-hf", files / "own hf")
@@ -256,7 +260,7 @@ def test_a_teachers_own_temperature(cache, files, single, ranks):
     assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *texts)
 
 
-def test_a_run_goes_on_with_the_data_and_the_k_that_it_had(cache, files, ranks):
+def test_a_run_resumes_only_with_the_data_and_the_k_that_it_had(cache, files, ranks):
     save = ("--save", files / "to go on")
     (result,) = run_main(ranks, offline(files, "to go on", cache, *T2, *save))
     assert result.exit_code == 0, result.stderr
@@ -299,7 +303,8 @@ def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
 
 
 def test_a_smaller_student_needs_an_export_for_it(files, ranks):
-    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew the student."""
+    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew
+    the student."""
     small = make_model(files / "small", "qwen3", seed=1, num_hidden_layers=2, vocab_size=301)
     add_tokenizer(small)
     exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)

@@ -1,4 +1,5 @@
-"""Two teachers on one schedule: what travels, what is alive at once, what a run writes, and resuming it."""
+"""Two teachers on one schedule: messages, teacher states alive at once, the records of a run, and resuming
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.train.command import flags, read_metrics, read_weights, run_main
 from tests.train.cross_tokenizer_invariance import build, make_files
 from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, SP, Layout
 
-WIDTHS = 48, 72, 48  # hidden sizes of the student, of the teacher with its own tokens, of the other one
+WIDTHS = 48, 72, 48  # hidden sizes: student, cross-tokenizer teacher, teacher with the student's tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,8 @@ def files(tmp_path_factory):
 
 
 def sent_elements(layout, files):
-    """(elements that this rank sends to other stages in one step, tokens of the first teacher's packs)."""
+    """Return (elements that this rank sends to other stages in one step, tokens of the first teacher's
+    packs)."""
     from mkd.train.step import train_step
 
     engine, _, batches, seq_lengths = build(layout, files, "partition_kl")
@@ -47,7 +49,8 @@ WIRES = Layout("PP2", 2, pp=2), *(pytest.param(layout, marks=pytest.mark.slow) f
 
 @pytest.mark.parametrize("layout", WIRES, ids=lambda layout: layout.name)
 def test_what_is_on_the_wire(layout, files, ranks):
-    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with sequence parallelism."""
+    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with
+    sequence parallelism."""
     shards = layout.tp if layout.flags else 1
     for rank, (sent, own_length) in enumerate(ranks.run(sent_elements, layout.ranks, layout, files)):
         stage, tokens = rank // layout.tp, NUM_PACKS * SEQ_LENGTH // shards
@@ -58,7 +61,8 @@ def test_what_is_on_the_wire(layout, files, ranks):
 
 
 def peak_teacher_states(layout, files, repeats):
-    """Most outputs of teachers alive at once on this rank, in a step of `repeats` times the global batch."""
+    """Return the most outputs of teachers alive at once on this rank, in a step of `repeats` times the global
+    batch."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from mkd.models.language_model import LanguageModel
@@ -126,7 +130,7 @@ INTERVAL = ("--log-interval", 3, "--train-iters", 7, "--lr-decay-iters", 7, "--e
 
 
 def assert_identities(record):
-    """Check docs/teachers.md: kd_loss is the weighted sum over the teachers, and loss the sum of both parts."""
+    """Check docs/teachers.md: kd_loss is the weighted sum over teachers, loss that of both parts."""
     kd = sum(record[f"teacher_weight/{name}"] * record[f"kd_loss/{name}"] for name in ("cross", "same"))
     assert record["kd_loss"] == pytest.approx(kd, rel=1e-9)
     assert record["loss"] == pytest.approx(0.7 * record["ce_loss"] + 0.3 * record["kd_loss"], rel=1e-9)

@@ -1,4 +1,5 @@
-"""The records that go in and out of a stage: an extra input, an auxiliary loss, a feature of an inner layer, all in real steps."""
+"""The records that go in and out of a stage: an extra input, an auxiliary loss, a feature of an inner layer,
+all in real steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def pair(tmp_path_factory):
 
 
 def gated_stage(coefficient):
-    """Return a kind of stage that multiplies the final hidden state by an extra, and adds a loss of its own."""
+    """Return a class of stages that multiply the final hidden state by an extra and add a loss."""
     from mkd.models.stage import DistillationStage
 
     class GatedStage(DistillationStage):
@@ -110,7 +111,8 @@ def test_auxiliary_loss_reaches_loss_and_report(single):
 
 
 def auxiliary_gradient(student, teacher):
-    """Return the gradients of the final norm: of a step with and without coefficient, and of the auxiliary loss by autograd."""
+    """Return the gradients of the final norm: of a step with and without coefficient, and of the auxiliary
+    loss by autograd."""
     from mkd.train.schedule import stage_inputs
     from mkd.train.step import training_objective
 

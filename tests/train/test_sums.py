@@ -1,4 +1,4 @@
-"""Reports of micro-batches and the means that become of them: by hand."""
+"""Reports of micro-batches, and the means made of them, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a teacher is: one term of the loss. `loss` compares the student with it on one micro-batch of the last stage."""
+"""What a teacher is: one term of the loss. `loss` compares the student with it on one micro-batch of the last
+stage."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Term(Protocol):
     factor: float
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of rows of a micro-batch that the loss is a sum over, on all context-parallel ranks together."""
+        """Return the number of rows of a micro-batch that the loss is a sum over, on all context-parallel
+        ranks together."""
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.

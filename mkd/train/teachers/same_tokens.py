@@ -49,7 +49,8 @@ class SameTokens:
 
     @classmethod
     def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:
-        """Return the one teacher that is the weighted mean of `teachers`' probabilities, compared as the first of them is."""
+        """Return the one teacher that is the weighted mean of `teachers`' probabilities, compared as the
+        first of them is."""
         indices = tuple(index for one in teachers for index in one.indices)
         shares = tuple(one.share for one in teachers)
         return cls("average", 1.0, indices, teachers[0].divergence, shares)
@@ -114,7 +115,7 @@ def head_pass(
     model_shares: Sequence[float] = (1.0,),
     divergence: Mapping[str, Any] | None = None,
 ) -> KDOutput:
-    """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the student's head."""
+    """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
     student, batch, output = given.stage.student, given.batch, given.output
     teachers = [given.stage.teachers[index] for index in models]
     return fused_linear_kd(

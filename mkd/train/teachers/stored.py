@@ -39,7 +39,8 @@ class Stored:
         return batch.num_loss_tokens
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        """See `Term.loss`. Autograd multiplies by `scale`. Collectives over TP: those of `vocab_parallel_topk_kd`."""
+        """See `Term.loss`. Autograd multiplies by `scale`. Collectives over TP: those of
+        `vocab_parallel_topk_kd`."""
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
         output = vocab_parallel_topk_kd(
@@ -73,10 +74,11 @@ class Stored:
 
 
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 under no_grad.
+    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 under
+    no_grad.
 
-    Rows without loss skip the head, except in training with sequence parallelism: there the head gathers the rows of all
-    ranks.
+    Rows without loss skip the head, except in training with sequence parallelism: there the head gathers the
+    rows of all ranks.
     """
     if not torch.is_grad_enabled():
         states = whole_sequence(

@@ -26,12 +26,12 @@ METRICS = {
 def pack_weights(kd: KDConfig, teachers: Sequence[Teacher], given: LossInput) -> dict[str, Tensor]:
     """Return teacher -> [k] fp32, its weight in each of k packs. In every pack the weights add up to 1.
 
-    `static`: the configured shares. `select`: 1 for the teacher with the lowest cross entropy, 0 for the others. Otherwise
-    softmax(ln share - metric / temperature).
+    `static`: the configured shares. `select`: 1 for the teacher with the lowest cross entropy, 0 for the
+    others. Otherwise softmax(ln share - metric / temperature).
 
-    A metric is summed over the teacher's tokens of the pack and divided by the student's tokens of the same text, so that
-    teachers with different tokenizers compare. A teacher that is compared on nothing of a pack has no weight there, unless
-    this holds for all teachers.
+    A metric is summed over the teacher's tokens of the pack and divided by the student's tokens of the same
+    text, so that teachers with different tokenizers compare. A teacher that is compared on nothing of a pack
+    has no weight there, unless this holds for all teachers.
     """
     device, is_selecting = given.context.device, kd.teacher_combination == "select"
     if len(teachers) < 2 or not (is_selecting or kd.teacher_weighting != "static"):
@@ -47,7 +47,8 @@ def pack_weights(kd: KDConfig, teachers: Sequence[Teacher], given: LossInput) ->
 
 @torch.no_grad()
 def _metric_per_token(metric: str, teachers: Sequence[ScoringTeacher], given: LossInput) -> Tensor:
-    """Return [teachers, k] fp32: the metric of each pack, per student token; inf for a teacher without tokens there.
+    """Return [teachers, k] fp32: the metric of each pack, per student token; inf for a teacher without tokens
+    there.
 
     Communication: one all-reduce SUM over context parallelism; no backward.
     """

@@ -84,7 +84,8 @@ def test_random_access_gives_what_was_written(dataset, cache):
 
 @pytest.mark.parametrize("k", [1, 5, VOCAB])
 def test_half_precision_keeps_the_mass(dataset, cache, k):
-    """Rounding moves single log-probabilities by up to 2^-11 of their size, but not what all other ids have together."""
+    """Rounding moves single log-probabilities by up to 2^-11 of their size, but not what all other ids have
+    together."""
     part = write(cache, dataset, describe(len(dataset), logprob_dtype="float16", k=k))
     for pack in (dataset[sample] for sample in range(len(dataset))):
         _, logprobs, _ = teacher(pack, k)

@@ -1,4 +1,5 @@
-"""Weights of teachers in a pack where one has tokens of its own; test_objective.py has those that read the student's."""
+"""Weights of teachers in a pack if one has another tokenizer; test_objective.py covers teachers with the
+student's."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ def files(tmp_path_factory):
 
 
 def record_weights(flags, files, name):
-    """Of each micro-batch: values of its `Recorded`, chunks, weights [2, 1]; before that the heads in the order of the ids.
+    """Return values of each micro-batch's `Recorded`, its chunks and weights [2, 1], and the heads in the
+    order of the ids.
 
-    The first pack has no chunk, so that the teacher with its own tokens is compared on nothing there.
+    The first pack has no chunk, so that the cross-tokenizer teacher is compared on nothing there.
     """
     from safetensors.torch import load_file
 
