@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
-from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
+from mkd.log.metrics import AUXILIARY, METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
 from tools.benchmarks import results  # noqa: E402
 from tools.docs.errors_page import errors_page  # noqa: E402
@@ -144,8 +144,8 @@ def metrics_page() -> str:
                 "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
                 'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
                 "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. A "
-                "log interval is summed and divided once, so that lines weighted by `num_loss_tokens` "
-                "average exactly.\n",
+                "log interval is summed and divided once, so that token means of several lines, weighted by "
+                "`num_loss_tokens`, average exactly.\n",
                 "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
                 "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
                 "cover all of its ids.\n",
@@ -154,6 +154,8 @@ def metrics_page() -> str:
                 "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
                 "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
+                "Losses that the student's layers add themselves have a value each:\n",
+                *_table([head, row(AUXILIARY, f"{AUXILIARY.name}/<name>")]),
                 'Held-out tasks have their own lines, with `"split": "tasks"`: see '
                 "[evaluation.md](evaluation.md).",
             ]

@@ -154,11 +154,6 @@ class KDConfig:
         1.0,
         "divisor of the scores of --teacher-weighting. Below 1 the best teacher gets more of the weight",
     )
-    kd_fused_head: bool = option(
-        True,
-        "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist "
-        "at once",
-    )
     kd_fp32_logits: bool = option(
         False,
         "compute the training loss's logits in fp32 under --bf16. Rounding errors of the gradient are ten "

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.aligned.teacher_batch import TeacherBatch, TeacherPack, collate_teacher
 from mkd.data.packing import as_row, cumulative, position_ids
-from mkd.data.stored.teacher_rows import TeacherRows
+from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.zigzag import context_parallel_rows
 
 
@@ -25,23 +24,36 @@ class Pack:
     lengths: np.ndarray  # [documents] int64, tokens without padding
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s
     sample_id: int  # number of the pack in its data set, -1 for an empty pack
-    teacher: TeacherRows | None = None  # of a stored teacher, for the positions with loss
-    teachers: tuple[
-        TeacherPack | None, ...
-    ] = ()  # one for every teacher of the data set, None: reads these tokens
+    teacher_inputs: tuple[PackPart, ...] = ()  # one for every teacher
 
-    def with_teacher(self, teacher: TeacherRows) -> Pack:
-        """The pack with what a stored teacher says about its loss positions."""
-        assert len(teacher.ids) == np.count_nonzero(self.loss_mask)
-        return replace(self, teacher=teacher)
+
+def by_token(values: Tensor, rows: Tensor) -> Tensor:
+    """Cut `values` [..., t] like the tokens: keep the positions `rows`."""
+    return values[..., rows]
+
+
+def whole(values: Tensor, rows: Tensor) -> Tensor:
+    """Keep `values` whole on every context-parallel rank."""
+    return values
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An input of the stages that is no token id: positions of several dimensions, images, document ids."""
+
+    values: Tensor
+    cut: Callable[[Tensor, Tensor], Tensor] = (
+        by_token  # (values, positions that a context-parallel rank holds)
+    )
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """k packs as one THD row of k * seq_length tokens, or the t of them that one context-parallel rank holds.
 
-    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] - cu_seqlens[i]
-    tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding of its last document.
+    Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] -
+    cu_seqlens[i] tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding
+    of its last document.
     """
 
     tokens: Tensor  # [1, t] int64
@@ -51,48 +63,58 @@ class PackedBatch:
     cu_seqlens: Tensor  # [documents + 1] int32, without padding
     cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is k * seq_length
     max_seqlen: int  # largest span of a document, tokens
-    loss_rows: Tensor  # [n] int64, ascending: those of the t positions whose loss_mask is not 0
-    num_loss_tokens: int  # of the whole row
-    sample_ids: tuple[int, ...]  # of the packs, -1 for empty ones
-    teacher: TeacherRows | None = None  # of a stored teacher, for `loss_rows`
-    teachers: tuple[
-        TeacherBatch | None, ...
-    ] = ()  # one for every teacher of the data set, None: reads these tokens
+    loss_rows: Tensor  # [n] int64, ascending: the positions of the t whose loss_mask is not 0
+    num_loss_tokens: int  # loss tokens of the whole row
+    sample_ids: tuple[int, ...]  # numbers of the packs, -1 for empty ones
+    teacher_inputs: tuple[TeacherInput, ...] = ()  # one for every teacher
+    extras: Mapping[str, Extra] = field(default_factory=dict)  # more inputs of the stages, by name
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on `device`; from pinned memory the copies do not block."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch on `device`; from pinned memory the copies do not block."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedBatch:
+        """Return the batch in page-locked memory."""
+        return self._map(Tensor.pin_memory)
 
     def context_parallel_shard(self, rank: int, size: int) -> PackedBatch:
-        """The part of a whole row that `rank` of `size` holds (see `zigzag.py`); document borders and counts stay those of
-        the row. Every span must be a multiple of 2 * size."""
+        """Return the part of a whole row that `rank` of `size` holds (see `zigzag.py`).
+
+        Document borders and counts stay those of the whole row. Every span must be a multiple of 2 * size.
+        """
         if size == 1:
             return self
         rows = context_parallel_rows(self.cu_seqlens_padded, rank, size)
         sharded = {
             name: getattr(self, name)[:, rows] for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
-        loss_rows, teacher = _loss_rows(sharded["loss_mask"]), self.teacher
-        if teacher is not None:
-            places = torch.searchsorted(self.loss_rows, rows[loss_rows])
-            teacher = teacher.map(lambda tensor: tensor[places])
-        teachers = [
-            part and part.context_parallel_shard(rank, size, self.cu_seqlens_padded) for part in self.teachers
-        ]
-        return replace(self, **sharded, loss_rows=loss_rows, teacher=teacher, teachers=tuple(teachers))
+        loss_rows = _loss_rows(sharded["loss_mask"])
+        loss_places = torch.searchsorted(self.loss_rows, rows[loss_rows])
+        cut = ContextParallelCut(rank, size, self.cu_seqlens_padded, loss_places)
+        return replace(
+            self,
+            **sharded,
+            loss_rows=loss_rows,
+            teacher_inputs=tuple(part.context_parallel_shard(cut) for part in self.teacher_inputs),
+            extras={
+                name: replace(one, values=one.cut(one.values, rows)) for name, one in self.extras.items()
+            },
+        )
 
-    def pin_memory(self) -> PackedBatch:
-        return self._with_tensors(Tensor.pin_memory)
-
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        """Return the batch with `change` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        teachers = tuple(part and part.map(change) for part in self.teachers)
-        return replace(self, **changed, teacher=self.teacher and self.teacher.map(change), teachers=teachers)
+        return replace(
+            self,
+            **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)},
+            teacher_inputs=tuple(part.map(change) for part in self.teacher_inputs),
+            extras={name: replace(one, values=change(one.values)) for name, one in self.extras.items()},
+        )
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:
-    """A pack of padding alone: one document without tokens, no loss. It fills up the last step of an evaluation."""
+    """Return a pack of padding alone: one document without tokens, no loss. It fills up the last step of an
+    evaluation."""
     return Pack(
         tokens=np.full(seq_length, pad_id, dtype=np.int64),
         labels=np.zeros(seq_length, dtype=np.int64),
@@ -104,12 +126,12 @@ def empty_pack(seq_length: int, pad_id: int) -> Pack:
 
 
 def collate(packs: Sequence[Pack]) -> PackedBatch:
-    """The packs one after the other as one micro-batch."""
+    """Lay the packs one after the other as one micro-batch."""
     lengths = np.concatenate([pack.lengths for pack in packs])
     spans = np.concatenate([pack.spans for pack in packs])
     labels = np.concatenate([pack.labels for pack in packs])
     loss_mask = as_row(np.concatenate([pack.loss_mask for pack in packs]))
-    teachers = zip(*(pack.teachers for pack in packs), strict=True)
+    of_teachers = zip(*(pack.teacher_inputs for pack in packs), strict=True)
     return PackedBatch(
         tokens=as_row(np.concatenate([pack.tokens for pack in packs])),
         labels=as_row(labels),
@@ -121,10 +143,7 @@ def collate(packs: Sequence[Pack]) -> PackedBatch:
         loss_rows=_loss_rows(loss_mask),
         num_loss_tokens=int(np.count_nonzero(loss_mask)),
         sample_ids=tuple(pack.sample_id for pack in packs),
-        teacher=None
-        if packs[0].teacher is None
-        else TeacherRows.concatenate([pack.teacher for pack in packs]),
-        teachers=tuple(None if parts[0] is None else collate_teacher(parts, labels) for parts in teachers),
+        teacher_inputs=tuple(first.collate(others, labels) for first, *others in of_teachers),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mkd.config.split import parse_split
 from mkd.data.aligned.teacher_pieces import longest_pack, teacher_pieces
-from mkd.data.aligned.teacher_side import TeacherSide, TeacherText
+from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.dataset import BlendedDataset, PackedDataset
@@ -21,6 +21,7 @@ from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, MkdError, UsageError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -44,7 +45,7 @@ def open_datasets(
     characters_per_sample: int | None = None,  # join text records to so many characters; default: do not join
     max_bad_records: int = 0,  # bad records of a raw file that may be skipped
     quarantine: str | None = None,  # file that lists the skipped records; default: no file
-    teachers: Sequence[TeacherText | None] = (),  # None: the teacher reads the student's tokens
+    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
     is_builder: bool = True,
     share: Callable[[Any], Any] = lambda value: value,
     progress: Callable[[], None] = lambda: None,
@@ -101,14 +102,13 @@ class _Preparation:
     cache_dir: str
     workers: int
     characters_per_sample: int | None
-    teachers: Sequence[TeacherText | None]
+    teachers: Sequence[TeacherText | SharedTokens]
     max_bad_records: int
     quarantine: str | None
     progress: Callable[[], None]
 
-    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, list[str | None]]]:
-        """Return path -> (prefix of its tokenised corpus, prefix of the same for each cross-tokenizer
-        teacher, else None).
+    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, dict[int, str]]]:
+        """Return path -> (prefix of its tokenised corpus, cross-tokenizer teacher's number -> its prefix).
 
         `flags` maps each path to the flag that named it.
         """
@@ -117,13 +117,12 @@ class _Preparation:
             prefixes = [
                 prefix
                 for student, of_teachers in found.values()
-                for prefix in (student, *of_teachers)
-                if prefix
+                for prefix in (student, *of_teachers.values())
             ]
             collect([StoreFiles(prefix).quarantine for prefix in prefixes], Path(self.quarantine))
         return found
 
-    def _prefixes(self, path: str, flag: str) -> tuple[str, list[str | None]]:
+    def _prefixes(self, path: str, flag: str) -> tuple[str, dict[int, str]]:
         student = self._student_prefix(path, flag)
         settings = dict(
             tokenizer=self.tokenizer,
@@ -134,9 +133,11 @@ class _Preparation:
             max_bad_records=self.max_bad_records,
             progress=self.progress,
         )
-        return student, [
-            text and cached_teacher_store(path, student, text, **settings) for text in self.teachers
-        ]
+        return student, {
+            number: cached_teacher_store(path, student, text, **settings)
+            for number, text in enumerate(self.teachers)
+            if isinstance(text, TeacherText)
+        }
 
     def _student_prefix(self, path: str, flag: str) -> str:
         """Return the prefix of the tokenised corpus of `path`, checked against the model; tokenise unless it
@@ -145,7 +146,7 @@ class _Preparation:
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
-        if any(self.teachers) and not is_raw(path):
+        if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):
@@ -251,7 +252,7 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
 
 def _open_blend(
     blend: Blend,
-    prepared: Mapping[str, tuple[str, list[str | None]]],
+    prepared: Mapping[str, tuple[str, Mapping[int, str]]],
     begin: float,
     end: float,
     open_packed: Callable[..., PackedDataset],
@@ -263,7 +264,7 @@ def _open_blend(
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
         prefix, of_teachers = prepared[path]
         store = TokenStore.open(prefix)
-        refused = {i for teacher in of_teachers if teacher for i in refused_documents(teacher)}
+        refused = {document for own in of_teachers.values() for document in refused_documents(own)}
         documents = (round(begin * len(store)), round(end * len(store)))
         if documents[0] < documents[1]:
             members.append(open_packed(store, documents=documents, left_out=sorted(refused)))
@@ -275,8 +276,8 @@ def _open_blend(
 
 def attach_teachers(
     blends: Sequence[BlendedDataset | None],  # training and validation data of one run
-    teachers: Sequence[TeacherText | None],
-    prefixes: Mapping[str, Sequence[str | None]],  # student's corpus -> the teachers' corpora
+    teachers: Sequence[TeacherText | SharedTokens],
+    prefixes: Mapping[str, Mapping[int, str]],  # student's corpus -> teacher's number -> teacher's corpus
     document_multiple: int,
 ) -> None:
     """Give every data set its `teachers`; the packs of one teacher have the same length in all data sets.
@@ -286,8 +287,8 @@ def attach_teachers(
     members = [member for blend in blends if blend for member in blend.members]
     sides = []
     for number, text in enumerate(teachers):
-        if text is None:
-            sides.append([None] * len(members))
+        if isinstance(text, SharedTokens):
+            sides.append([SharedSide(member.seq_length) for member in members])
             continue
         stores = [TeacherStore(prefixes[member.store.prefix][number], member.store) for member in members]
         pieces = [teacher_pieces(store, member.pieces) for store, member in zip(stores, members, strict=True)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mkd.data.aligned.teacher_side import StudentPack, TeacherSide, summarise_teacher
+from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
 from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
@@ -51,9 +51,7 @@ class PackedDataset:
         self.store, self.pieces = store, pieces
         self._spans = padded_lengths(pieces.length, document_multiple)
         self.packs = pack_pieces(self._spans, seq_length, pack)
-        self.teachers: tuple[
-            TeacherSide | None, ...
-        ] = ()  # one for every teacher, None: it reads the student's tokens
+        self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
         self._vocab_size, self._pad_id = vocab_size, pad_id
         self.seq_length = seq_length
         self.first_document, self.num_documents, self._num_left_out = first, last - first, len(here)
@@ -73,9 +71,12 @@ class PackedDataset:
         for start, piece in zip(starts, piece_ids, strict=True):
             self._copy_piece(int(piece), pack, int(start))
         student = StudentPack(piece_ids, starts, pack.labels, pack.loss_mask)
-        teachers = tuple(side and side.pack(student) for side in self.teachers)
         return replace(
-            pack, lengths=self.pieces.length[piece_ids], spans=spans, sample_id=index, teachers=teachers
+            pack,
+            lengths=self.pieces.length[piece_ids],
+            spans=spans,
+            sample_id=index,
+            teacher_inputs=tuple(side.pack(student) for side in self.teachers),
         )
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
@@ -83,13 +84,13 @@ class PackedDataset:
         return {self.store.prefix: np.unique(self.pieces.document[self.packs.pieces_of(index)]).tolist()}
 
     def empty_pack(self) -> Pack:
-        teachers = tuple(side and side.empty_pack() for side in self.teachers)
-        return replace(empty_pack(self.seq_length, self._pad_id), teachers=teachers)
+        inputs = tuple(side.empty_pack() for side in self.teachers)
+        return replace(empty_pack(self.seq_length, self._pad_id), teacher_inputs=inputs)
 
     @property
-    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
-        """Length of each teacher's packs in tokens; None for a teacher that reads the student's tokens."""
-        return tuple(side and side.seq_length for side in self.teachers)
+    def teacher_seq_lengths(self) -> tuple[int, ...]:
+        """Length of every teacher's packs, in the tokens that it reads."""
+        return tuple(side.seq_length for side in self.teachers)
 
     def sample_order(self, seed: int, shuffle: bool) -> EpochOrder:
         return EpochOrder(len(self), seed, shuffle)
@@ -119,7 +120,10 @@ class PackedDataset:
 
     def _describe_teachers(self) -> list[str]:
         """Summarise evenly spaced packs, or all packs if there are few."""
-        if not any(self.teachers):
+        cross_tokenizer = {
+            number: side for number, side in enumerate(self.teachers) if isinstance(side, TeacherSide)
+        }
+        if not cross_tokenizer:
             return []
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
         packs, pieces = (
@@ -128,10 +132,9 @@ class PackedDataset:
         )
         return [
             summarise_teacher(
-                side, packs, [pack.teachers[number] for pack in packs], side.needed(pieces), len(self)
+                side, packs, [pack.teacher_inputs[number] for pack in packs], side.needed(pieces), len(self)
             )
-            for number, side in enumerate(self.teachers)
-            if side
+            for number, side in cross_tokenizer.items()
         ]
 
     def _copy_piece(self, piece: int, pack: Pack, start: int) -> None:
@@ -184,7 +187,7 @@ class BlendedDataset:
         return self.members[0].empty_pack()
 
     @property
-    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+    def teacher_seq_lengths(self) -> tuple[int, ...]:
         """See PackedDataset."""
         return self.members[0].teacher_seq_lengths
 

@@ -1,4 +1,5 @@
-"""Held-out evaluation: when it is due, and how: the same stages, schedule and loss as training, forward only."""
+"""Held-out evaluation: when it is due, and one pass over the held-out set with the loss of training, forward
+only."""
 
 from __future__ import annotations
 
@@ -8,46 +9,54 @@ import torch
 
 from mkd.config.schema import TrainingConfig
 from mkd.data.batch import PackedBatch
-from mkd.train.objective import Objective
+from mkd.train.objective import Objective, loss_terms
 from mkd.train.step import Engine
 from mkd.train.sums import LossSums
 
-VALID, TASKS = (
-    "valid",
-    "tasks",
-)  # the parts of an evaluation, as their records name them: held-out text and held-out tasks
+VALID, TASKS = "valid", "tasks"
+"""The parts of an evaluation, as their records name them: held-out text and held-out tasks."""
 
 
 def is_last(iteration: int, training: TrainingConfig) -> bool:
-    """Whether this start of the run ends after `iteration` steps."""
+    """Return whether this start of the run ends after `iteration` steps."""
     return iteration == training.train_iters or is_due(iteration, training.exit_interval)
 
 
 def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
-    """Whether a run evaluates after `iteration` steps: before the first, at every interval, after the last."""
+    """Return whether a run evaluates after `iteration` steps: before the first, at every interval, after the
+    last."""
     if not training.eval_interval:
         return False
     return is_due(iteration, training.eval_interval) or is_last(iteration, training)
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
+    """Return whether `iteration` ends an interval; without an interval none does."""
     return bool(interval) and iteration % interval == 0
 
 
 def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums:
-    """Sums over all loss tokens of `steps`, equal on every rank and for every layout.
+    """Return the sums over all loss tokens of `steps`, equal on every rank and for every layout.
 
     Each element of `steps` is this data-parallel rank's list of micro-batches of one global batch.
     """
     for chunk in engine.chunks:
         chunk.eval()
-    ones = torch.ones(1 + len(engine.teachers), device=engine.context.device)  # nothing is differentiated
-    objective = Objective(engine.kd, engine.context, engine.teachers, ones, with_ce_metric=True)
+    objective = evaluation_objective(engine)
     total = torch.zeros(objective.num_sums, dtype=torch.float64, device=engine.context.device)
     with engine.parameters_gathered(), torch.no_grad():
         for microbatches in steps:
             on_device = [batch.to(engine.context.device) for batch in microbatches]
             total += engine.schedule.run(engine.chunks, on_device, objective, forward_only=True)
+            objective.reports.clear()
     for chunk in engine.chunks:
         chunk.train()
     return objective.sums(total)
+
+
+def evaluation_objective(engine: Engine) -> Objective:
+    """Return the objective of training, which also measures the cross entropy. Counts are 1: nothing is
+    differentiated."""
+    terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True)
+    ones = torch.ones(1 + len(terms), device=engine.context.device)
+    return Objective(engine.kd, engine.context, terms, ones, engine.auxiliary_names)

@@ -14,7 +14,8 @@ from mkd.errors import DataError
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
-"""Ours, HumanEval's, MBPP's. MBPP's text is a sentence and not the beginning of the code: a line break follows it."""
+"""The keys of mkd, HumanEval and MBPP. In MBPP the text is a sentence, not the beginning of code: a line
+break follows."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text and how it goes on."""
+    """A text and its continuation."""
 
     prompt: str  # may be empty
     completion: str
@@ -41,7 +42,7 @@ Record = TypeVar("Record", Question, Completion)
 
 
 def task_name(path: str | Path) -> str:
-    """The file's name without its suffix. Raises DataError for a kind of file that is not known."""
+    """Return the file's name without its suffix. Raises DataError for an unknown kind of file."""
     name = Path(path).name
     suffix = next(
         (suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None
@@ -57,12 +58,12 @@ def task_name(path: str | Path) -> str:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The multiple-choice questions of a file. Raises DataError with file and line."""
+    """Return the multiple-choice questions of a file. Raises DataError with file and line."""
     return _read(path, _question)
 
 
 def read_completions(path: str | Path) -> list[Completion]:
-    """The prompts and completions of a file. Raises DataError with file and line."""
+    """Return the prompts and completions of a file. Raises DataError with file and line."""
     return _read(path, _completion)
 
 
@@ -93,7 +94,7 @@ def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Rec
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of the lines that are not blank."""
+    """Yield (number from 1, content) of the lines that are not blank."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -195,7 +196,7 @@ def _is_text(value) -> bool:
 
 
 def _encodes(text: str) -> bool:
-    """Whether it is text at all: JSON may hold half of a surrogate pair."""
+    """Return whether it is text at all: JSON may hold half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

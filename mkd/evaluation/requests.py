@@ -1,4 +1,4 @@
-"""From prompts and continuations to token ids, and from these to packs."""
+"""Turn prompts and continuations into token ids, and these into packs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document `inputs`."""
+    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document
+    `inputs`."""
 
     inputs: np.ndarray  # [n] int32, all ids but the last
     labels: np.ndarray  # [m] int32, the continuation; m <= n
@@ -30,12 +31,13 @@ class Request:
 def encode_pairs(
     pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int
 ) -> list[Request]:
-    """The ids of each prompt + continuation as one text; a continuation starts where they leave the ids of the prompt alone.
+    """Return the ids of each prompt + continuation as one text; a continuation starts where they leave the
+    prompt's ids.
 
-    Tokens may span the border: those count as the continuation's, with the few bytes of the prompt in them. A prompt without
-    tokens becomes the end-of-text token, which stands between documents in training. A prompt that does not fit loses its
-    beginning, though not the token that the tokenizer puts before every text. Raises DataError for a continuation that does
-    not fit, or for ids that the model does not know.
+    A token that spans the border counts as the continuation's, with the few bytes of the prompt in it. A
+    prompt without tokens becomes the end-of-text token, which stands between documents in training. A prompt
+    that does not fit loses its beginning, but not the token that the tokenizer puts before every text. Raises
+    DataError for a continuation that does not fit, or for ids that the model does not know.
     """
     requests: list[Request] = []
     before_all = _encode(tokenizer, "")
@@ -52,7 +54,8 @@ def encode_pairs(
 
 
 def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
-    """The request of `ids` whose continuation begins at `start`; the first `lead` ids and the last ones are kept."""
+    """Return the request of `ids` whose continuation begins at `start`; the first `lead` ids and the last
+    ones are kept."""
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
@@ -86,13 +89,13 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """int64 [n], without the EOS that some tokenizers put behind every text."""
+    """Return the ids, int64 [n], without the EOS that some tokenizers append to every text."""
     ids = tokenizer.encode(text)
     return np.array(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_id else ids, dtype=np.int64)
 
 
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """How many ids both begin with."""
+    """Return the number of ids that both begin with."""
     shorter = min(len(first), len(second))
     differing = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(differing[0]) if len(differing) else shorter
@@ -100,7 +103,8 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RequestPack:
-    """A pack of documents, and what is scored in it: the label `labels[i]` at position `rows[i]`, for request `requests[i]`."""
+    """A pack of documents, and its scores: label `labels[i]` at position `rows[i]`, for request
+    `requests[i]`."""
 
     pack: Pack
     rows: np.ndarray  # [n] int64, ascending
@@ -110,14 +114,15 @@ class RequestPack:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch(PackedBatch):
-    """A micro-batch of such packs (see `RequestPack`); nothing in it has loss. Several labels may belong to one row."""
+    """A micro-batch of such packs (see `RequestPack`); nothing in it has loss. Several labels may belong to
+    one row."""
 
-    score_rows: Tensor  # [n] int64, of the t positions
+    score_rows: Tensor  # [n] int64, among the t positions
     score_labels: Tensor  # [n] int64
     score_requests: Tensor  # [n] int64
 
     def context_parallel_shard(self, rank: int, size: int) -> RequestBatch:
-        """As for every batch; rows are those of the part that `rank` of `size` holds."""
+        """Return the part that `rank` of `size` holds, as for every batch; rows count in it."""
         if size == 1:
             return self
         held = context_parallel_rows(self.cu_seqlens_padded, rank, size)
@@ -128,7 +133,8 @@ class RequestBatch(PackedBatch):
 
 
 class RequestPacks:
-    """The documents of all requests in packs of `seq_length` tokens (best fit, decreasing), made one at a time.
+    """The documents of all requests in packs of `seq_length` tokens (best fit, decreasing), made one at a
+    time.
 
     Requests with the same inputs share a document: the letters of a question cost one forward pass.
     """
@@ -148,7 +154,7 @@ class RequestPacks:
         return len(self._packs)
 
     def __getitem__(self, index: int) -> RequestPack:
-        """Pack `index`; beyond the last one, a pack of padding."""
+        """Return pack `index`; beyond the last one, a pack of padding."""
         pack = empty_pack(self._seq_length, self._pad_id)
         if index >= len(self):
             nothing = np.zeros(0, dtype=np.int64)
@@ -173,7 +179,7 @@ class RequestPacks:
 
 
 def collate_requests(packs: Sequence[RequestPack]) -> RequestBatch:
-    """The packs one after the other as one micro-batch."""
+    """Lay the packs one after the other as one micro-batch."""
     batch = collate([pack.pack for pack in packs])
     offsets = np.cumsum([0, *(len(pack.pack.tokens) for pack in packs[:-1])])
     columns = (

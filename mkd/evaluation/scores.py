@@ -1,4 +1,4 @@
-"""Log-likelihoods of requests under every layout: one model, its pipeline schedule, forward only."""
+"""Score requests under every layout: one model on its pipeline schedule, forward only."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mkd.evaluation.requests import Request, RequestBatch, RequestPacks, collate
 from mkd.losses.scores import token_scores
 from mkd.models.builder import join_stages
 from mkd.models.language_model import LanguageModel
-from mkd.models.stage import DistillationStage
+from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.train.schedule import PipelineSchedule
 
-MICROBATCHES_PER_STAGE = 16  # of one call of the schedule: so many that filling the pipeline costs little
+MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough that filling the pipeline costs little
 
 
 @dataclass(frozen=True)
 class RequestBatches:
-    """The micro-batches of this rank that score all requests, call of the schedule by call."""
+    """The micro-batches of this rank that score all requests, one list for each call of the schedule."""
 
     requests: Sequence[Request]
     packs: RequestPacks
@@ -49,12 +49,12 @@ class RequestBatches:
         return cls(requests, packs, context, micro_batch_size, seq_length)
 
     def __iter__(self) -> Iterator[list[RequestBatch]]:
-        """Lists of as many micro-batches on every rank; padding fills up the last one."""
+        """Yield lists of micro-batches, of the same length on every rank; padding fills up the last one."""
         context = self.context
         packs_at_once = self.micro_batch_size * context.dp_size
         unit = (
             context.pp_size if context.virtual_stages > 1 else 1
-        )  # interleaving wants whole groups of micro-batches
+        )  # interleaving needs whole groups of micro-batches
         left = -(-len(self.packs) // (packs_at_once * unit)) * unit
         first = 0
         while left:
@@ -75,11 +75,12 @@ class RequestBatches:
 def log_likelihoods(
     models: Sequence[LanguageModel], batches: RequestBatches, stopper: Stopper | None = None
 ) -> np.ndarray | None:
-    """Sum of ln p over the continuation of each request, fp64 [requests], equal on every rank and for every layout.
+    """Return the sum of ln p over each request's continuation, fp64 [requests], equal on all ranks and for
+    every layout.
 
-    `models` are the chunks of one model on this rank; no other model runs. Collective (one all-reduce SUM of the result over
-    data and context parallelism, one over the pipeline). None where all ranks agree to stop before a call of the schedule.
-    Raises NonFiniteError, on every rank, for predictions that are not finite.
+    `models` are the parts of one model on this rank; no other model runs. Collective (one all-reduce SUM of
+    the result over data and context parallelism, one over the pipeline). None if all ranks agree to stop
+    before a call of the schedule. Raises NonFiniteError, on every rank, for predictions that are not finite.
     """
     context = batches.context
     schedule = PipelineSchedule(
@@ -113,27 +114,25 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class _Scorer:
-    """Stands where the objective stands in training: adds up the log-probabilities of the last stage's micro-batches."""
+    """Takes the place of the objective: adds up the log-probabilities of the last stage's micro-batches."""
 
     context: ParallelContext
-    scores: Tensor  # [requests] fp64, of this rank
+    scores: Tensor  # [requests] fp64, what this rank has added up
     num_sums: int = 0  # the schedule has nothing to add up
 
     def __call__(
-        self, stage: DistillationStage, batch: RequestBatch, hidden: Tensor
+        self, stage: DistillationStage, batch: RequestBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's loss callback, with nothing to differentiate and nothing to report."""
-        model = stage.student
-        scores = model.use_head(
-            lambda weight: token_scores(
-                hidden.squeeze(1),
-                weight,
-                batch.score_rows,
-                batch.score_labels,
-                tp_group=self.context.tp_group,
-                vocab_size=model.shape.vocab_size,
-                sequence_parallel=model.config.sequence_parallel,
-            )
+        """Score one micro-batch; see `LossCallback`. Nothing is differentiated or reported."""
+        model, hidden = stage.student, output.hidden
+        scores = token_scores(
+            hidden.squeeze(1),
+            model.head_weight(),
+            batch.score_rows,
+            batch.score_labels,
+            tp_group=self.context.tp_group,
+            vocab_size=model.shape.vocab_size,
+            sequence_parallel=model.config.sequence_parallel,
         )
         self.scores.index_add_(0, batch.score_requests, scores.label.double())
         return (

@@ -1,4 +1,5 @@
-"""Held-out tasks during training: encoded once, scored at every evaluation, reported beside the losses."""
+"""Evaluate held-out tasks during training: encoded once, scored at every evaluation, reported beside the
+losses."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.report import Reporter
 from mkd.train.step import Engine
+from mkd.train.teachers.same_tokens import SameTokens
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """The tasks that `config` names. Raises one ErrorList with the first problem of every file, from the files alone."""
+    """Return the tasks that `config` names. Raises one ErrorList with the first problem of every file, from
+    the files alone."""
     data = config.data
     return read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot)
 
 
 def task_problems(config: Config) -> list[MkdError]:
-    """What is wrong with the files of tasks, for the list of everything that is wrong with a run."""
+    """Return the problems of the files of tasks, for the list of all problems of a run."""
     try:
         tasks_of(config)
     except ErrorList as error:
@@ -57,7 +60,7 @@ class TaskEvaluator:
         seq_length: int,  # tokens of a pack
         micro_batch_size: int,  # packs
     ) -> TaskEvaluator:
-        """Raises DataError with file and line for what cannot be scored."""
+        """Encode the tasks. Raises DataError with file and line for a continuation that cannot be scored."""
         encoded = [encode_pairs(task.pairs(), tokenizer, seq_length, vocab_size) for task in tasks]
         borders = tuple(accumulate(map(len, encoded), initial=0))
         requests = [request for of_task in encoded for request in of_task]
@@ -65,7 +68,7 @@ class TaskEvaluator:
         return cls(tuple(tasks), borders, batches)
 
     def describe(self) -> list[str]:
-        """One line per task: its size, and how many prompts lost their beginning."""
+        """Return one line per task: its size, and how many prompts lost their beginning."""
         lines = []
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
@@ -77,9 +80,10 @@ class TaskEvaluator:
     def evaluate(
         self, models: Sequence[LanguageModel], label: str = "", stopper: Stopper | None = None
     ) -> dict[str, float] | None:
-        """`eval/<task>/<label><metric>` of the model whose chunks on this rank are `models`. Collective, equal on all ranks.
+        """Return `eval/<task>/<label><metric>` of the model whose parts on this rank are `models`.
+        Collective.
 
-        None where `stopper`, asked between batches, has stopped it.
+        The values are equal on all ranks; None if `stopper`, asked between batches, has stopped it.
         """
         scores = log_likelihoods(models, self.batches, stopper)
         if scores is None:
@@ -95,7 +99,8 @@ class TaskEvaluator:
 def build_tasks(
     config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
 ) -> TaskEvaluator | None:
-    """The tasks of a run in the ids of its student's `tokenizer`; None where nothing is to be evaluated.
+    """Return the tasks of a run in the ids of its student's `tokenizer`; None if there is nothing to
+    evaluate.
 
     Raises DataError as `TaskEvaluator.build`.
     """
@@ -109,7 +114,7 @@ def build_tasks(
 def evaluate_tasks(
     evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
 ) -> dict[str, float] | None:
-    """Metrics of the student of a run, None if it was stopped; its teachers do not run."""
+    """Return the metrics of a run's student, or None if it was stopped; the teachers do not run."""
     with engine.parameters_gathered():
         return evaluator.evaluate(
             [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper
@@ -119,20 +124,19 @@ def evaluate_tasks(
 def evaluate_teachers(
     evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
 ) -> dict[str, float] | None:
-    """Metrics `eval/<task>/<teacher>/...` of the running teachers that read the student's tokens; they never change.
+    """Return the metrics `eval/<task>/<teacher>/...` of the teachers that run and read the student's tokens.
 
-    None if it was stopped.
+    They never change. None if it was stopped.
     """
     metrics: dict[str, float] = {}
-    stages = [
+    models = [
         get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks
-    ]  # of each virtual stage, its teachers
-    for teacher, models in zip(
-        engine.teachers, zip(*stages, strict=True), strict=False
-    ):  # a stored teacher has no model
-        if teacher.is_cross_tokenizer:
+    ]  # by virtual stage and teacher
+    for teacher in engine.teachers:
+        if not isinstance(teacher, SameTokens):
             continue
-        of_teacher = evaluator.evaluate(models, f"{teacher.name}/", stopper)
+        (index,) = teacher.indices
+        of_teacher = evaluator.evaluate([stage[index] for stage in models], f"{teacher.name}/", stopper)
         if of_teacher is None:
             return None
         metrics |= of_teacher
@@ -140,7 +144,7 @@ def evaluate_teachers(
 
 
 def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[str, float]) -> None:
-    """One record with `split: "tasks"`, and one line."""
+    """Write one record with `split: "tasks"`, and print one line."""
     place = dict(
         iteration=position.iteration,
         consumed_samples=position.consumed_samples,
@@ -151,7 +155,7 @@ def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[s
 
 
 def task_line(iteration: int, metrics: dict[str, float]) -> str:
-    """What a person reads: every metric but the counts."""
+    """Return the line for people: every metric except the counts."""
     shown = [
         f"{key.removeprefix('eval/')}: {value:.6E}" for key, value in metrics.items() if "/num_" not in key
     ]

@@ -1,8 +1,9 @@
-"""Held-out tasks by likelihood: what is asked of a model (prompt and continuation), and what its answers are worth.
+"""Held-out tasks by likelihood: the prompts and continuations that a model is asked, and the metrics of its
+answers.
 
-A task is prompts and continuations; a model gives each continuation its log-probability; the task makes metrics of these.
-Prompts are those of the Language Model Evaluation Harness (tasks `mmlu` and `mmlu_continuation`), which follow Hendrycks
-et al., "Measuring Massive Multitask Language Understanding", ICLR 2021.
+A task is prompts and continuations; a model gives each continuation a log-probability; the task makes metrics
+of them. Prompts are those of the Language Model Evaluation Harness (tasks `mmlu` and `mmlu_continuation`),
+which follow Hendrycks et al., "Measuring Massive Multitask Language Understanding", ICLR 2021.
 """
 
 from __future__ import annotations
@@ -32,33 +33,35 @@ class Pair:
 
 
 class Task(Protocol):
-    """What the tasks of all kinds have."""
+    """A task of any kind."""
 
     name: str
 
     def pairs(self) -> list[Pair]:
-        """All that is to be scored, in a fixed order."""
+        """Return everything to score, in a fixed order."""
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Metrics from the log-probability (nats) and the tokens of the continuation of each pair, both [pairs]."""
+        """Return metrics from log-probability (nats) and number of tokens of each pair's continuation, both
+        [pairs]."""
 
 
 @dataclass(frozen=True)
 class MultipleChoice:
     """Questions whose answer is the option with the largest likelihood.
 
-    Style `letter`: all options are listed in the prompt and their letters compared (`accuracy`). Style `continuation`: no
-    options are shown, and their texts compared, log-probability per UTF-8 byte (`accuracy_norm`).
+    Style `letter`: all options are listed in the prompt and their letters compared (`accuracy`). Style
+    `continuation`: no options are shown, and their texts compared, log-probability per UTF-8 byte
+    (`accuracy_norm`).
     """
 
     name: str
     path: str
     questions: tuple[Question, ...]
-    examples: tuple[tuple[Question, ...], ...]  # of each question, that come answered before it
+    examples: tuple[tuple[Question, ...], ...]  # for each question, the answered ones that come before it
     styles: tuple[str, ...] = STYLES
 
     def pairs(self) -> list[Pair]:
-        """Style by style, question by question, option by option."""
+        """Return the pairs style by style, question by question, option by option."""
         return [
             Pair(prompt, " " + option, f"{self.path}, line {question.line}")
             for style in self.styles
@@ -68,7 +71,8 @@ class MultipleChoice:
         ]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Proportions of right answers: `accuracy` and `accuracy_norm`, of the styles that were asked; `num_questions`."""
+        """Return the proportions of right answers, `accuracy` and `accuracy_norm`, as far as asked, and
+        `num_questions`."""
         borders = np.cumsum([len(question.choices) for _ in self.styles for question in self.questions])[:-1]
         scores = iter(np.split(log_likelihoods, borders))
         metrics: dict[str, float] = {}
@@ -80,7 +84,7 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class Completions:
-    """Texts whose continuation is known: how well a model expects it."""
+    """Texts with a known continuation: how well does a model predict it?"""
 
     name: str
     path: str
@@ -90,7 +94,8 @@ class Completions:
         return [Pair(r.prompt, r.completion, f"{self.path}, line {r.line}") for r in self.records]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """`ce` (nats/token), `perplexity` = exp(ce), `bits_per_byte` (of the completions' UTF-8), and what they average over.
+        """Return `ce` (nats/token), `perplexity` = exp(ce), `bits_per_byte` (of the completions' UTF-8), and
+        their counts.
 
         All are ratios of sums over the file, so that a long completion weighs more than a short one.
         """
@@ -114,7 +119,8 @@ def read_tasks(
     num_fewshot: int = 0,
     styles: Sequence[str] = STYLES,
 ) -> list[Task]:
-    """The tasks of all files, from their text alone. Raises one ErrorList with the first problem of every file."""
+    """Return the tasks of all files, from their text alone. Raises one ErrorList with the first problem of
+    every file."""
     problems: list[MkdError] = []
     tasks: dict[str, Task] = {}
     paths = [(str(path), True) for path in multiple_choice] + [(str(path), False) for path in completions]
@@ -141,10 +147,11 @@ def read_tasks(
 
 
 def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...] = STYLES) -> MultipleChoice:
-    """Questions of `path`, each after the first `num_fewshot` examples of its subject (of all, for one without a subject).
+    """Return the questions of `path`, each after the first `num_fewshot` examples of its subject, if it has
+    one.
 
-    Examples come from the file `NAME_dev.SUFFIX` beside `NAME.SUFFIX`; without one they are the first records of each
-    subject in `path` itself, which are then not asked. Raises DataError with file and line.
+    Examples come from the file `NAME_dev.SUFFIX` beside `NAME.SUFFIX`; without one they are the first records
+    of each subject in `path` itself, which are then not asked. Raises DataError with file and line.
     """
     name, questions = task_name(path), read_questions(path)
     dev = Path(path).with_name(name + "_dev" + Path(path).name.removeprefix(name))
@@ -179,7 +186,7 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
 
 
 def few_shot_prompt(question: Question, examples: Sequence[Question], style: str) -> str:
-    """The text that ends in "Answer:", after a line on the subject and answered examples."""
+    """Return the text that ends in "Answer:", after a line on the subject and answered examples."""
     header = ""
     if question.subject is not None:
         kind = "multiple choice questions" if style == "letter" else "questions"
@@ -204,7 +211,7 @@ def _options(question: Question, style: str) -> Sequence[str]:
 
 
 def _best(question: Question, scores: np.ndarray, style: str) -> int:
-    """The option of the largest score, the first of equals."""
+    """Return the option with the largest score, the first of equals."""
     if style == "continuation":
         scores = scores / [len(choice.encode("utf-8")) for choice in question.choices]
     return int(np.argmax(scores))

@@ -15,6 +15,7 @@ class Reduction(Enum):
     """
 
     TOKEN_MEAN = "sum over loss tokens, divided once by the interval's num_loss_tokens"
+    ROW_MEAN = "sum over each teacher's rows, divided once by the rows of the interval"
     STEP_MEAN = "mean over steps"
     TIME_MEAN = "mean over steps, weighted by step_time_ms"
     SUM = "sum over steps"
@@ -36,21 +37,35 @@ METRICS = (
     Metric("iteration", "steps", Reduction.LAST, "optimizer steps since the start of training", int),
     Metric("consumed_samples", "packs", Reduction.LAST, "packs trained on so far", int),
     Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in these packs, padding included", int),
-    Metric("loss", "nats/token", Reduction.TOKEN_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss"),
+    Metric(
+        "loss", "nats", Reduction.ROW_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses"
+    ),
     Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",
-        "nats/token",
-        Reduction.TOKEN_MEAN,
-        "divergence from the teacher, temperature scaling included",
+        "nats/row",
+        Reduction.ROW_MEAN,
+        "divergence from the teacher, temperature scaling included; a row is a loss token, or an aligned chunk of a "
+        "cross-tokenizer teacher; of several teachers the sum of teacher_weight * kd_loss",
     ),
-    Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher on the data"),
-    Metric("teacher_entropy", "nats/token", Reduction.TOKEN_MEAN, "entropy of the teacher's distribution"),
+    Metric(
+        "teacher_ce",
+        "nats/token",
+        Reduction.ROW_MEAN,
+        "cross entropy of the teacher with the data, per token of its own tokenizer",
+    ),
+    Metric(
+        "teacher_entropy",
+        "nats/token",
+        Reduction.ROW_MEAN,
+        "entropy of the teacher's distribution, per token of its own tokenizer",
+    ),
     Metric(
         "top1_agreement",
         "proportion",
-        Reduction.TOKEN_MEAN,
-        "fraction of loss tokens for which both models rank the same id first",
+        Reduction.ROW_MEAN,
+        "fraction of rows where both models rank the same id first; of chunks, only one-to-one pairs"
+        " are compared",
     ),
     Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
     Metric("learning_rate", "1", Reduction.LAST, "learning rate of the last step, even if it made no update"),
@@ -102,7 +117,12 @@ METRICS = (
 )
 
 PER_TEACHER = (  # keys end in a slash and the teacher's name
-    Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of this teacher among several"),
+    Metric(
+        "teacher_weight",
+        "proportion",
+        Reduction.ROW_MEAN,
+        "weight of this teacher among several, averaged over its rows",
+    ),
     Metric(
         "num_aligned",
         "rows/step",
@@ -111,7 +131,15 @@ PER_TEACHER = (  # keys end in a slash and the teacher's name
     ),
 )
 
-_BY_NAME = {metric.name: metric for metric in METRICS + PER_TEACHER}
+AUXILIARY = Metric(  # always with the name of the loss behind a slash
+    "auxiliary_loss",
+    "nats/token",
+    Reduction.TOKEN_MEAN,
+    "loss of its own that the student's layers add, coefficient included",
+)
+
+_BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}
+_SUMMED = (Reduction.TOKEN_MEAN, Reduction.ROW_MEAN)
 _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
@@ -127,9 +155,9 @@ class IntervalAverager:
     """Collect the steps of one log interval, or the batches of one evaluation, into one record.
 
     Token means are sums over sums: each step weighs as many loss tokens as it has. Lines weighted by their
-    num_loss_tokens therefore average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log
-    interval. Nothing is clamped: negative and non-finite values stay. A metric that no step reported is
-    absent from the record.
+    num_loss_tokens therefore average exactly. Means over other rows do not add up like this: the reporter
+    adds up the sums of the interval first (see mkd/train/report.py). Nothing is clamped: negative and
+    non-finite values stay. A metric that no step reported is absent from the record.
     """
 
     def __init__(self) -> None:
@@ -150,7 +178,7 @@ class IntervalAverager:
         """
         for key, total in token_sums.items():
             if key != "num_loss_tokens":
-                assert find_metric(key).reduction is Reduction.TOKEN_MEAN, f"{key} is not a token mean"
+                assert find_metric(key).reduction in _SUMMED, f"{key} is not a token mean"
                 self._accumulate(key, total, token_sums["num_loss_tokens"])
         self._sum("num_loss_tokens", token_sums["num_loss_tokens"])
         for key, (total, rows) in (row_sums or {}).items():
@@ -165,7 +193,7 @@ class IntervalAverager:
                     self._sum(key, value)
                 case Reduction.LAST:
                     self._totals[key], self._weights[key] = value, 1
-                case Reduction.TOKEN_MEAN:
+                case Reduction.TOKEN_MEAN | Reduction.ROW_MEAN:
                     raise AssertionError(f"{key} is a token mean: pass its sum in token_sums")
 
     @property

@@ -1,8 +1,7 @@
-"""The LM head as a module that lends its weight to a loss."""
+"""The LM head as a module that hands out its weight, so that a loss can make the logits itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -10,15 +9,15 @@ from torch import Tensor
 
 
 class LMHead(ColumnParallelLinear):
-    """Megatron's vocabulary-parallel head. Called with `use`, it makes no logits but returns `use(weight)`.
+    """Megatron's vocabulary-parallel head. Called without an input it makes no logits and returns its weight.
 
-    It is a call of the module, so that hooks see it: with overlapped parameter gathers Megatron's DDP waits for a module's
-    parameters in its forward pre-hook.
+    Asking for the weight is a call of the module on purpose, because hooks then see it: with overlapped
+    parameter gathers Megatron's DDP waits for a module's parameters in its forward pre-hook.
     """
 
     @classmethod
     def replacing(cls, head: ColumnParallelLinear) -> LMHead:
-        """The same head, sharing its weight (None where it is tied to the embedding of this stage)."""
+        """Return the same head, sharing its weight (None where it is tied to the embedding of this stage)."""
         new = cls(
             head.input_size,
             head.output_size,
@@ -37,8 +36,8 @@ class LMHead(ColumnParallelLinear):
         input_: Tensor | None,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        use: Callable[[Tensor], Any] | None = None,
     ) -> Any:
-        if use is None:
-            return super().forward(input_, weight, runtime_gather_output)
-        return use(self.weight if weight is None else weight)
+        """Return Megatron's (logits, bias) of `input_`, or the weight if there is no input."""
+        if input_ is None:
+            return self.weight if weight is None else weight
+        return super().forward(input_, weight, runtime_gather_output)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -101,9 +99,12 @@ class LanguageModel(GPTModel):
         """
         return self.output_layer(hidden_states, weight=self._tied_weight)[0]
 
-    def use_head(self, use: Callable[[Tensor], Any]) -> Any:
-        """`use(weight)` with this rank's rows of the LM head, [v/tp, h]; the same parameter as the embedding's where tied."""
-        return self.output_layer(None, weight=self._tied_weight, use=use)
+    def head_weight(self) -> Tensor:
+        """Return this rank's rows of the LM head, [v/tp, h]; if tied, the parameter of the embedding.
+
+        The head's forward pre-hooks run first: they wait for parameters that are still being gathered.
+        """
+        return self.output_layer(None, weight=self._tied_weight)
 
     @torch.no_grad()
     def select_head_rows(self, ids: Tensor) -> None:
@@ -112,7 +113,7 @@ class LanguageModel(GPTModel):
         For a frozen model of which only the head's products are read: afterwards a column is no longer an id, and a tied head
         is its own. Collective over the tensor-parallel group (all-gather of the head).
         """
-        weight = self.use_head(lambda own: own)
+        weight = self.head_weight()
         if self.config.tensor_model_parallel_size > 1:
             weight = gather_from_sequence_parallel_region(weight, group=self.output_layer.tp_group)
         rows = weight[ids.clamp(min=0)].masked_fill_((ids < 0)[:, None], 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.enums import ModelType
@@ -25,20 +25,47 @@ class StageInput:
     tokens: Tensor  # [1, t] int64
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs that are no token ids, by name
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """The results of one stage for one micro-batch. The last stage hands them to the objective."""
+
+    hidden: Tensor  # [t(/tp), 1, h_s] of the student; on the last stage after the last norm, before the head
+    teacher_hiddens: tuple[Tensor, ...] = ()  # each [t_i(/tp), 1, h_i], final on the last stage; no graph
+    auxiliary_losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> 0-dim loss with its graph, for the names in `DistillationStage.auxiliary_names`.
+
+    A sum over the loss tokens of the micro-batch, coefficient included: the objective divides it by the loss
+    tokens of the global batch, as it does the cross entropy.
+    """
+    features: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # results of inner layers, by name, for a term of the loss
+
+    def message(self) -> Tensor:
+        """Return the tensor that goes to the next stage: the student's hidden state, the teachers' attached
+        to it."""
+        return attach_teacher_hidden(self.hidden, self.teacher_hiddens)
 
 
 class DistillationStage(MegatronModule):
-    """Owns the student's chunk; holds the frozen teachers' chunks outside its parameters.
+    """Owns the student's part of the stage, and holds the frozen teachers' parts outside its parameters.
 
-    So DDP, the optimizer and checkpoints never see a teacher. Megatron's schedules look up `model_type`, `vp_stage`,
-    `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
+    So DDP, the optimizer and checkpoints never see a teacher. Megatron's schedules look up `model_type`,
+    `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
     """
+
+    auxiliary_names: tuple[str, ...] = ()
+    """Names of the auxiliary losses that the last stage adds; every stage has to know them, because all ranks
+    report."""
 
     def __init__(self, student: LanguageModel, teachers: Sequence[LanguageModel] = ()):
         super().__init__(config=student.config)
         self.student = student
-        self.teachers = tuple(teachers)  # a tuple is no part of the module tree
-        self.teacher_time = Stopwatch()  # of training
+        self.teachers = tuple(teachers)  # a tuple keeps them out of the module tree
+        self.teacher_time = Stopwatch()  # time of the teachers' layers in training
         for teacher in teachers:
             teacher.eval().requires_grad_(False)
         self.model_type = ModelType.encoder_or_decoder
@@ -51,20 +78,17 @@ class DistillationStage(MegatronModule):
         return self.student.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, input_tensor: list[Tensor | None] | Tensor | None) -> None:
-        """Called by the schedule before `forward`: the student's activation, with the teachers' riding on it."""
+        """Take the student's activation, with the teachers' attached to it. The schedule calls this before
+        `forward`."""
         activation = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.student.set_input_tensor(activation)
         teacher_hiddens = take_teacher_hidden(activation) or [None] * len(self.teachers)
         for teacher, teacher_hidden in zip(self.teachers, teacher_hiddens, strict=True):
             teacher.set_input_tensor(teacher_hidden)
 
-    def forward(self, student: StageInput, teachers: Sequence[StageInput | None] = ()) -> Tensor:
-        """The teachers under no_grad, then the student, of the same micro-batch.
-
-        `teachers` has one input for each teacher, or None where it reads the student's tokens. Returns the student's hidden
-        state [t(/tp), 1, h_s]; those of the teachers, [t_i(/tp), 1, h_i], ride on it. On the last stage all are final (after
-        the last norm, before the head).
-        """
+    def forward(self, student: StageInput, teachers: Sequence[StageInput] = ()) -> StageOutput:
+        """Run the teachers under no_grad, then the student, on the same micro-batch. `teachers`: one input
+        for each."""
         teacher_hiddens = []
         timed = (
             self.teacher_time.running(student.tokens.device)
@@ -72,14 +96,17 @@ class DistillationStage(MegatronModule):
             else nullcontext()
         )
         with torch.no_grad(), timed:
-            for teacher, own in zip(self.teachers, teachers, strict=True):
-                teacher_hiddens.append(_run(teacher, own or student))
+            for teacher, row in zip(self.teachers, teachers, strict=True):
+                teacher_hiddens.append(_run(teacher, row))
                 teacher.set_input_tensor(None)
-        return attach_teacher_hidden(_run(self.student, student), teacher_hiddens)
+        return StageOutput(_run(self.student, student), tuple(teacher_hiddens))
 
 
 def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
-    """Of the teachers' layers in `stages`, wrapped or not, in training since the last call; None without teachers."""
+    """Return the time of the teachers' layers in `stages`, wrapped or not, in training since the last call.
+
+    None without teachers.
+    """
     own = [get_attr_wrapped_model(stage, "teachers", return_model_obj=True) for stage in stages]
     return sum(stage.teacher_time.take_ms() for stage in own) if own[0].teachers else None
 

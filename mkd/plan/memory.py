@@ -237,16 +237,16 @@ class _Models:
         return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
 
     def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """One divergence from `teachers`, for a chunk of rows (all, if the head is not fused): the logits of all models, their
+        """One divergence from `teachers`, for a chunk of rows (all, if the teacher is stored): the logits of all models, their
         hidden states and the student's gradient. The weight's gradient goes into DDP's buffer. Without a gradient logits are
         fp32.
         """
         kd = self.config.kd
-        is_fused, is_fp32 = kd.kd_fused_head or not with_gradient, kd.kd_fp32_logits or not with_gradient
+        is_fp32 = kd.kd_fp32_logits or not with_gradient
         bytes_per_logit = 4 if is_fp32 else self.element
         tokens = self._student_activations.tokens
         rows = tokens
-        if is_fused and not any(source.topk for source in self.config.teachers):
+        if not any(source.topk for source in self.config.teachers):
             rows = head_chunk_rows(
                 rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit
             )

@@ -126,8 +126,6 @@ def changes(config: Config, stage_layers: int) -> Iterator[Change]:
         yield Change(
             "logits", "--no-kd-fp32-logits", lambda c: replace(c, kd=replace(c.kd, kd_fp32_logits=False))
         )
-    if not kd.kd_fused_head:
-        yield Change("head", "--kd-fused-head", lambda c: replace(c, kd=replace(c.kd, kd_fused_head=True)))
     if not parallel.use_distributed_optimizer:
         yield Change(
             "optimizer", "--use-distributed-optimizer", lambda c: _parallel(c, use_distributed_optimizer=True)

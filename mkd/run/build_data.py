@@ -1,8 +1,8 @@
-"""Builds the data sets of a run."""
+"""Build the data sets of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from mkd.data.build import open_datasets
 from mkd.errors import DataError, Preempted
@@ -13,23 +13,24 @@ from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.platform import usable_cores
-from mkd.run.cross_tokenizer import CrossTokenizerTeacher
+from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
 from mkd.run.run_plan import Plan
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
-MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them would wait for that
+MAX_WORKERS = 16  # processes that tokenise: each reads the whole file, and more of them would wait for that
 
 
 def build_data(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Sequence[CrossTokenizerTeacher | None] = (),  # of each teacher
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
 ):
-    """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective.
+    """Return (training set, held-out set or None), in the tokens of the student and of all teachers.
+    Collective.
 
-    Raises Preempted, on all ranks, where `signals` of one have come while files were tokenised.
+    Raises Preempted, on all ranks, if a rank got a signal while files were tokenised.
     """
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     build = SharedBuild(context, signals or Signals(), watchdog)
@@ -44,7 +45,7 @@ def build_data(
 def _open(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Sequence[CrossTokenizerTeacher | None],
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
     build: SharedBuild,
 ):
     data, tokenizer = plan.config.data, plan.tokenizers.student
@@ -63,7 +64,7 @@ def _open(
         characters_per_sample=data.characters_per_sample,
         max_bad_records=data.max_bad_records,
         quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
-        teachers=[own and own.text for own in cross_tokenizer],
+        teachers=teacher_texts(plan, cross_tokenizer),
         is_builder=context.rank == 0,
         share=build.share,
         progress=build.progress,

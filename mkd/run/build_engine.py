@@ -1,8 +1,8 @@
-"""Builds the models with their weights, the schedule and the optimizer."""
+"""Build the models with their weights, the teachers' losses, the schedule and the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -15,13 +15,17 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
-from mkd.run.cross_tokenizer import CrossTokenizerTeacher
+from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
-from mkd.train.teachers.teacher_loss import TeacherLoss
+from mkd.train.teachers.base import Teacher, divergence_settings
+from mkd.train.teachers.cross_tokenizer import CrossTokenizer
+from mkd.train.teachers.same_tokens import SameTokens
+from mkd.train.teachers.stored import Stored
+from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.slots import TeacherSlots
 
@@ -29,11 +33,10 @@ from mkd.xtoken.vocabulary.slots import TeacherSlots
 def build_engine(
     plan: Plan,
     context: ParallelContext,
-    cross_tokenizer: Sequence[
-        CrossTokenizerTeacher | None
-    ] = (),  # of each teacher; empty: all read the student's tokens
+    cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
+    teacher_seq_lengths: Sequence[int] = (),  # tokens of a pack for each teacher; (): those of the student
 ) -> tuple[Engine, TrainingState]:
-    """All models with their weights, joined stage by stage, under one schedule and one optimizer."""
+    """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
     options = ModelOptions(
         dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
@@ -43,35 +46,48 @@ def build_engine(
         recompute_num_layers=config.training.recompute_num_layers,
         deterministic=config.training.deterministic_mode,
     )
-    cross_tokenizer = cross_tokenizer or [None] * len(plan.teachers)
     vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
     students = build_chunks(plan.student.shape, plan.student_layout, options, context, vocab)
     load_weights(students, plan.student, context)
-    teachers, vocabularies = [], []
-    for source, layout, own in zip(plan.teachers, plan.teacher_layouts, cross_tokenizer, strict=True):
-        chunks = build_chunks(source.shape, layout, options, context, None if own else vocab)
-        load_weights(chunks, source, context)
-        vocabularies.append(own and place_beside(students[-1], chunks[-1], own, vocab, context))
-        if config.teachers[len(teachers)].residency == "host":
-            HostResidency(chunks, context.device)
-        teachers.append(chunks)
-    chunks = wrap_stages(join_stages(students, teachers), config, context)
+    models, vocabularies = [], {}
+    for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):
+        own = cross_tokenizer.get(index)
+        parts = build_chunks(source.shape, layout, options, context, vocab if own is None else None)
+        load_weights(parts, source, context)
+        if own is not None and parts[-1].post_process:
+            vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
+        if config.teachers[index].residency == "host":
+            HostResidency(parts, context.device)
+        models.append(parts)
+    chunks = wrap_stages(join_stages(students, models), config, context)
     optimizer = build_optimizer(chunks, config, context)
     context.seed(config.training.seed)  # whatever building the models drew, training starts from the seed
-    schedule = build_schedule(plan, students, options, context, cross_tokenizer)
-    engine = Engine(config.kd, context, schedule, chunks, optimizer, teacher_losses(plan, vocabularies))
+    schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
+    engine = Engine(config.kd, context, schedule, chunks, optimizer, build_teachers(plan, vocabularies))
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
-def teacher_losses(plan: Plan, vocabularies: Sequence[ChunkVocabulary | None]) -> tuple[TeacherLoss, ...]:
-    """How each teacher is compared; the shares are the weights divided by their sum."""
-    settings = plan.config.teachers[: len(plan.teacher_names)]
-    total = sum(one.weight for one in settings)
-    vocabularies = list(vocabularies) or [None] * len(settings)
-    return tuple(
-        TeacherLoss.of_kd(plan.config.kd, one, name, one.weight / total, vocabulary)
-        for one, name, vocabulary in zip(settings, plan.teacher_names, vocabularies, strict=True)
-    )
+def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> tuple[Teacher, ...]:
+    """Return the teachers as terms of the loss. Their shares are the weights divided by the sum of all
+    weights.
+
+    `vocabularies`: by number of a cross-tokenizer teacher, on ranks with the last stage.
+    """
+    configured = plan.config.teachers[: len(plan.teacher_names)]
+    total = sum(one.weight for one in configured)
+    teachers: list[Teacher] = []
+    for index, (settings, name) in enumerate(zip(configured, plan.teacher_names, strict=True)):
+        share, divergence = settings.weight / total, divergence_settings(plan.config.kd, settings)
+        if settings.topk:
+            teachers.append(Stored(name, share, index, divergence))
+        elif settings.xtoken is None:
+            teachers.append(SameTokens(name, share, (index,), divergence))
+        else:
+            chunk_settings = ChunkLossSettings(
+                loss=settings.xtoken.loss, top_k=settings.xtoken.top_k, **divergence
+            )
+            teachers.append(CrossTokenizer(name, share, index, chunk_settings, vocabularies.get(index)))
+    return tuple(teachers)
 
 
 def place_beside(
@@ -80,10 +96,8 @@ def place_beside(
     own: CrossTokenizerTeacher,
     student_rows: int,
     context: ParallelContext,
-) -> ChunkVocabulary | None:
-    """Put the rows of the teacher's head where the student has the same tokens; None where no head is."""
-    if not teacher.post_process:
-        return None
+) -> ChunkVocabulary:
+    """Put the rows of the teacher's head where the student has the same tokens. Only on the last stage."""
     slots = TeacherSlots.from_relation(
         own.relation,
         student_rows,
@@ -108,15 +122,16 @@ def build_schedule(
     students: list[LanguageModel],
     options: ModelOptions,
     context: ParallelContext,
-    cross_tokenizer: Sequence[CrossTokenizerTeacher | None] = (),
+    teacher_seq_lengths: Sequence[int] = (),  # tokens of a pack for each teacher; (): those of the student
 ) -> PipelineSchedule:
-    """The schedule and its communicator; the teachers' hidden states ride along."""
+    """Return the schedule and its communicator, which carries the teachers' hidden states along."""
     seq_length, student_config = plan.config.training.seq_length, students[0].config
     shards = context.cp_size * (context.tp_size if student_config.sequence_parallel else 1)
-    teacher_hidden_shapes = []
-    for source, own in zip(plan.teachers, cross_tokenizer, strict=True):
-        tokens = plan.batch.micro_batch_size * (own.seq_length if own else seq_length)
-        teacher_hidden_shapes.append((tokens // shards, 1, source.shape.hidden_size))
+    lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
+    teacher_hidden_shapes = [
+        (plan.batch.micro_batch_size * length // shards, 1, source.shape.hidden_size)
+        for source, length in zip(plan.teachers, lengths, strict=True)
+    ]
     if teacher_hidden_shapes:
         communicator = TeacherHiddenCommunicator(
             context.pp_group, student_config, teacher_hidden_shapes, options.dtype
@@ -127,7 +142,7 @@ def build_schedule(
 
 
 def load_weights(chunks: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
-    """Fill the chunks of one model; each rank reads only its slices."""
+    """Fill this rank's parts of one model; each rank reads only its slices."""
     if source.load is not None:
         load_checkpoint(source.load, TrainingState(chunks), context)
         return

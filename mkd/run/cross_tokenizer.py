@@ -1,13 +1,15 @@
-"""Teachers that read the same text in tokens of their own: what they need before data and models are built."""
+"""Relate the vocabularies of cross-tokenizer teachers, before data and models are built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.aligned.teacher_side import TeacherText
+from mkd.data.teacher_input import SharedTokens
 from mkd.operations.folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.run.model_source import ModelSource
@@ -24,28 +26,39 @@ class CrossTokenizerTeacher:
     settings: XTokenConfig
     relation: VocabularyRelation
     text: TeacherText
-    seq_length: int | None = None  # tokens of the teacher's packs, known once the data are
+
+
+NO_CROSS_TOKENIZER: Mapping[int, CrossTokenizerTeacher] = MappingProxyType({})
+"""What `find_cross_tokenizer` returns if all teachers read the student's tokens."""
 
 
 def find_cross_tokenizer(
     plan: Plan, tokenizer: Tokenizer, context: ParallelContext
-) -> tuple[CrossTokenizerTeacher | None, ...]:
-    """For every teacher that runs; None for one that reads the student's tokens. Collective.
+) -> dict[int, CrossTokenizerTeacher]:
+    """Return number of a teacher -> its side, for the teachers with another tokenizer than the student.
+    Collective.
 
-    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError, on every rank, for
-    tokenizers that cannot be related.
+    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError,
+    on every rank, for tokenizers that cannot be related.
     """
-    found = []
+    found = {}
     for index, source in enumerate(plan.teachers):
         settings = plan.config.teachers[index].xtoken
-        if settings is None:
-            found.append(None)
-        else:
-            name = plan.teacher_names[index]
-            teacher = plan.tokenizers.teachers[index]
+        if settings is not None:
+            name, teacher = plan.teacher_names[index], plan.tokenizers.teachers[index]
             prepare = partial(_cross_tokenizer, plan.config, tokenizer, teacher, source, settings, name)
-            found.append(context.rank_0_first(prepare))
-    return tuple(found)
+            found[index] = context.rank_0_first(prepare)
+    return found
+
+
+def teacher_texts(
+    plan: Plan, cross_tokenizer: Mapping[int, CrossTokenizerTeacher]
+) -> list[TeacherText | SharedTokens]:
+    """Return the tokens that each teacher of the run reads."""
+    return [
+        cross_tokenizer[index].text if index in cross_tokenizer else SharedTokens()
+        for index in range(len(plan.teachers))
+    ]
 
 
 def _cross_tokenizer(
@@ -71,12 +84,3 @@ def _cross_tokenizer(
         name=name,
     )
     return CrossTokenizerTeacher(settings, relation, text)
-
-
-def with_seq_lengths(
-    cross_tokenizer: Sequence[CrossTokenizerTeacher | None], lengths: Sequence[int | None]
-) -> tuple[CrossTokenizerTeacher | None, ...]:
-    """The same with the pack lengths that the data sets have found."""
-    return tuple(
-        own and replace(own, seq_length=length) for own, length in zip(cross_tokenizer, lengths, strict=True)
-    )

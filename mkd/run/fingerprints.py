@@ -25,7 +25,7 @@ SAMPLES, SAMPLE_BYTES = (
 )  # read of the tokens of a corpus without description, evenly spaced: 4 MiB
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
-NOT_LOSS = frozenset({"kd_fused_head", "kd_fp32_logits"})  # how it is computed
+NOT_LOSS = frozenset({"kd_fp32_logits"})  # how it is computed
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
 NOT_CONTENT = (
     "sources",

@@ -29,7 +29,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_origin
-from mkd.run.cross_tokenizer import find_cross_tokenizer, with_seq_lengths
+from mkd.run.cross_tokenizer import find_cross_tokenizer
 from mkd.run.loop import Run
 from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
@@ -73,9 +73,7 @@ def build_run(
     )
     origin = take_origin(plan, tokenizer, train_set, valid_set, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, origin, context)
-    engine, state = build_engine(
-        plan, context, with_seq_lengths(cross_tokenizer, train_set.teacher_seq_lengths)
-    )
+    engine, state = build_engine(plan, context, cross_tokenizer, train_set.teacher_seq_lengths)
     with engine.optimizer.state_on_device():
         position = (
             load_checkpoint(start_folder, state, context, is_verified=True)

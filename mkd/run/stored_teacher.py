@@ -1,4 +1,5 @@
-"""A stored teacher: is the cache of --teacher-topk of this run's teacher, tokenizer, data and temperature?"""
+"""Check that the cache of --teacher-topk is of this run's teacher, tokenizer, data and temperature, and
+attach it."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ DATA_FLAGS = {  # setting of `data_settings`: (its flag, its effect)
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """The cache that takes the teacher's place."""
+    """The cache that replaces the teacher."""
 
     folder: Path
     meta: TopKMeta
-    source: ModelSource | None  # the teacher that it has to be of, if the run names one
+    source: ModelSource | None  # the teacher that the cache must be of, if the run names one
 
     @classmethod
     def find(
@@ -46,7 +47,8 @@ class StoredTeacher:
         source: ModelSource | None,
         student_vocab_size: int | None,
     ) -> StoredTeacher | None:
-        """The cache of `config`, from its description alone; None with what is wrong added to `problems`."""
+        """Return the cache of `config`, from its description alone; if it is unusable, None, and add to
+        `problems`."""
         folder = Path(config.teachers[0].topk)
         try:
             load_pyarrow()
@@ -58,9 +60,10 @@ class StoredTeacher:
         return cls(folder, meta, source)
 
     def attach(self, train_set, valid_set, tokenizer: Tokenizer, context: ParallelContext) -> tuple:
-        """Both data sets with the teacher's rows. Collective; raises the same error on every rank.
+        """Return both data sets with the teacher's rows. Collective; raises the same error on every rank.
 
-        Raises DataError for a cache of another tokenizer or other data, CheckpointError for one of other weights.
+        Raises DataError for a cache of another tokenizer or other data, CheckpointError for one of other
+        weights.
         """
         error = None
         if context.rank == 0:
@@ -101,7 +104,7 @@ class StoredTeacher:
 def _differences(
     folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None
 ) -> list[MkdError]:
-    """What of the run's settings does not fit the cache."""
+    """Return the problems of settings that do not fit the cache."""
     problems: list[MkdError] = []
     temperature = temperature_of(config)
     if temperature != meta.temperature:
@@ -139,13 +142,13 @@ def _differences(
 
 
 def temperature_of(config: Config) -> float:
-    """Of the first teacher's probabilities: its own, or that of all."""
+    """Return the temperature of the first teacher: its own, or the common one."""
     own = config.teachers[0].temperature
     return config.kd.kd_temperature if own is None else own
 
 
 def data_settings(config: Config) -> dict:
-    """The settings that decide which tokens make a pack, besides the files and the tokenizer."""
+    """Return the settings that decide, besides files and tokenizer, which tokens make a pack."""
     return {
         "seq_length": config.training.seq_length,
         "pack": config.data.pack,
@@ -156,7 +159,7 @@ def data_settings(config: Config) -> dict:
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """SHA-256 over the names and contents of a model's config.json and weight files; streams them."""
+    """Return SHA-256 over the names and contents of a model's config.json and weight files; streams them."""
     if source.hf is not None:
         files = [
             source.hf.directory / name

@@ -31,7 +31,7 @@ from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
 from mkd.errors import DataError, NonFiniteError, UsageError
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import build_chunks, join_stages
-from mkd.models.stage import DistillationStage
+from mkd.models.stage import DistillationStage, StageOutput
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
@@ -275,9 +275,10 @@ class _Collector:
     num_sums: int = 1
 
     def __call__(
-        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
+        self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Megatron's loss callback, with nothing to differentiate; reports the positions whose predictions are not finite."""
+        hidden = output.hidden
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
             batch.labels[0, batch.loss_rows],

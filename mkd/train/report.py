@@ -1,10 +1,17 @@
-"""From step results to metrics records and progress lines. Only global rank 0 writes."""
+"""From step results to metrics records and progress lines. Only global rank 0 writes.
+
+The losses of a log interval are means over the rows of all its steps: their sums are added up and divided
+once. A mean of step means would break `kd_loss == sum of teacher_weight * kd_loss/<teacher>`, because
+teachers are compared on different rows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -33,22 +40,21 @@ class Reporter:
     context: ParallelContext
     logger: MetricLogger
     student: ModelShape
-    teachers: tuple[ModelShape, ...]  # those that run
+    teachers: tuple[ModelShape, ...]  # the teachers that run
     kd_ratio: float
     log_interval: int
     train_iters: int
     global_batch_size: int
     seq_length: int
-    is_cross_tokenizer: bool = False  # some teacher has
-    initial_kd: float | None = None  # held-out kd_loss before the first step, where it was evaluated
+    is_cross_tokenizer: bool = False  # whether some teacher has another tokenizer
+    initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     take_teacher_ms: Callable[[], float | None] = lambda: (
         None
-    )  # see mkd.models.stage; asked at the end of a log interval
-    interval: IntervalAverager = field(default_factory=IntervalAverager)
-    _steps: int = 0  # in the interval
-    _untimed_ms: float = (
-        0.0  # time of those that were done before this start, whose teachers nobody has timed
-    )
+    )  # mkd.models.stage, at the end of a log interval
+    interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
+    _losses: list[LossSums] = field(default_factory=list)  # of the interval's steps with an update
+    _steps: int = 0  # steps of the interval
+    _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers nobody has timed
 
     def train(
         self,
@@ -59,15 +65,15 @@ class Reporter:
     ) -> None:
         """Add one step; at the end of a log interval write its record and print its line.
 
-        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device. Of a step without
-        an update only the time and the position count.
+        `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
+        A step without an update adds its time and its position only.
         """
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
-        token_sums = self._computed(result.sums, with_ce=self.kd_ratio < 1)
+        if result.is_applied:
+            self._losses.append(result.sums)
         self.interval.add(
-            token_sums if result.is_applied else {"num_loss_tokens": 0},
-            self._per_teacher(result.sums) if result.is_applied else {},
+            {"num_loss_tokens": 0},
             iteration=position.iteration,
             consumed_samples=position.consumed_samples,
             consumed_tokens=position.consumed_tokens,
@@ -87,28 +93,39 @@ class Reporter:
         """Write the record and print the line of the steps since the last one, if there are any."""
         if not self._steps:
             return
+        if self._losses:
+            sums = reduce(add, self._losses)
+            self.interval.add(self._computed(sums, with_ce=self.kd_ratio < 1), self._per_teacher(sums))
         record = self.interval.flush() | self._peak_memory()
         teacher_ms = self.take_teacher_ms()
         if teacher_ms is not None:
             record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
-        self._steps, self._untimed_ms = 0, 0.0
+        self._losses, self._steps, self._untimed_ms = [], 0, 0.0
         line = progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
         self._write({"teacher_share": math.nan} | record, line)
 
     @property
     def open_interval(self) -> dict:
         """The steps since the last record, for a checkpoint; {} if there are none."""
-        return {"steps": self._steps, "sums": self.interval.state} if self._steps else {}
+        if not self._steps:
+            return {}
+        losses = [asdict(reduce(add, self._losses))] if self._losses else []
+        return {"steps": self._steps, "sums": self.interval.state, "losses": losses}
 
     def go_on(self, open_interval: Mapping) -> None:
-        """Go on in the interval that was open when a checkpoint was made."""
+        """Continue the interval that was open when a checkpoint was saved.
+
+        Earlier versions saved the losses among the sums, each already divided by its rows in its step; such
+        an interval is averaged as it was then.
+        """
         if open_interval:
             self._steps = open_interval["steps"]
             self.interval.restore(open_interval["sums"])
+            self._losses = [LossSums.from_state(one) for one in open_interval.get("losses", ())]
             self._untimed_ms = open_interval["sums"]["step_time_ms"][0]
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:
-        """Write and print one evaluation over the held-out set."""
+        """Write and print one evaluation of the held-out set."""
         averager = IntervalAverager()
         averager.add(
             self._computed(sums, with_ce=True),
@@ -130,14 +147,15 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        """The line shows what was computed; the record has every loss key, null where this run does not compute it."""
+        """Write the record with every loss key, null for losses that this run does not compute; print the
+        line."""
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
         if self.context.rank == 0:
             print(line, flush=True)
 
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
-        """Sums by metric key, without those that this run does not compute."""
+        """Return the sums by metric key, without those that this run does not compute."""
         absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
         absent |= set() if with_ce else {"ce"}
         return {
@@ -147,7 +165,7 @@ class Reporter:
         }
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Nothing for a run without teacher, or one whose first evaluation is not known."""
+        """Return `gap_closed`; nothing without a teacher, or if the first evaluation is not known."""
         if record["iteration"] == 0:
             self.initial_kd = record.get("kd_loss")
         if not self.initial_kd or "kd_loss" not in record:
@@ -155,11 +173,12 @@ class Reporter:
         return {"gap_closed": 1 - record["kd_loss"] / self.initial_kd}
 
     def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
-        """Where one teacher does not say it all: several, or one that is compared on other rows than the loss tokens."""
+        """Return the metrics of each teacher if there are several, or one that is compared on chunks."""
         return sums.per_teacher() if len(sums.teachers) > 1 or self.is_cross_tokenizer else {}
 
     def _peak_memory(self) -> dict[str, float]:
-        """Of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch does not count."""
+        """Return the peak of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch
+        counts none."""
         if not self.context.platform.is_cuda:
             return {}
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)
@@ -171,11 +190,13 @@ class Reporter:
         return self.context.world_size // self.context.dp_size
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
+        """Return the floating-point operations of all models on this rank's micro-batches."""
+
         def lengths(rows) -> list[int]:
             return [n for row in rows for n in row.cu_seqlens.diff().tolist()]
 
         of_teachers = [
-            lengths((batch.teachers[i] if batch.teachers else None) or batch for batch in microbatches)
-            for i in range(len(self.teachers))
+            [row for part in batch.teacher_inputs for row in part.token_rows(batch)] for batch in microbatches
         ]
-        return distillation_flops(self.student, self.teachers, lengths(microbatches), of_teachers)
+        teacher_lengths = [lengths(rows) for rows in zip(*of_teachers, strict=True)]
+        return distillation_flops(self.student, self.teachers, lengths(microbatches), teacher_lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,28 +13,28 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
+from mkd.data.teacher_input import TokenRow
 from mkd.models.packed import packed_documents
-from mkd.models.stage import DistillationStage, StageInput
+from mkd.models.stage import DistillationStage, StageInput, StageOutput
 from mkd.parallel.context import ParallelContext
 
 
 class LossCallback(Protocol):
-    """What the last stage does with its final hidden states; see `objective.Objective`."""
+    """Takes the results of the last stage; see `objective.Objective`."""
 
     context: ParallelContext
     num_sums: int  # length of the reports
 
     def __call__(
-        self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
+        self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss to differentiate, number of tokens to divide it by or 0, report fp64 [num_sums])."""
+        """Return (loss to differentiate, number of tokens to divide it by or 0, report fp64 [num_sums])."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """1F1B, interleaved 1F1B or plain accumulation, as the layout says; the same for training and evaluation."""
+    """1F1B, interleaved 1F1B or plain accumulation, by layout; the same for training and evaluation."""
 
     context: ParallelContext
     communicator: P2PCommunicator
@@ -47,11 +47,12 @@ class PipelineSchedule:
         objective: LossCallback,
         forward_only: bool,
     ) -> Tensor:
-        """Forward (and backward) of all `microbatches`; gradients are left summed over data-parallel ranks.
+        """Run forward (and backward) of all `microbatches`; gradients are left summed over data-parallel
+        ranks.
 
-        `stages` are this rank's chunks, DDP-wrapped in training. Returns the objective's reports added up over the whole
-        global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM over data, context and pipeline parallel
-        groups; not part of any backward).
+        `stages` are the virtual stages of this rank, DDP-wrapped in training. Returns the objective's reports
+        added up over the whole global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM
+        over data, context and pipeline parallel groups; not part of any backward).
         """
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
@@ -76,18 +77,38 @@ class PipelineSchedule:
         return total
 
 
-def _forward_step(objective: LossCallback, microbatches, model: nn.Module):
-    """Megatron's forward callback: the stage's output, and what turns the last stage's output into a loss."""
-    batch: PackedBatch = next(microbatches)
-    uses_te = objective.context.platform.transformer_engine
+def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], model: nn.Module):
+    """Run one stage; return what Megatron wants: a tensor for the next stage, and a function that makes the
+    loss.
+
+    Megatron calls the function on the last stage only. There the record of results goes to the objective,
+    which must not keep it: the teachers' hidden states would live until the backward pass.
+    """
+    batch = next(microbatches)
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
-    teachers = batch.teachers or (None,) * len(stage.teachers)
-    output = model(_stage_input(batch, uses_te), [own and _stage_input(own, uses_te) for own in teachers])
-    return output, partial(objective, stage, batch)
+    output: StageOutput = model(*stage_inputs(batch, objective.context.platform.transformer_engine))
+    if not stage.post_process:
+        return output.message(), _no_loss
+    return output.hidden, lambda _: objective(stage, batch, output)
 
 
-def _stage_input(row: PackedBatch | TeacherBatch, uses_te: bool) -> StageInput:
-    packed = packed_documents(
-        row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=uses_te
+def _no_loss(_: Tensor):
+    raise AssertionError("only the last stage has a loss")
+
+
+def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
+    """Return the inputs of the student and of each teacher that runs; see `packed_documents` for the second
+    argument."""
+    extras = {name: one.values for name, one in batch.extras.items()}
+    teachers = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
+    return (
+        _stage_input(batch, padding_joins_document, extras),
+        [_stage_input(row, padding_joins_document, extras if row is batch else {}) for row in teachers],
     )
-    return StageInput(row.tokens, row.position_ids, packed)
+
+
+def _stage_input(row: TokenRow, padding_joins_document: bool, extras: Mapping[str, Tensor]) -> StageInput:
+    packed = packed_documents(
+        row.cu_seqlens, row.cu_seqlens_padded, row.max_seqlen, padding_joins_document=padding_joins_document
+    )
+    return StageInput(row.tokens, row.position_ids, packed, extras)

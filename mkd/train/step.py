@@ -1,4 +1,10 @@
-"""One optimizer step: the page to read first."""
+"""One optimizer step: the page to read first.
+
+The global batch is cut into micro-batches, and each of them goes through all stages of the pipeline
+(schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
+stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, and
+the divergence from each teacher (teachers/). Then the optimizer makes one update (optimizer.py).
+"""
 
 from __future__ import annotations
 
@@ -9,32 +15,39 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
 from mkd.parallel.context import ParallelContext
-from mkd.train.objective import Objective
+from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.sums import LossSums
-from mkd.train.teachers.teacher_loss import TeacherLoss
+from mkd.train.teachers.base import Teacher, Term
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a step needs: the chunks of this rank, the schedule that runs them, and the optimizer that changes them."""
+    """Everything that a step needs on this rank."""
 
     kd: KDConfig
     context: ParallelContext
-    schedule: PipelineSchedule
-    chunks: list  # DDP-wrapped DistillationStage, one per virtual stage
-    optimizer: StudentOptimizer
-    teachers: tuple[TeacherLoss, ...]  # how each teacher is compared with the student
+    schedule: PipelineSchedule  # runs the stages
+    chunks: list[DistributedDataParallel]  # the stages: around a DistillationStage each, by virtual stage
+    optimizer: StudentOptimizer  # updates the student's part of them
+    teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
+
+    @property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """Names of the losses that the last stage adds to those of the terms."""
+        return get_attr_wrapped_model(self.chunks[0], "auxiliary_names")
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
-        """All parameters are whole inside: with overlapped parameter gathers, forward hooks would fetch them late."""
+        """Make all parameters whole inside, where overlapped parameter gathers would fetch them late."""
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -45,62 +58,58 @@ class Engine:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The sums of one global batch, and what the update reported."""
+    """The sums of one global batch, and the outcome of the update."""
 
     sums: LossSums
     grad_norm: float
-    learning_rate: float  # of this update, also where it is not applied
+    learning_rate: float  # of this step, even if its update was left out
     step_time_ms: float
-    is_applied: bool = True  # the update; else the loss or a gradient of some rank was not finite
-    reports: Sequence[
-        tuple[tuple[int, ...], LossSums]
-    ] = ()  # then: sample ids and sums of this rank's micro-batches
+    is_applied: bool = (
+        True  # False: the loss or a gradient of some rank was not finite, and nothing was updated
+    )
+    reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()
+    """Only if the update was left out: sample ids and sums of each micro-batch of this rank."""
 
 
 def train_step(
     engine: Engine,
-    microbatches: Sequence[PackedBatch],
+    microbatches: Sequence[PackedBatch],  # of this data-parallel rank, on the device
     all_finite: Callable[[bool], bool] = bool,  # see StudentOptimizer.update
 ) -> StepResult:
-    """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
+    """Run teachers and student forward, the student backward, and update it.
 
-    The loss is `sum over rows / M` with M counted over the global batch before the first forward, so that neither the loss
-    nor any gradient depends on the layout; rows are loss tokens, or chunks for a teacher with its own tokens.
+    Losses are sums over rows, divided by the number of rows in the global batch. The rows are counted before
+    the first forward pass, so that neither the loss nor any gradient depends on the layout.
     """
     start = time.perf_counter()
     engine.optimizer.zero_grad()
     objective = training_objective(engine, microbatches)
-    sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
+    report = engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False)
+    sums = objective.sums(report)
     learning_rate = engine.optimizer.learning_rate
     grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], all_finite)
-    reports = () if is_applied else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
-    return StepResult(
-        sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports
-    )
+    step_time_ms = 1000 * (time.perf_counter() - start)
+    reports = () if is_applied else [(ids, objective.sums(one)) for ids, one in objective.reports]
+    return StepResult(sums, grad_norm, learning_rate, step_time_ms, is_applied, reports)
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
-    """The objective of one step, with the counts of its global batch. Collective."""
-    counts = count_rows(microbatches, len(engine.teachers), engine.context)
-    return Objective(
-        engine.kd, engine.context, engine.teachers, 1.0 / counts.clamp(min=1).float(), reports=[]
-    )
+    """Return the objective of one step, with the row counts of its global batch. Collective."""
+    terms = loss_terms(engine.kd, engine.teachers)
+    counts = count_rows(microbatches, terms, engine.context)
+    inverse_counts = 1.0 / counts.clamp(min=1).float()
+    return Objective(engine.kd, engine.context, terms, inverse_counts, engine.auxiliary_names)
 
 
-def count_rows(microbatches: Sequence[PackedBatch], num_teachers: int, context: ParallelContext) -> Tensor:
-    """Rows of the whole global batch, int64 [1 + teachers] (all-reduce SUM over data parallel; no backward).
+def count_rows(
+    microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
+) -> Tensor:
+    """Return the rows of the whole global batch, int64 [1 + terms]: its loss tokens, then the rows of each
+    term.
 
-    Loss tokens, then for each teacher what it is compared on: the loss tokens, or the chunks of a teacher with its own tokens.
+    Communication: one all-reduce SUM over data parallelism; no backward.
     """
-    counts = [_rows(batch, num_teachers) for batch in microbatches]
+    counts = [[batch.num_loss_tokens, *(term.num_rows(batch) for term in terms)] for batch in microbatches]
     total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)
     dist.all_reduce(total, group=context.dp_group)
     return total
-
-
-def _rows(batch: PackedBatch, num_teachers: int) -> list[int]:
-    teachers = batch.teachers or (None,) * num_teachers
-    return [
-        batch.num_loss_tokens,
-        *(batch.num_loss_tokens if one is None else one.chunks.num_chunks for one in teachers),
-    ]

@@ -1,64 +1,82 @@
-"""What the micro-batches of a step report: sums to add up, and the one division that makes means of them."""
+"""The sums that micro-batches report, and the one division that makes means of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from torch import Tensor
 
-from mkd.losses import KDOutput
+Number = Tensor | float | None
+"""A sum of one micro-batch: a 0-dim tensor, a number of the host, or None, which counts as 0: not computed.
+"""
+
+CROSS_ENTROPY = "cross entropy"
+"""Name of the term that is no teacher; the blank keeps it apart from the names of teachers."""
 
 
 @dataclass(frozen=True)
-class TeacherSums:
-    """One teacher's sums over the rows it is compared on: the loss tokens, or with tokens of its own the aligned chunks.
+class TermSums:
+    """The sums of one term of the loss over its rows: loss tokens, or the aligned chunks of a cross-tokenizer
+    teacher.
 
-    Floats, or 0-dim tensors while they are being added up. A row weighs as the teacher does in its pack.
+    A row counts with the teacher's weight in its pack. The cross entropy alone fills `student_ce` only.
     """
 
-    kd: float = 0.0  # weighted divergence, temperature scaling included
-    weight: float = 0.0  # of all rows
-    rows: float = 0.0
-    ce: float = 0.0  # the teacher's own, nats ...
-    entropy: float = 0.0
-    tokens: float = 0.0  # ... and what both are out of
-    top1_agreement: float = 0.0
-    compared: float = 0.0  # what that is out of
+    student_ce: Number = 0.0  # the student's cross entropy, nats, if this term has made it
+    kd: Number = 0.0  # weighted divergence, temperature scaling included
+    weight: Number = 0.0  # weight of all rows
+    rows: Number = 0.0
+    ce: Number = 0.0  # the teacher's own cross entropy, nats ...
+    entropy: Number = 0.0  # ... and its entropy, ...
+    tokens: Number = 0.0  # ... both over so many tokens
+    top1_agreement: Number = 0.0
+    compared: Number = 0.0  # rows that `top1_agreement` is out of
 
-    @classmethod
-    def of(cls, output: KDOutput, rows: Tensor) -> TeacherSums:
-        """Of a loss over `rows` loss tokens that are weighted by the mask; with equal weights all counts are `rows`."""
-        return cls(
-            output.kd,
-            rows,
-            rows,
-            output.teacher_ce,
-            output.teacher_entropy,
-            rows,
-            output.top1_agreement,
-            rows,
+    def __add__(self, other: TermSums) -> TermSums:
+        mine, others = asdict(self), asdict(other)
+        return TermSums(**{name: mine[name] + others[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class ReportLayout:
+    """The order of the sums in the vector that a micro-batch reports, the same on all ranks."""
+
+    terms: Sequence[str]  # names
+    auxiliary: Sequence[str] = ()  # names of the auxiliary losses
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.terms) * len(fields(TermSums)) + len(self.auxiliary)
+
+    def to_vector(
+        self, num_loss_tokens: Tensor, terms: Mapping[str, TermSums], auxiliary: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the sums of one micro-batch as a vector, fp64 [size], on the device of `num_loss_tokens`."""
+        values: list[Number] = [num_loss_tokens]
+        values += [getattr(terms[name], part.name) for name in self.terms for part in fields(TermSums)]
+        values += [auxiliary[name] for name in self.auxiliary]
+        zero = torch.zeros((), dtype=torch.float64, device=num_loss_tokens.device)
+        return torch.stack([_as_double(value, zero) for value in values])
+
+    def from_vector(self, vector: Tensor, kd_ratio: float) -> LossSums:
+        """Return the sums of added-up vectors [size]. Waits for the device."""
+        num_loss_tokens, *values = vector.tolist()
+        left = iter(values)
+        terms = {
+            name: TermSums(**{part.name: next(left) for part in fields(TermSums)}) for name in self.terms
+        }
+        return LossSums(
+            kd_ratio,
+            ce=sum(one.student_ce for one in terms.values()),
+            num_loss_tokens=int(num_loss_tokens),
+            teachers={name: one for name, one in terms.items() if name != CROSS_ENTROPY},
+            auxiliary={name: next(left) for name in self.auxiliary},
         )
 
 
-TEACHER_FIELDS = tuple(field.name for field in fields(TeacherSums))
-STUDENT_FIELDS = ("ce", "num_loss_tokens")
-
-
-def report_size(num_teachers: int) -> int:
-    """Length of a report."""
-    return len(STUDENT_FIELDS) + num_teachers * len(TEACHER_FIELDS)
-
-
-def report(ce: Tensor | None, num_loss_tokens: int, teachers: Sequence[TeacherSums], like: Tensor) -> Tensor:
-    """The sums of one micro-batch as a vector, fp64 [report_size], on the device of `like`. None counts as 0."""
-    values = [ce, num_loss_tokens, *(getattr(one, name) for one in teachers for name in TEACHER_FIELDS)]
-    zero = torch.zeros((), dtype=torch.float64, device=like.device)
-    return torch.stack([_as_double(value, zero) for value in values])
-
-
-def _as_double(value: Tensor | float | None, zero: Tensor) -> Tensor:
+def _as_double(value: Number, zero: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().double()
     return zero + value if value else zero
@@ -66,20 +84,31 @@ def _as_double(value: Tensor | float | None, zero: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSums:
-    """The sums of a global batch, or of a whole evaluation."""
+    """The sums of a global batch, of the steps of a log interval, or of a whole evaluation."""
 
     kd_ratio: float
     ce: float
     num_loss_tokens: int
-    teachers: Mapping[str, TeacherSums]  # by name
+    teachers: Mapping[str, TermSums]  # by name
+    auxiliary: Mapping[str, float] = field(default_factory=dict)  # name -> sum over the loss tokens
+    num_steps: int = 1
+
+    def __add__(self, other: LossSums) -> LossSums:
+        """Return the sums of both together; the same teachers and auxiliary losses must be in them."""
+        return LossSums(
+            self.kd_ratio,
+            self.ce + other.ce,
+            self.num_loss_tokens + other.num_loss_tokens,
+            {name: one + other.teachers[name] for name, one in self.teachers.items()},
+            {name: one + other.auxiliary[name] for name, one in self.auxiliary.items()},
+            self.num_steps + other.num_steps,
+        )
 
     @classmethod
-    def of(cls, vector: Tensor, names: Sequence[str], kd_ratio: float) -> LossSums:
-        """From the added-up reports [report_size]. Waits for the device."""
-        ce, num_loss_tokens, *rest = vector.tolist()
-        size = len(TEACHER_FIELDS)
-        teachers = {name: TeacherSums(*rest[i * size : (i + 1) * size]) for i, name in enumerate(names)}
-        return cls(kd_ratio, ce, int(num_loss_tokens), teachers)
+    def from_state(cls, state: Mapping) -> LossSums:
+        """Return the sums whose `asdict` was saved as JSON."""
+        teachers = {name: TermSums(**one) for name, one in state["teachers"].items()}
+        return cls(**{**state, "teachers": teachers})
 
     @property
     def kd_mean(self) -> float:
@@ -87,13 +116,17 @@ class LossSums:
         return sum(mean(one.kd, one.rows) for one in self.teachers.values())
 
     def token_sums(self) -> dict[str, float]:
-        """`loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement` as sums over `num_loss_tokens`.
+        """Return `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement` as sums over
+        `num_loss_tokens`.
 
-        Teachers' metrics are means weighted as the teachers are, times `num_loss_tokens`.
+        A teacher's own metrics are weighted as the teachers are. All but `ce` are means times
+        `num_loss_tokens`, because a teacher's rows may be others than the loss tokens. Auxiliary losses
+        follow as `auxiliary_loss/<name>`.
         """
         count = self.num_loss_tokens
         kd = self.kd_mean * count
-        sums = {"loss": (1 - self.kd_ratio) * self.ce + self.kd_ratio * kd, "ce": self.ce, "kd": kd}
+        loss = (1 - self.kd_ratio) * self.ce + self.kd_ratio * kd + sum(self.auxiliary.values())
+        sums = {"loss": loss, "ce": self.ce, "kd": kd}
         shares = [(mean(one.weight, one.rows), one) for one in self.teachers.values()]
         total = sum(share for share, _ in shares)
         for name, part, out_of in (
@@ -103,10 +136,12 @@ class LossSums:
         ):
             value = sum(share * mean(getattr(one, part), getattr(one, out_of)) for share, one in shares)
             sums[name] = mean(value, total) * count
+        sums |= {f"auxiliary_loss/{name}": value for name, value in self.auxiliary.items()}
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:
-        """(sum, what to divide it by) by metric key, where there are several teachers or one that has its own tokens."""
+        """Return metric key -> (sum, number to divide it by). `kd_mean` is the sum of `teacher_weight` *
+        `kd_loss`."""
         metrics = {}
         for name, one in self.teachers.items():
             metrics[f"kd_loss/{name}"] = (one.kd, one.weight)
@@ -114,10 +149,10 @@ class LossSums:
             metrics[f"teacher_ce/{name}"] = (one.ce, one.tokens)
             metrics[f"teacher_entropy/{name}"] = (one.entropy, one.tokens)
             metrics[f"top1_agreement/{name}"] = (one.top1_agreement, one.compared)
-            metrics[f"num_aligned/{name}"] = (one.rows, 1)
+            metrics[f"num_aligned/{name}"] = (one.rows, self.num_steps)
         return metrics
 
 
 def mean(total: float, count: float) -> float:
-    """0 of nothing."""
+    """Return total / count, or 0 if there is nothing to divide by."""
     return total / count if count else 0.0

@@ -6,6 +6,7 @@ from functools import cache
 
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
+from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.vocabulary.relation import VocabularyRelation, build_relation
@@ -36,7 +37,7 @@ def teacher_text(teacher: Tokenizer = TEACHER, **options) -> TeacherText:
     return TeacherText(**{"tokenizer": teacher, "vocab_size": teacher.vocab_size, **options})
 
 
-def open_pair(path: str, cache_dir, *teachers: TeacherText | None, **options):
+def open_pair(path: str, cache_dir, *teachers: TeacherText | SharedTokens, **options):
     """(training, validation) data sets of the file or corpus at `path`."""
     options = {"tokenizer": STUDENT, "seq_length": 64, "vocab_size": STUDENT.vocab_size, **options}
     return open_datasets(data_path=[path], cache_dir=str(cache_dir), teachers=teachers, **options)

@@ -6,6 +6,7 @@ import pytest
 
 from mkd.data.batch import collate
 from mkd.data.build import open_datasets
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import UsageError
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, teacher_text, texts
 
@@ -16,7 +17,7 @@ def path(write_jsonl):
 
 
 def needs(dataset):
-    return [int(dataset[i].teachers[0].lengths.sum()) for i in range(len(dataset))]
+    return [int(dataset[i].teacher_inputs[0].lengths.sum()) for i in range(len(dataset))]
 
 
 def test_packs_are_as_long_as_the_longest_of_all_data_sets(path, tmp_path, write_jsonl):
@@ -26,21 +27,24 @@ def test_packs_are_as_long_as_the_longest_of_all_data_sets(path, tmp_path, write
     (length,) = valid.teacher_seq_lengths
     assert length % 64 == 0 and max(needs(train)) < length - 64 < max(needs(valid)) <= length
     packs = [pack for data in (train, valid) for pack in (data[0], data.empty_pack())]
-    assert {int(pack.teachers[0].spans.sum()) for pack in packs} == {length}
+    assert {int(pack.teacher_inputs[0].spans.sum()) for pack in packs} == {length}
 
 
 def test_every_teacher_has_its_own(path, tmp_path):
     train, _ = open_pair(
-        path, tmp_path, teacher_text(TEACHER), None, teacher_text(COARSE, seq_length=192), document_multiple=4
+        path,
+        tmp_path,
+        teacher_text(TEACHER),
+        SharedTokens(),
+        teacher_text(COARSE, seq_length=192),
+        document_multiple=4,
     )
-    assert train.teacher_seq_lengths[1:] == (None, 192) and train.teacher_seq_lengths[0] % 256 == 0
+    assert train.teacher_seq_lengths[1:] == (64, 192) and train.teacher_seq_lengths[0] % 256 == 0
     batch = collate([train[0], train[1]])
-    assert [part and part.tokens.shape[1] for part in batch.teachers] == [
-        2 * train.teacher_seq_lengths[0],
-        None,
-        384,
-    ]
-    assert open_pair(path, tmp_path, None)[0].teacher_seq_lengths == (None,)
+    first, shared, last = batch.teacher_inputs
+    assert (first.tokens.shape[1], last.tokens.shape[1]) == (2 * train.teacher_seq_lengths[0], 384)
+    assert shared == SharedTokens() and shared.token_rows(batch) == (batch,)
+    assert open_pair(path, tmp_path, SharedTokens())[0].teacher_seq_lengths == (64,)
     assert open_pair(path, tmp_path)[0].teacher_seq_lengths == ()
 
 
@@ -63,5 +67,5 @@ def test_blends_of_files_and_corpora(path, tmp_path, write_jsonl, make_store):
         teachers=[teacher_text()],
     )
     assert len(train.members) == 2 and len(train.describe()) == 4
-    last = train[len(train) - 1].teachers[0]
+    last = train[len(train) - 1].teacher_inputs[0]
     assert len(last.chunks) and last.spans.sum() == train.teacher_seq_lengths[0]

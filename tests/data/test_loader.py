@@ -11,6 +11,7 @@ import torch
 
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.loader import EvalStream, TrainStream
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError
 from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 
@@ -211,7 +212,7 @@ def taught(write_jsonl, tmp_path):
     """Packs with a part for a teacher with tokens of its own, after one that reads the student's."""
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts(30)))
     text = teacher_text(spellings=relation(TEACHER).spellings)
-    return open_pair(path, tmp_path, None, text, document_multiple=4)[0]
+    return open_pair(path, tmp_path, SharedTokens(), text, document_multiple=4)[0]
 
 
 @pytest.mark.parametrize("context_parallel_rank", [0, 1])
@@ -226,8 +227,8 @@ def test_streams_carry_the_teachers(taught, context_parallel_rank):
         ),
     ):
         for own, other in zip(open_stream(0), open_stream(2), strict=True):
-            assert own.teachers[0] is other.teachers[0] is None
-            own, other = own.teachers[1], other.teachers[1]
+            assert own.teacher_inputs[0] == other.teacher_inputs[0] == SharedTokens()
+            own, other = own.teacher_inputs[1], other.teacher_inputs[1]
             assert own.tokens.shape == (1, 4 * taught.teacher_seq_lengths[1] // 2)
             assert (
                 torch.equal(own.tokens, other.tokens) and own.chunks.num_chunks == other.chunks.num_chunks > 0
@@ -246,5 +247,7 @@ def test_a_resumed_stream_has_the_same_chunks(taught):
     stream.next_step()
     resumed = TrainStream(taught, consumed_samples=4, **options)
     for own, other in zip(stream.next_step(), resumed.next_step(), strict=True):
-        assert torch.equal(own.teachers[1].chunks.teacher.rows, other.teachers[1].chunks.teacher.rows)
-        assert torch.equal(own.teachers[1].tokens, other.teachers[1].tokens)
+        assert torch.equal(
+            own.teacher_inputs[1].chunks.teacher.rows, other.teacher_inputs[1].chunks.teacher.rows
+        )
+        assert torch.equal(own.teacher_inputs[1].tokens, other.teacher_inputs[1].tokens)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
-from mkd.data.batch import Pack, collate, empty_pack
+from mkd.data.batch import Extra, Pack, collate, empty_pack, whole
+from mkd.data.teacher_input import SharedTokens
+from mkd.parallel.zigzag import context_parallel_rows
 
 
 def pack_of(lengths, spans, sample_id=0):
@@ -77,11 +79,13 @@ def test_teachers_move_with_the_batch():
     )
     chunks = replace(chunks, support_counts=np.array([0]))
     part = TeacherPack(np.arange(4), np.arange(4), np.array([3]), np.array([4]), chunks)
-    batch = collate([replace(pack_of([3, 2], [3, 5]), teachers=(None, part))] * 2)
-    assert batch.teachers[0] is None and batch.teachers[1].chunks.student.rows.tolist() == [1, 9]
-    moved = batch.to("meta").teachers
+    batch = collate([replace(pack_of([3, 2], [3, 5]), teacher_inputs=(SharedTokens(), part))] * 2)
+    assert batch.teacher_inputs[0] == SharedTokens() and batch.teacher_inputs[
+        1
+    ].chunks.student.rows.tolist() == [1, 9]
+    moved = batch.to("meta").teacher_inputs
     assert (
-        moved[0] is None
+        moved[0] == SharedTokens()
         and moved[1].tokens.device.type == moved[1].chunks.teacher.labels.device.type == "meta"
     )
 
@@ -98,3 +102,18 @@ def test_to_moves_all_tensors_and_nothing_else():
 def test_pinned_batches_arrive():
     batch = collate([pack_of([2], [2])]).pin_memory()
     assert batch.tokens.is_pinned() and batch.to("cuda").tokens.cpu().tolist() == [[10, 11]]
+
+
+def test_extras_move_and_are_cut_by_their_rules():
+    batch = collate([pack_of([3, 6], [4, 8], 4), pack_of([12], [12], 9)])
+    places = torch.arange(24).repeat(3, 1)  # positions of three dimensions
+    extras = {"places": Extra(places), "images": Extra(torch.ones(2, 5), whole)}
+    batch = replace(batch, extras=extras)
+    shards = [batch.context_parallel_shard(rank, 2) for rank in range(2)]
+    for rank, shard in enumerate(shards):
+        rows = context_parallel_rows(batch.cu_seqlens_padded, rank, 2)
+        assert torch.equal(shard.extras["places"].values, places[:, rows])
+        assert torch.equal(shard.extras["images"].values, torch.ones(2, 5))
+    moved = batch.to("meta").extras
+    assert {one.values.device.type for one in moved.values()} == {"meta"}
+    assert moved["images"].cut is whole

@@ -261,7 +261,7 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
     tokens = [student.decode(train[i].tokens[: train[i].lengths.sum()].tolist()) for i in range(len(train))]
     assert tokens == ["The quick brown<|endoftext|>", "lazy dog<|endoftext|>"]
     for i in range(len(train)):
-        assert len(train[i].teachers[0].chunks.kinds) > 0
+        assert len(train[i].teacher_inputs[0].chunks.kinds) > 0
     assert [(entry["line"], entry.get("teacher")) for entry in entries(listed)] == [(2, None), (3, "qwen")]
     assert train.describe()[0].endswith("2 bad records skipped")
     path = write_jsonl("a.jsonl", {"text": "fox"}, {"text": "dog"}, chat)

@@ -1,4 +1,5 @@
-"""Files of held-out tasks, and their scores by transformers: one forward pass a continuation, nothing packed or split."""
+"""Files of held-out tasks, and their scores by transformers: one forward pass a continuation, nothing packed
+or split."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def write_tasks(folder: Path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def reference_scores(model: Path, tasks: Sequence[Task], seq_length: int) -> list[float]:
-    """ln p of each continuation of all tasks after its prompt; only the last `seq_length` + 1 ids of both are seen."""
+    """ln p of each continuation of all tasks after its prompt; only the last `seq_length` + 1 ids of both are
+    seen."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

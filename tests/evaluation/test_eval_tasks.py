@@ -162,7 +162,8 @@ def test_a_file_of_examples_alone_is_refused(write_jsonl):
 
 
 def test_accuracy_and_its_normalised_form(write_jsonl):
-    """By hand: one letter of two is right; by bytes "ab" (-4/2) beats "c" (-3/1), and "\u00e9" has two: -4/2 beats -3/1."""
+    """By hand: one letter of two is right; by bytes "ab" (-4/2) beats "c" (-3/1), and "\u00e9" has two: -4/2
+    beats -3/1."""
     path = write_jsonl(
         "q.jsonl", question("1", 0, choices=("ab", "c")), question("2", 1, choices=("c", "\u00e9", "d"))
     )
@@ -251,7 +252,7 @@ def test_what_cannot_be_scored_is_named():
 
 
 def random_requests(count=40, seq_length=32):
-    """Requests of all lengths; every third one has the inputs of the one before it, and one other last label."""
+    """Return requests of all lengths; every third repeats the inputs before it, with another last label."""
     random, requests = np.random.default_rng(0), []
     for number in range(count):
         inputs = random.integers(1, 90, size=random.integers(1, seq_length + 1)).astype(np.int32)

@@ -1,4 +1,5 @@
-"""How packs of requests are dealt out: all of them, once, in calls of the schedule that every rank makes alike."""
+"""How packs of requests are dealt out: all of them, once, in calls of the schedule that every rank makes
+alike."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
 
 @pytest.fixture(scope="module")
 def run(ranks, files):
-    """run(layout, with_tasks) -> what all ranks return, once for each; packs of one document are the same in every layout."""
+    """run(layout, with_tasks) -> what all ranks return, once for each; packs of one document are the same in
+    every layout."""
 
     @cache
     def of(name: str, with_tasks: bool = True) -> dict:

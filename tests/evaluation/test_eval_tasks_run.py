@@ -1,4 +1,5 @@
-"""Held-out tasks in a training run: when they are evaluated, what is written, and what is refused before it starts."""
+"""Held-out tasks in a training run: when they are evaluated, what is written, and what is refused before it
+starts."""
 
 from __future__ import annotations
 

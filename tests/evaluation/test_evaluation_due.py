@@ -1,4 +1,5 @@
-"""When held-out data are evaluated: a run that is stopped makes what was due when it goes on, and nothing twice."""
+"""When held-out data are evaluated: a run that is stopped makes what was due when it goes on, and nothing
+twice."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def command(files, run, *more):
 
 
 def stopped(argv, iteration, where):
-    """A run that gets SIGTERM in the evaluation after `iteration` steps, or just before; (why it ended, what is still due)."""
+    """A run that gets SIGTERM in the evaluation after `iteration` steps, or just before; (why it ended, what
+    is still due)."""
     from mkd.config.load import load_config
     from mkd.operations.ending import Ending
     from mkd.operations.signals import Signals

@@ -47,7 +47,7 @@ class Measured:
 def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, context) -> Measured:
     from mkd.train.step import train_step
     from tools.benchmarks.random_engine import PairSettings, random_engine
-    from tools.benchmarks.synthetic_documents import ChatLengths, full_pack
+    from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
 
     flags = ("--lr", "1e-4", *(("--deterministic-mode",) if args.deterministic else ()), *flags)
     settings = PairSettings(
@@ -64,7 +64,7 @@ def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, 
     losses = []
 
     def step() -> None:
-        result = train_step(engine, batches)
+        result = train_step(engine, for_teachers(batches, len(engine.teachers)))
         losses.extend((result.sums.token_sums()["loss"], result.grad_norm))
 
     step()  # makes the moments

@@ -68,7 +68,7 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
     hidden = model.eval()(tokens[None], positions[None], None, packed_seq_params=packed)
     logits = model.logits(hidden).squeeze(1)
     if fp32_logits:
-        logits = model.use_head(lambda weight: head_logits(hidden.squeeze(1), weight, torch.float32))
+        logits = head_logits(hidden.squeeze(1), model.head_weight(), torch.float32)
     return logits[: sum(lengths), : shape.vocab_size].float().cpu()
 
 

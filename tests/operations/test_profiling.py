@@ -14,7 +14,7 @@ from mkd.errors import Preempted
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 from mkd.operations.profiling import Profiler, profile_problems
 from mkd.plan.loss_card import Term
-from mkd.train.teachers.teacher_loss import TeacherLoss
+from mkd.train.teachers.base import divergence_settings
 from tests.train.command import flags, make_files, run_main
 
 
@@ -46,7 +46,8 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
     own = TeacherConfig(temperature=4.0, divergence="mixed_kl", mixed_kl_weight=0.9, jsd_beta=0.1)
     for kd in (settings, replace(settings, kd_temperature_scaling="none")):
         for teacher in (None, TeacherConfig(), own):
-            term, used = Term.of(kd, teacher), TeacherLoss.of_kd(kd, teacher).divergence
+            term = Term.of(kd, teacher)
+            used = divergence_settings(kd, teacher or TeacherConfig())
             names = {
                 name: used[name] for name in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
             }

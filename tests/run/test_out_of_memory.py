@@ -49,7 +49,7 @@ def test_planned_and_actual_memory_and_three_changes(files):
 
 
 def test_the_changes_make_the_plan_smaller(files):
-    message = explained(files, None, "--seq-length", "8192", "--no-kd-fused-head", text="no numbers")
+    message = explained(files, None, "--seq-length", "8192", text="no numbers")
     assert message.startswith("GPU memory is not enough on rank 0\n") and "in use" not in message
     (planned,) = re.findall(r"planned for pipeline rank 0: ([\d.]+) GiB", message)
     changes = re.findall(r"  (\d)\. (--[^:]+): [\d.]+ ms, ([\d.]+) GiB", message)

@@ -1,4 +1,5 @@
-"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it does not fit."""
+"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it
+does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.train.topk_files import DATA, export, exported, offline
 
 pytest.importorskip("pyarrow")
 EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
-# An update is then proportional to the gradient: Adam's own makes full-size steps of the rounding of gradients near zero.
+# An update is then proportional to the gradient. Adam's usual update turns the rounding of tiny gradients into
+# steps of full size.
 LINEAR = ("--lr", 1, "--adam-eps", 1)
 T2 = ("--kd-temperature", 2)
 COMPARED = (
@@ -52,7 +54,7 @@ def cache(files, ranks):
 
 
 def trained(ranks, files, argv, world_size=1) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """(metrics records, weights) of a run that ends well."""
+    """Return (metrics records, weights) of a run that ends well."""
     results = run_main(ranks, argv, world_size)
     assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
     run = argv[argv.index("--log-dir") + 1]
@@ -109,8 +111,8 @@ def test_every_layout_gives_the_same_run(name, single, cache, files, ranks):
     assert_same_run(trained(ranks, files, argv, world_size), single)
 
 
-def test_a_run_with_held_out_data_is_saved_and_goes_on(single, cache, files, ranks):
-    """A checkpoint names the corpora that the evaluation reads, which lie behind the teacher's rows here."""
+def test_a_run_with_held_out_data_is_saved_and_resumed(single, cache, files, ranks):
+    """A checkpoint names the corpora of the evaluation, also behind a data set with the teacher's rows."""
     saved = ("--save", files / "saved", "--save-interval", 1)
     first = offline(files, "begun", cache, *T2, *EVALUATED, *LINEAR, *saved, "--exit-interval", 1)
     (result,) = run_main(ranks, first)
@@ -131,41 +133,40 @@ def test_records_hold_the_metrics_of_a_teacher_that_did_not_run(single):
 
 
 def losses_by_sample(argv):
-    """Loss of every pack that this rank's stream brings in one epoch, by pack number, with the student as loaded."""
+    """Return the loss of every pack of this rank's stream in one epoch, by pack number, with the student as
+    loaded."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config
     from mkd.data.loader import TrainStream
-    from mkd.models.packed import packed_documents
-    from mkd.models.stage import StageInput
+    from mkd.evaluation.evaluate import evaluation_objective
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
     from mkd.run.build_data import build_data
     from mkd.run.build_engine import build_engine
     from mkd.run.run_plan import plan_run
-    from mkd.train.teachers.stored import topk_loss
+    from mkd.train.schedule import stage_inputs
 
     plan = plan_run(load_config(argv).config, dist.get_world_size())
     context = ParallelContext.create(detect())
     dataset, _ = build_data(plan, context)
     engine, _ = build_engine(plan, context)
-    stage = engine.chunks[0].module
+    stage, objective = engine.chunks[0].module, evaluation_objective(engine)
     options = dict(data_parallel_rank=context.dp_rank, data_parallel_size=context.dp_size, micro_batch_size=1)
     stream = TrainStream(dataset, global_batch_size=2, seed=plan.config.training.seed, **options)
     losses = {}
     for _ in range(-(-len(dataset) // 2)):
         for batch in stream.next_step():
             with torch.no_grad():
-                packed = packed_documents(batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen)
-                hidden = stage(StageInput(batch.tokens, batch.position_ids, packed))
-                settings = engine.teachers[0], plan.config.kd.kd_ratio
-                output = topk_loss(*settings, stage.student, batch, hidden, context.tp_group, False)
-            losses[batch.sample_ids[0]] = (output.loss.item(), output.kd.item())
+                output = stage(*stage_inputs(batch, padding_joins_document=False))
+                loss, _, report = objective(stage, batch, output)
+            losses[batch.sample_ids[0]] = (loss.item(), objective.sums(report).kd_mean)
     return losses
 
 
 def test_neither_order_nor_data_parallelism_matters(cache, files, ranks):
-    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss, bit by bit."""
+    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss,
+    bit by bit."""
     runs = []
     for world_size, seed in ((1, 1), (1, 2), (2, 3)):
         results = ranks.run(losses_by_sample, world_size, offline(files, "order", cache, *T2, "--seed", seed))
@@ -256,7 +257,7 @@ def test_other_temperature(cache, files, ranks):
 
 
 def test_a_teachers_own_temperature(cache, files, single, ranks):
-    """It goes before the common one, as with a teacher that runs."""
+    """It overrides the common one, as with a teacher that runs."""
     config = files / "own.yaml"
     config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 2}}]\n")
     argv = offline(files, "own", cache, *EVALUATED, *LINEAR, "--export-hf", files / "own hf")
@@ -267,7 +268,7 @@ def test_a_teachers_own_temperature(cache, files, single, ranks):
     assert_refused(ranks, [*argv[:at], *argv[at + 2 :], *map(str, T2), "--config", str(config)], 64, *texts)
 
 
-def test_a_run_goes_on_with_the_data_and_the_k_that_it_had(cache, files, ranks):
+def test_a_run_resumes_only_with_the_data_and_the_k_that_it_had(cache, files, ranks):
     save = ("--save", files / "to go on")
     (result,) = run_main(ranks, offline(files, "to go on", cache, *T2, *save))
     assert result.exit_code == 0, result.stderr
@@ -310,7 +311,8 @@ def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
 
 
 def test_a_smaller_student_needs_an_export_for_it(files, ranks):
-    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew the student."""
+    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew
+    the student."""
     small = make_model(files / "small", "qwen3", seed=1, num_hidden_layers=2, vocab_size=301)
     add_tokenizer(small)
     exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)

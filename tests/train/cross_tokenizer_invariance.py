@@ -83,13 +83,13 @@ def run_layout(layout: Layout, files: Path, loss: str, out_dir: Path, num_update
 
 
 def build(layout: Layout, files: Path, loss: str):
-    """(engine, training state, this rank's micro-batches of the global batch, what each teacher's own tokens need)."""
+    """Return engine, training state, this rank's micro-batches of the global batch, tokens of each teacher's packs."""
     from mkd.config.load import load_config
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.cross_tokenizer import find_cross_tokenizer, with_seq_lengths
+    from mkd.run.cross_tokenizer import find_cross_tokenizer, teacher_texts
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import join
     from mkd.tokenizers.load import load_tokenizer
@@ -107,19 +107,18 @@ def build(layout: Layout, files: Path, loss: str):
         vocab_size=350,
         cache_dir=str(files / "cache"),
         document_multiple=SPAN_MULTIPLE,
-        teachers=[own and own.text for own in cross_tokenizer],
+        teachers=teacher_texts(plan, cross_tokenizer),
         is_builder=context.rank == 0,
         share=context.broadcast_object,
     )
-    cross_tokenizer = with_seq_lengths(cross_tokenizer, packs.teacher_seq_lengths)
-    engine, state = build_engine(plan, context, cross_tokenizer)
+    engine, state = build_engine(plan, context, cross_tokenizer, packs.teacher_seq_lengths)
     order = np.random.default_rng(1).permutation(NUM_PACKS) if layout.permuted else np.arange(NUM_PACKS)
     groups = order.reshape(-1, layout.micro)[context.dp_rank :: context.dp_size]
     batches = [collate([packs[int(i)] for i in group]) for group in groups]
-    kinds = np.concatenate([batch.teachers[0].chunks.kinds for batch in batches])
+    kinds = np.concatenate([batch.teacher_inputs[0].chunks.kinds for batch in batches])
     assert context.dp_size > 1 or len(set(kinds)) == 4, "the batch must have chunks of every kind"
     shards = [batch.context_parallel_shard(context.cp_rank, context.cp_size) for batch in batches]
-    return engine, state, [batch.to(context.device) for batch in shards], cross_tokenizer
+    return engine, state, [batch.to(context.device) for batch in shards], packs.teacher_seq_lengths
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""What the last stage of a real engine works with, recorded, and the same losses of several teachers in dense float64."""
+"""Record the inputs of the last stage of a real engine, and compute the losses of several teachers in dense
+float64."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from mkd.losses.dense_reference import dense_kd
 from tests.tiny_models import make_model
 from tests.train.invariance import Layout, make_pair, microbatches
 
-VOCAB_SIZES = (307, 330, 320)  # of the student, and of both teachers
+VOCAB_SIZES = (307, 330, 320)  # student and both teachers
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Recorded:
 
 
 def make_files(folder: Path) -> Path:
-    """The student and first teacher of the invariance table, and a second teacher."""
+    """Make the student and first teacher of the invariance table, and a second teacher."""
     make_pair(folder)
     make_model(folder / "second", "qwen2", seed=5, vocab_size=VOCAB_SIZES[2], num_hidden_layers=8)
     return folder
 
 
 def write_config(folder: Path, *more: dict) -> Path:
-    """A configuration with both teachers; `more` are settings of each."""
+    """Write a configuration with both teachers; `more` are settings of each."""
     names = ("teacher", "second")
     teachers = [{"hf": str(folder / name), **of} for name, of in zip(names, more or ({}, {}), strict=True)]
     path = folder / "teachers.yaml"
@@ -46,7 +47,7 @@ def write_config(folder: Path, *more: dict) -> Path:
 
 
 def build(layout: Layout, config: Path):
-    """(context, engine) of the layout, with the teachers of the file."""
+    """Return (context, engine) of the layout, with the teachers of the file."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
@@ -62,16 +63,17 @@ def build(layout: Layout, config: Path):
 
 
 def record_layout(layout: Layout, config: Path):
-    """`record` of the fixed global batch."""
+    """Return `record` of the fixed global batch."""
     context, engine = build(layout, config)
-    return record(engine, microbatches(layout, context))
+    return record(engine, microbatches(layout, context, num_teachers=2))
 
 
 def record(engine, batches: list):
-    """(values of each micro-batch's `Recorded`, LM heads of all models, gradient of the student's head, sums, pack weights).
+    """Return values of each micro-batch's `Recorded`, LM heads of all models, gradient of the student's head,
+    sums, weights.
 
-    For one process. Nothing is replaced: the schedule gets an objective that differentiates by the final hidden states, and
-    then asks for the weights of each teacher.
+    For one process. Nothing is replaced: the schedule gets an objective that differentiates by the final
+    hidden states, and then asks for the weights of each teacher.
     """
     from mkd.train.step import training_objective
 
@@ -79,8 +81,8 @@ def record(engine, batches: list):
     recorder = _Recorder(training_objective(engine, batches))
     total = engine.schedule.run(engine.chunks, batches, recorder, forward_only=True)
     stage = engine.chunks[0].module
-    head = stage.student.use_head(lambda weight: weight)
-    heads = [model.use_head(lambda weight: weight).detach() for model in (stage.student, *stage.teachers)]
+    head = stage.student.head_weight()
+    heads = [model.head_weight().detach() for model in (stage.student, *stage.teachers)]
     return recorder.recorded, heads, head.main_grad.clone(), recorder.objective.sums(total), recorder.weights
 
 
@@ -89,21 +91,15 @@ class _Recorder:
         self.objective, self.context, self.num_sums = objective, objective.context, objective.num_sums
         self.recorded, self.weights = [], []
 
-    def __call__(self, stage, batch, hidden):
-        from mkd.parallel.pipeline import attach_teacher_hidden, take_teacher_hidden
-        from mkd.train.teachers.weights import pack_weights
-
-        teacher_hiddens, leaf = take_teacher_hidden(hidden), hidden.detach().requires_grad_()
-        loss, tokens, sums = self.objective(stage, batch, attach_teacher_hidden(leaf, teacher_hiddens))
+    def __call__(self, stage, batch, output):
+        """Differentiate by the final hidden state alone."""
+        leaf = output.hidden.detach().requires_grad_()
+        own = replace(output, hidden=leaf)
+        loss, tokens, sums = self.objective(stage, batch, own)
         loss.backward()
-        objective = self.objective
-        self.weights.append(
-            pack_weights(objective.kd, self.context, objective.teachers, stage, batch, teacher_hiddens)
-        )
-        states, count = (
-            [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens],
-            len(batch.sample_ids),
-        )
+        weights = self.objective._loss_input(stage, batch, own).pack_weights
+        self.weights.append(torch.stack(list(weights.values())))
+        states, count = [one.squeeze(1) for one in output.teacher_hiddens], len(batch.sample_ids)
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
         self.recorded.append(
             (*values, loss.item(), leaf.grad.squeeze(1))
@@ -118,7 +114,7 @@ def logits_of(states: Tensor, head: Tensor, vocab_size: int) -> Tensor:
 def dense_weights(
     recorded: Recorded, heads: list[Tensor], metric: str, shares, temperature: float = 1.0
 ) -> Tensor:
-    """[teachers, k] float64: `select`, or softmax(ln share - metric / temperature)."""
+    """Return [teachers, k] float64: `select`, or softmax(ln share - metric / temperature)."""
     values = []
     for states, head, size in zip(recorded.teacher_hiddens, heads[1:], VOCAB_SIZES[1:], strict=True):
         log_p = logits_of(states, head, size).log_softmax(1)
@@ -143,7 +139,8 @@ def dense_loss(
     settings: list[dict],
     ratio: float,
 ):
-    """(loss, weighted divergence of each teacher, its weight) as sums over the loss tokens of a micro-batch; float64."""
+    """Return loss, and weighted divergence and weight of each teacher: sums over the loss tokens of a
+    micro-batch, float64."""
     student, labels = logits_of(hidden, heads[0], VOCAB_SIZES[0]), recorded.labels
     total = (1 - ratio) * dense_kd(
         student, None, labels, recorded.mask, student_vocab_size=VOCAB_SIZES[0], kd_ratio=0.0

@@ -102,10 +102,6 @@ LAYOUTS = (
     Layout("micro-batch 4", micro=4),
     Layout("PP2 micro-batch 2", 2, pp=2, micro=2),
     Layout("documents permuted", permuted=True),
-    Layout("all logits at once", flags=("--no-kd-fused-head",)),
-    Layout(
-        "TP2 + SP, all logits at once, micro-batch 4", 2, tp=2, micro=4, flags=(*SP, "--no-kd-fused-head")
-    ),
     Layout("selective recomputation", flags=SELECTIVE),
     Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
     Layout("TP2 micro-batch 4, documents permuted", 2, tp=2, micro=4, permuted=True),
@@ -173,11 +169,13 @@ def fixed_packs(permuted: bool) -> list:
     return packs
 
 
-def microbatches(layout: Layout, context) -> list:
-    """This rank's share of the global batch."""
+def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
+    """Return this rank's share of the global batch, for teachers that read the student's tokens."""
     from mkd.data.batch import collate
+    from mkd.data.teacher_input import SharedTokens
 
-    packs = fixed_packs(layout.permuted)
+    shared = (SharedTokens(),) * num_teachers
+    packs = [replace(pack, teacher_inputs=shared) for pack in fixed_packs(layout.permuted)]
     groups = [packs[i : i + layout.micro] for i in range(0, NUM_PACKS, layout.micro)]
     mine = groups[context.dp_rank :: context.dp_size]
     return [collate(group).context_parallel_shard(context.cp_rank, context.cp_size) for group in mine]
@@ -202,7 +200,7 @@ def run_layout(
         context_parallel=layout.cp,
     )
     engine, state = build_engine(plan, context)
-    batches = [batch.to(context.device) for batch in microbatches(layout, context)]
+    batches = [batch.to(context.device) for batch in microbatches(layout, context, len(engine.teachers))]
     return measure(engine, state, batches, student, out_dir, num_updates)
 
 

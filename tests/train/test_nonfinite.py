@@ -170,7 +170,7 @@ def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
         ({"student": "untied", "teacher": "nan teacher"}, (), "teacher nan-teacher"),
         (
             {"student": "untied", "teacher": "nan teacher"},
-            ("--pipeline-model-parallel-size", "2", "--teacher-pipeline-layout", "2,1", "--no-kd-fused-head"),
+            ("--pipeline-model-parallel-size", "2", "--teacher-pipeline-layout", "2,1"),
             "teacher nan-teacher",
         ),
     ],

@@ -55,7 +55,7 @@ def sent_elements(layout, student, teacher):
 
     dist.P2POp = Counted
     try:
-        step(engine, microbatches(layout, context))
+        step(engine, microbatches(layout, context, len(engine.teachers)))
     finally:
         dist.P2POp = original
     return sent[communicator.next_rank], sent[communicator.prev_rank]
@@ -94,7 +94,7 @@ def teacher_traces(layout, student, teacher):
         return digest.hexdigest()
 
     before, rng = weight_hash(), torch.get_rng_state()
-    batches = microbatches(layout, context)
+    batches = microbatches(layout, context, len(engine.teachers))
     for _ in range(3):
         step(engine, batches)
     evaluate(engine, [batches])
@@ -128,7 +128,7 @@ def peak_teacher_states(layout, student, teacher):
 
     context, engine, _ = build(layout, student, teacher)
     if not context.holds_last_stage:
-        step(engine, microbatches(layout, context))
+        step(engine, microbatches(layout, context, len(engine.teachers)))
         return 0
     last = engine.chunks[-1].module.teachers[0]
     alive, peak = weakref.WeakSet(), []
@@ -143,7 +143,7 @@ def peak_teacher_states(layout, student, teacher):
 
     type(last).forward = watched
     try:
-        step(engine, microbatches(layout, context))
+        step(engine, microbatches(layout, context, len(engine.teachers)))
     finally:
         type(last).forward = forward
     return max(peak)
@@ -161,7 +161,7 @@ def test_one_microbatch_of_teacher_state(layout, pair, ranks):
 def one_step(layout, student, teacher, *more):
     """Sums and gradients (by parameter) of one step."""
     context, engine, _ = build(layout, student, teacher, *more)
-    result = step(engine, microbatches(layout, context))
+    result = step(engine, microbatches(layout, context, len(engine.teachers)))
     gradients = {name: p.main_grad.clone() for name, p in engine.chunks[0].named_parameters()}
     return result, gradients, not engine.chunks[0].module.teachers
 

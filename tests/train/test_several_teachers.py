@@ -1,8 +1,10 @@
-"""Two teachers on one schedule: what travels, what is alive at once, what a run writes, and resuming it."""
+"""Two teachers on one schedule: messages, teacher states alive at once, the records of a run, and resuming
+it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from tests.train.command import flags, read_metrics, read_weights, run_main
 from tests.train.cross_tokenizer_invariance import build, make_files
 from tests.train.invariance import NUM_PACKS, SEQ_LENGTH, SP, Layout
 
-WIDTHS = 48, 72, 48  # hidden sizes of the student, of the teacher with its own tokens, of the other one
+WIDTHS = 48, 72, 48  # hidden sizes: student, cross-tokenizer teacher, teacher with the student's tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +22,11 @@ def files(tmp_path_factory):
 
 
 def sent_elements(layout, files):
-    """(elements that this rank sends to other stages in one step, tokens of the first teacher's packs)."""
+    """Return (elements that this rank sends to other stages in one step, tokens of the first teacher's
+    packs)."""
     from mkd.train.step import train_step
 
-    engine, _, batches, cross_tokenizer = build(layout, files, "partition_kl")
+    engine, _, batches, seq_lengths = build(layout, files, "partition_kl")
     sent, original = [], dist.P2POp
 
     class Counted(original):
@@ -37,7 +40,7 @@ def sent_elements(layout, files):
         train_step(engine, batches)
     finally:
         dist.P2POp = original
-    return sum(sent), cross_tokenizer[0].seq_length
+    return sum(sent), seq_lengths[0]
 
 
 LONG_WIRES = Layout("PP4", 4, pp=4), Layout("TP2 PP2 SP", 4, tp=2, pp=2, flags=SP)
@@ -46,7 +49,8 @@ WIRES = Layout("PP2", 2, pp=2), *(pytest.param(layout, marks=pytest.mark.slow) f
 
 @pytest.mark.parametrize("layout", WIRES, ids=lambda layout: layout.name)
 def test_what_is_on_the_wire(layout, files, ranks):
-    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with sequence parallelism."""
+    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with
+    sequence parallelism."""
     shards = layout.tp if layout.flags else 1
     for rank, (sent, own_length) in enumerate(ranks.run(sent_elements, layout.ranks, layout, files)):
         stage, tokens = rank // layout.tp, NUM_PACKS * SEQ_LENGTH // shards
@@ -57,7 +61,8 @@ def test_what_is_on_the_wire(layout, files, ranks):
 
 
 def peak_teacher_states(layout, files, repeats):
-    """Most outputs of teachers alive at once on this rank, in a step of `repeats` times the global batch."""
+    """Return the most outputs of teachers alive at once on this rank, in a step of `repeats` times the global
+    batch."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from mkd.models.language_model import LanguageModel
@@ -119,6 +124,67 @@ def test_what_a_run_writes(files, ranks):
         assert record["loss"] == pytest.approx(0.7 * record["ce_loss"] + 0.3 * record["kd_loss"], rel=1e-6)
         assert record["teacher_weight/cross"] == pytest.approx(2 / 3) and record["num_aligned/cross"] > 0
         assert record["kd_loss/cross"] != record["kd_loss/same"]
+
+
+INTERVAL = ("--log-interval", 3, "--train-iters", 7, "--lr-decay-iters", 7, "--eval-interval", 7)
+
+
+def assert_identities(record):
+    """Check docs/teachers.md: kd_loss is the weighted sum over teachers, loss that of both parts."""
+    kd = sum(record[f"teacher_weight/{name}"] * record[f"kd_loss/{name}"] for name in ("cross", "same"))
+    assert record["kd_loss"] == pytest.approx(kd, rel=1e-9)
+    assert record["loss"] == pytest.approx(0.7 * record["ce_loss"] + 0.3 * record["kd_loss"], rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def intervals(files, ranks):
+    """Records of a run whose lines are means over three steps of different numbers of chunks and tokens."""
+    more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL)
+    (result,) = run_main(ranks, command(files, "intervals", *more))
+    assert result.exit_code == 0, result.stderr
+    return read_metrics(files / "intervals")
+
+
+def test_logged_intervals_obey_the_identities(intervals):
+    train = [record for record in intervals if record.get("split", "train") == "train"]
+    assert [record["iteration"] for record in train] == [3, 6, 7]
+    assert len(intervals) == len(train) + 2, "evaluations before the first step and after the last"
+    for record in intervals:
+        assert_identities(record)
+
+
+def test_an_interval_is_the_mean_over_its_rows(intervals, files, ranks):
+    """Every step by itself: rows and losses of a line are sums over those of its steps."""
+    more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL, "--log-interval", 1)
+    (result,) = run_main(ranks, command(files, "every", *more))
+    assert result.exit_code == 0, result.stderr
+    steps = [record for record in read_metrics(files / "every") if record.get("split", "train") == "train"]
+    line = next(record for record in intervals if record["iteration"] == 3)
+    for name in ("cross", "same"):
+        rows = [step[f"num_aligned/{name}"] for step in steps[:3]]
+        assert line[f"num_aligned/{name}"] == pytest.approx(sum(rows) / 3)
+        parts = [step[f"teacher_weight/{name}"] * step[f"kd_loss/{name}"] for step in steps[:3]]
+        mean = sum(count * part for count, part in zip(rows, parts, strict=True)) / sum(rows)
+        assert line[f"teacher_weight/{name}"] * line[f"kd_loss/{name}"] == pytest.approx(mean, rel=1e-9)
+    assert len({step["num_aligned/cross"] / step["num_loss_tokens"] for step in steps[:3]}) > 1
+
+
+def test_an_open_interval_goes_into_the_checkpoint(intervals, files, ranks):
+    """Saved in the middle of a line and resumed: the line is the same, bit for bit."""
+    more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL, "--save", files / "open")
+    (result,) = run_main(ranks, command(files, "open run", *more, "--save-interval", 2))
+    assert result.exit_code == 0, result.stderr
+    for folder in (files / "open").glob("iter_*"):
+        if folder.name != "iter_0000002":
+            shutil.rmtree(folder)
+    (files / "open" / "latest_checkpointed_iteration.txt").write_text("2")
+    (result,) = run_main(ranks, command(files, "open run", *more, "--load", files / "open"))
+    assert result.exit_code == 0, result.stderr
+    measured = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "teacher_share")
+    for ours, theirs in zip(read_metrics(files / "open run"), intervals, strict=True):
+        assert {key: value for key, value in ours.items() if key not in measured} == {
+            key: value for key, value in theirs.items() if key not in measured
+        }
 
 
 @pytest.mark.slow

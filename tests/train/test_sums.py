@@ -1,32 +1,62 @@
-"""Reports of micro-batches and the means that become of them: by hand."""
+"""Reports of micro-batches, and the means made of them, by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from mkd.train.sums import LossSums, TeacherSums, mean, report, report_size
+from mkd.train.sums import CROSS_ENTROPY, LossSums, ReportLayout, TermSums, mean
 
-ONE = TeacherSums(
+ONE = TermSums(
     kd=6.0, weight=3.0, rows=4.0, ce=8.0, entropy=2.0, tokens=4.0, top1_agreement=3.0, compared=4.0
 )
-TWO = TeacherSums(
+TWO = TermSums(
     kd=4.0, weight=1.0, rows=2.0, ce=9.0, entropy=6.0, tokens=3.0, top1_agreement=0.0, compared=0.0
 )
 
 
 def test_reports_add_up():
-    like = torch.zeros(1)
+    layout = ReportLayout((CROSS_ENTROPY, "one", "two"), ("balance",))
     tensors = replace(ONE, kd=torch.tensor(6.0), rows=torch.tensor(4))
-    total = report(torch.tensor(5.0), 4, [tensors, TWO], like) + report(None, 6, [TWO, ONE], like)
-    assert total.dtype == torch.float64 and len(total) == report_size(2)
-    sums = LossSums.of(total, ["one", "two"], 0.25)
+    first = {CROSS_ENTROPY: TermSums(student_ce=torch.tensor(5.0)), "one": tensors, "two": TWO}
+    second = {"two": ONE, "one": TWO, CROSS_ENTROPY: TermSums(student_ce=None)}
+    total = layout.to_vector(torch.tensor(4), first, {"balance": torch.tensor(2.0)})
+    total = total + layout.to_vector(torch.tensor(6), second, {"balance": torch.tensor(3.0)})
+    assert total.dtype == torch.float64 and len(total) == layout.size
+    sums = layout.from_vector(total, 0.25)
     assert (sums.ce, sums.num_loss_tokens, list(sums.teachers)) == (5.0, 10, ["one", "two"])
+    assert sums.teachers["one"] == sums.teachers["two"] == ONE + TWO
     assert (
-        sums.teachers["one"] == sums.teachers["two"] == TeacherSums(10.0, 4.0, 6.0, 17.0, 8.0, 7.0, 3.0, 4.0)
+        TermSums(
+            kd=10.0, weight=4.0, rows=6.0, ce=17.0, entropy=8.0, tokens=7.0, top1_agreement=3.0, compared=4.0
+        )
+        == ONE + TWO
     )
+    assert sums.auxiliary == {"balance": 5.0}
+
+
+def test_a_teacher_may_bring_the_cross_entropy():
+    layout = ReportLayout(("one",))
+    vector = layout.to_vector(torch.tensor(4), {"one": replace(ONE, student_ce=7.0)}, {})
+    assert layout.from_vector(vector, 0.5).ce == 7.0
+
+
+def test_sums_of_steps_survive_a_checkpoint():
+    sums = LossSums(0.25, 20.0, 10, {"one": ONE, "two": TWO}, {"balance": 1.5}) + LossSums(
+        0.25, 2.0, 1, {"two": TWO, "one": ONE}, {"balance": 0.5}
+    )
+    assert (sums.ce, sums.num_loss_tokens, sums.num_steps) == (22.0, 11, 2)
+    assert sums.teachers == {"one": ONE + ONE, "two": TWO + TWO} and sums.auxiliary == {"balance": 2.0}
+    assert LossSums.from_state(json.loads(json.dumps(asdict(sums)))) == sums
+
+
+def test_auxiliary_losses_are_part_of_the_loss():
+    plain, more = (LossSums(0.25, 20.0, 10, {"one": ONE}, losses) for losses in ({}, {"balance": 1.5}))
+    assert more.token_sums()["loss"] == plain.token_sums()["loss"] + 1.5
+    assert more.token_sums()["auxiliary_loss/balance"] == 1.5
 
 
 def test_means_of_teachers_that_are_compared_on_different_rows():
@@ -63,5 +93,5 @@ def test_metrics_of_each_teacher_make_the_whole():
 
 
 def test_nothing_is_0():
-    empty = LossSums.of(torch.zeros(report_size(1), dtype=torch.float64), ["one"], 0.5)
+    empty = ReportLayout(("one",)).from_vector(torch.zeros(10, dtype=torch.float64), 0.5)
     assert set(empty.token_sums().values()) == {0.0} and empty.kd_mean == 0

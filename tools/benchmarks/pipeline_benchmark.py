@@ -13,20 +13,19 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from mkd.data.batch import PackedBatch
-from mkd.models.packed import packed_documents
-from mkd.models.stage import StageInput
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import attach_teacher_hidden
 from mkd.plan.bubble import balanced_bubble
 from mkd.platform import Platform
 from mkd.run.run_plan import Plan
 from mkd.train.objective import Objective
+from mkd.train.schedule import stage_inputs
 from mkd.train.step import Engine, training_objective
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.synthetic_documents import ChatLengths, full_pack
+from tools.benchmarks.synthetic_documents import ChatLengths, for_teachers, full_pack
 
 
 def benchmark(machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths) -> Report:
@@ -40,7 +39,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         engine, plan = random_engine(settings, machine, context)
         random = np.random.default_rng(machine.seed)
         vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
-        batch = full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
+        pack = full_pack(settings.seq_length, vocab, lengths, random).to(context.device)
+        (batch,) = for_teachers([pack], len(engine.teachers))
         batches = [batch] * settings.num_microbatches  # equal work, as the formula assumes
         objective = training_objective(engine, batches)
         step = Arm("step", lambda: engine.schedule.run(engine.chunks, batches, objective, forward_only=False))
@@ -107,10 +107,7 @@ def stage_alone(
     stage = get_attr_wrapped_model(chunk, "teachers", return_model_obj=True)
     shards = context.tp_size if stage.config.sequence_parallel else 1
     rows = batch.tokens.numel() // shards
-    joins = context.platform.transformer_engine
-    packed = packed_documents(
-        batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=joins
-    )
+    inputs = stage_inputs(batch, context.platform.transformer_engine)
 
     def message(width: int) -> Tensor:
         return torch.randn(rows, 1, width, device=context.device, dtype=machine.dtype)
@@ -129,10 +126,10 @@ def stage_alone(
             stage.set_input_tensor(
                 attach_teacher_hidden(activation.detach().requires_grad_(), [teacher_hidden])
             )
-        output = chunk(StageInput(batch.tokens, batch.position_ids, packed), [None])
+        output = chunk(*inputs)
         if context.is_last_stage(virtual_stage):
             objective(stage, batch, output)[0].backward()
         else:
-            output.backward(gradient)
+            output.hidden.backward(gradient)
 
     return run

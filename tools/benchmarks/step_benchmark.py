@@ -22,7 +22,7 @@ from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, tabl
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 from tools.benchmarks.random_engine import PairSettings, parallel_context, random_engine
-from tools.benchmarks.synthetic_documents import ChatLengths, document_lengths, full_pack
+from tools.benchmarks.synthetic_documents import ChatLengths, document_lengths, for_teachers, full_pack
 
 KD, SFT, TEACHER = "KD step", "SFT step of the student", "teacher forward"
 GIB = 2**30
@@ -65,6 +65,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
 
 
 def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], object]:
+    batches = for_teachers(batches, len(engine.teachers))
     return lambda: train_step(engine, batches)
 
 

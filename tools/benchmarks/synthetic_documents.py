@@ -11,6 +11,7 @@ import torch
 
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.packing import pack_pieces
+from mkd.data.teacher_input import SharedTokens
 
 CHAT_SIGMA = 0.9  # standard deviation of the logarithm of a document's length
 
@@ -58,6 +59,11 @@ def packed_batches(documents: Sequence[np.ndarray], seq_length: int) -> list[Pac
         spans[-1] += seq_length - sum(spans)
         batches.append(collate([lay_out(members, spans)]))
     return batches
+
+
+def for_teachers(batches: Sequence[PackedBatch], num_teachers: int) -> list[PackedBatch]:
+    """Return the batches for teachers that read the student's tokens."""
+    return [replace(batch, teacher_inputs=(SharedTokens(),) * num_teachers) for batch in batches]
 
 
 def padded_batches(documents: Sequence[np.ndarray], batch_size: int) -> list[PackedBatch]:

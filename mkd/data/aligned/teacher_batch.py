@@ -1,4 +1,5 @@
-"""A micro-batch as a teacher with its own tokenizer reads it, and the chunks that tie its tokens to the student's."""
+"""A micro-batch in the tokens of a cross-tokenizer teacher, and the chunks that tie them to the student's
+tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
 from mkd.data.packing import as_row, cumulative, position_ids
+from mkd.data.teacher_input import ContextParallelCut, TokenRow
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 
 
 @dataclass(frozen=True)
 class PackChunks:
-    """The kept chunks of one pack, in the order of the text. A chunk's predictors are consecutive rows on both sides."""
+    """The kept chunks of one pack, in the order of the text. The rows that predict a chunk are consecutive on
+    both sides."""
 
     student_rows: np.ndarray  # [c] int64, row of the pack that predicts the first student token
     student_counts: np.ndarray  # [c] int64, student tokens
-    teacher_rows: np.ndarray  # [c] int64, likewise in the teacher's pack
-    teacher_counts: np.ndarray  # [c] int64
+    teacher_rows: np.ndarray  # [c] int64, row of the teacher's pack that predicts the first teacher token
+    teacher_counts: np.ndarray  # [c] int64, teacher tokens
     kinds: np.ndarray  # [c] int8
     support_counts: np.ndarray  # [c] int64, pairs of each chunk
     support_student: np.ndarray  # [p] int64, student ids
@@ -33,13 +36,15 @@ class PackChunks:
 
     @classmethod
     def empty(cls) -> PackChunks:
+        """Return the chunks of a pack that has none."""
         none = np.zeros(0, dtype=np.int64)
         return cls(none, none, none, none, none.astype(np.int8), none, none, none)
 
 
 @dataclass(frozen=True)
 class TeacherPack:
-    """One pack in a teacher's tokens: the documents of the student's pack in the same order, if the teacher has any of them."""
+    """One pack in a teacher's tokens: the documents of the student's pack in the same order, as far as there
+    is room."""
 
     tokens: np.ndarray  # [s'] int64
     labels: np.ndarray  # [s'] int64, the next token of the same document, 0 where there is none
@@ -47,12 +52,17 @@ class TeacherPack:
     spans: np.ndarray  # [documents] int64, tokens with padding; their sum is s'
     chunks: PackChunks
 
+    def collate(self, others: Sequence[TeacherPack], student_labels: np.ndarray) -> TeacherBatch:
+        """Join this pack and `others`, the following ones, into one micro-batch."""
+        return collate_teacher((self, *others), student_labels)
+
 
 @dataclass(frozen=True)
 class TeacherBatch:
-    """k packs as one THD row of k * s' teacher tokens, or the t' of them that one context-parallel rank holds.
+    """k packs as one THD row of k * s' teacher tokens, or the t' of them that one context-parallel rank
+    holds.
 
-    Documents and padding are as in PackedBatch; those of which the teacher has no token are missing.
+    Documents and padding are as in PackedBatch; documents without a teacher token are missing.
     """
 
     tokens: Tensor  # [1, t'] int64
@@ -60,32 +70,32 @@ class TeacherBatch:
     cu_seqlens: Tensor  # [documents + 1] int32, without padding
     cu_seqlens_padded: Tensor  # [documents + 1] int32, the last is k * s'
     max_seqlen: int  # largest span of a document, tokens
-    chunks: ChunkBatch  # those that this context-parallel rank owns
+    chunks: ChunkBatch  # the chunks that this context-parallel rank owns
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherBatch:
-        """The batch with `change` applied to every tensor."""
+        """Return the batch with `change` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **changed, chunks=self.chunks.map(change))
 
-    def context_parallel_shard(
-        self,
-        rank: int,
-        size: int,
-        student_cu_seqlens_padded: Tensor,  # [documents + 1] int32, of the student's row
-    ) -> TeacherBatch:
-        """The part of a whole row that `rank` of `size` holds, cut by the teacher's own spans, with the chunks it owns."""
-        own = context_parallel_rows(self.cu_seqlens_padded, rank, size)
-        sharded = {name: getattr(self, name)[:, own] for name in ("tokens", "position_ids")}
-        chunks = shard_chunks(self.chunks, rank, size, student_cu_seqlens_padded, self.cu_seqlens_padded)
+    def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherBatch:
+        """Cut a whole row by the teacher's own spans; return the part of the rank of `cut`, with the chunks
+        it owns."""
+        held = context_parallel_rows(self.cu_seqlens_padded, cut.rank, cut.size)
+        sharded = {name: getattr(self, name)[:, held] for name in ("tokens", "position_ids")}
+        chunks = shard_chunks(self.chunks, cut.rank, cut.size, cut.cu_seqlens_padded, self.cu_seqlens_padded)
         return replace(self, **sharded, chunks=chunks)
+
+    def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
+        """Return this row: the teacher reads its own tokens."""
+        return (self,)
 
 
 def collate_teacher(
     packs: Sequence[TeacherPack],
-    student_labels: np.ndarray,  # [k * s] int64, of the student's packs one after the other
+    student_labels: np.ndarray,  # [k * s] int64, labels of the student's packs one after the other
 ) -> TeacherBatch:
-    """The packs one after the other as one micro-batch."""
+    """Lay the packs one after the other as one micro-batch."""
     lengths = np.concatenate([pack.lengths for pack in packs])
     spans = np.concatenate([pack.spans for pack in packs])
     teacher_labels = np.concatenate([pack.labels for pack in packs])
@@ -102,7 +112,7 @@ def collate_teacher(
 def _collate_chunks(
     parts: Sequence[PackChunks], student_labels: np.ndarray, teacher_labels: np.ndarray
 ) -> ChunkBatch:
-    """The chunks of all packs, by kind and then in the order of the text."""
+    """Join the chunks of all packs, sorted by kind and then in the order of the text."""
     packs = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     joined = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])

@@ -15,6 +15,7 @@ from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
 from mkd.data.packing import Pieces, padded_lengths
+from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from mkd.xtoken.vocabulary.spelling import Spellings
@@ -50,6 +51,19 @@ class StudentPack:
     starts: np.ndarray  # [documents] int64, first row of each
     labels: np.ndarray  # [s] int64
     loss_mask: np.ndarray  # [s] float32
+
+
+@dataclass(frozen=True)
+class SharedSide:
+    """The packs of a corpus for a teacher that reads the student's tokens."""
+
+    seq_length: int  # tokens of a pack
+
+    def pack(self, student: StudentPack) -> SharedTokens:
+        return SharedTokens()
+
+    def empty_pack(self) -> SharedTokens:
+        return SharedTokens()
 
 
 class TeacherSide:

@@ -1,9 +1,10 @@
-"""A teacher's top-k log-probabilities on disk: what an export writes once and any number of runs train from.
+"""A teacher's top-k log-probabilities on disk: an export writes them once, any number of runs train from
+them.
 
-A cache is a folder: `meta.json`, and for each data set (`train`, `valid`) shards `train-00000.parquet`, ... of
-`samples_per_shard` packs. A row of a shard is one pack, found by its number, so that neither data order nor layout matter.
-Rows are grouped so that reading one reads little else. Every row has a digest of the pack that the teacher saw: data that
-has changed since is refused, pack by pack.
+A cache is a folder: `meta.json`, and for each data set (`train`, `valid`) shards `train-00000.parquet`, ...
+of `samples_per_shard` packs. A row of a shard is one pack, found by its number, so that neither data order
+nor layout matter. Rows are grouped in small groups, so that reading one row reads little else. Every row has
+a digest of the pack that the teacher saw: packs that have changed since are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,9 @@ from mkd.errors import DataError
 
 FORMAT_VERSION = 2  # pages with checksums
 META_FILE = "meta.json"
-GROUP_BYTES = 1 << 20  # of packs that are read together: small, because shuffled packs are read one by one
+GROUP_BYTES = (
+    1 << 20
+)  # size of the packs that are read together: small, because shuffled packs are read one by one
 OPEN_FILES = 64
 CACHED_GROUPS = 8
 DTYPES = {"float16": np.float16, "float32": np.float32}
@@ -36,13 +39,13 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 @dataclass(frozen=True)
 class TopKMeta:
-    """What a cache holds, and all that must be the same in a run that trains from it."""
+    """The description of a cache: its contents, and the settings that a run must share to train from it."""
 
     k: int
     temperature: float
     logprob_dtype: str  # float16 or float32
-    vocab_size: int  # the ids that the log-probabilities are normalised over
-    teacher: str  # where its weights were, for people
+    vocab_size: int  # number of ids that the log-probabilities are normalised over
+    teacher: str  # place of its weights, for people
     weights_fingerprint: str  # SHA-256 over config and weights
     vocabulary_fingerprint: str  # `Tokenizer.vocabulary_fingerprint`
     data: dict  # the settings that decide which tokens make a pack
@@ -52,7 +55,7 @@ class TopKMeta:
 
     @classmethod
     def read(cls, folder: Path) -> TopKMeta:
-        """Raises DataError when there is no readable cache."""
+        """Return the description in `folder`. Raises DataError if there is no readable cache."""
         path = folder / META_FILE
         if not path.is_file():
             raise DataError(
@@ -79,7 +82,7 @@ class TopKMeta:
             ) from error
 
     def write(self, folder: Path) -> None:
-        """Written whole or not at all."""
+        """Write the description, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / (META_FILE + ".partial")
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -100,13 +103,13 @@ class TopKMeta:
 
     @property
     def samples_per_group(self) -> int:
-        """Packs of a row group, from the most that a pack can take."""
+        """Packs of a row group, from the largest size that a pack can have."""
         row_bytes = self.k * (4 + np.dtype(DTYPES[self.logprob_dtype]).itemsize) + 12
         return max(1, GROUP_BYTES // (row_bytes * self.data["seq_length"]))
 
 
 def pack_digest(pack: Pack) -> bytes:
-    """16 bytes that tell whether a teacher saw this very pack: its tokens, labels, loss mask and document borders."""
+    """Return 16 bytes that identify a pack: a digest of tokens, labels, loss mask and document borders."""
     digest = hashlib.blake2b(digest_size=16)
     for array in (pack.tokens, pack.labels, pack.loss_mask, pack.lengths, pack.spans):
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -114,7 +117,8 @@ def pack_digest(pack: Pack) -> bytes:
 
 
 class ShardWriter:
-    """Writes the packs of one shard, in ascending order; the file has its name once the block has ended well."""
+    """Writes the packs of one shard, in ascending order; the file gets its name when the `with` block ends
+    without error."""
 
     def __init__(self, path: Path, meta: TopKMeta):
         pa, self._pq = load_pyarrow()
@@ -217,7 +221,8 @@ class TopKPart:
         return TopKPart, (self._folder, self._part, self.meta)
 
     def rows(self, sample_id: int, digest: bytes) -> TeacherRows:
-        """The teacher's rows of pack `sample_id`. Raises DataError if the teacher saw another pack, or for a damaged file."""
+        """Return the teacher's rows of pack `sample_id`. Raises DataError if the teacher saw another pack, or
+        for a damaged file."""
         shard, place = divmod(sample_id, self.meta.samples_per_shard)
         group, place = divmod(place, self.meta.samples_per_group)
         table = self._group(shard, group)
@@ -254,7 +259,7 @@ class TopKPart:
             raise _damaged(path, str(error)) from error
 
     def _read_group(self, shard: int, group: int):
-        """A table of packs."""
+        """Return a table of packs."""
         pa, _ = load_pyarrow()
         try:
             return self._file(shard).read_row_group(group, use_threads=False).combine_chunks()
@@ -266,7 +271,8 @@ class TaughtDataset:
     """A data set whose packs carry the teacher's rows."""
 
     def __init__(self, dataset: BlendedDataset, part: TopKPart):
-        """Raises DataError if the cache was not made from this data set; first, middle and last pack stand for all."""
+        """Raises DataError if the cache was not made from this data set; the first, middle and last pack are
+        compared."""
         self._dataset, self._part = dataset, part
         self.num_documents = dataset.num_documents
         exported = part.meta.parts[part._part]
@@ -285,18 +291,20 @@ class TaughtDataset:
 
     def __getitem__(self, index: int) -> Pack:
         pack = self._dataset[index]
-        return pack.with_teacher(self._part.rows(index, pack_digest(pack)))
+        rows = self._part.rows(index, pack_digest(pack))
+        assert len(rows.ids) == np.count_nonzero(pack.loss_mask)
+        return replace(pack, teacher_inputs=(rows,))
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         return self._dataset.documents_of(index)
 
     def empty_pack(self) -> Pack:
-        return self._dataset.empty_pack().with_teacher(
-            TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
-        )
+        rows = TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
+        return replace(self._dataset.empty_pack(), teacher_inputs=(rows,))
 
     @property
-    def teacher_seq_lengths(self) -> tuple[int | None, ...]:
+    def teacher_seq_lengths(self) -> tuple[int, ...]:
+        """Nothing: a stored teacher does not run."""
         return self._dataset.teacher_seq_lengths
 
     @property
@@ -320,7 +328,7 @@ class TaughtDataset:
 
 
 def load_pyarrow() -> tuple[ModuleType, ModuleType]:
-    """(pyarrow, pyarrow.parquet); an optional dependency. Raises DataError where it is missing."""
+    """Return (pyarrow, pyarrow.parquet), an optional dependency. Raises DataError if it is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -334,7 +342,7 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
 
 
 def _values(column, place: int) -> np.ndarray:
-    """The numbers of one pack in a column of lists, a copy."""
+    """Return a copy of the numbers of one pack in a column of lists."""
     return np.array(column[place].values.to_numpy(zero_copy_only=False))
 
 

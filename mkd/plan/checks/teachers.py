@@ -156,20 +156,9 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
-    elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
+    elif kd.kd_fp32_logits and stored:
         yield no_effect(
             "kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it"
-        )
-    if stored and not kd.kd_fused_head:
-        yield no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
-    elif not kd.kd_fused_head and (
-        len(config.teachers) > 1 or any(teacher.xtoken for teacher in config.teachers)
-    ):
-        yield UsageError(
-            "no-kd-fused-head needs one teacher, with the student's tokenizer",
-            "several teachers, and chunks of another tokenizer, are compared by the fused head only",
-            "remove --no-kd-fused-head",
-            code="unfused-head-unsupported",
         )
 
 

@@ -1,62 +1,90 @@
-"""The loss of one micro-batch whose teacher is stored: only the student's head runs, on the rows that have loss."""
+"""A stored teacher: only the student's head runs, on the rows that have loss."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
-from mkd.losses import KDOutput, vocab_parallel_topk_kd
+from mkd.losses import vocab_parallel_topk_kd
 from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
-from mkd.train.teachers.teacher_loss import TeacherLoss
+from mkd.train.sums import TermSums
+from mkd.train.teachers.base import LossInput
 
 
-def topk_loss(
-    teacher: TeacherLoss,  # its temperature is that of the stored log-probabilities
-    kd_ratio: float,  # share of the divergence, 0 to 1
-    student: LanguageModel,
-    batch: PackedBatch,  # with `teacher`
-    hidden: Tensor,  # [t(/tp with sequence parallelism), 1, h], final
-    tp_group: dist.ProcessGroup,
-    with_ce_metric: bool,
-) -> KDOutput:
-    """Sums over the loss tokens of the micro-batch, fp32 scalars in nats; `loss` has the graph.
+@dataclass(frozen=True)
+class Stored:
+    """A teacher whose top-k log-probabilities were exported before; it is always the only teacher."""
 
-    Collectives over `tp_group`, those of `vocab_parallel_topk_kd`.
-    """
-    rows, stored = batch.loss_rows, batch.teacher
-    labels = batch.labels[0, rows]
-    return vocab_parallel_topk_kd(
-        loss_row_logits(student, hidden, rows),
-        stored.ids,
-        stored.logprobs,
-        labels,
-        batch.loss_mask[0, rows],
-        tp_group=tp_group,
-        student_vocab_size=student.shape.vocab_size,
-        teacher_vocab_size=stored.vocab_size,
-        kd_ratio=kd_ratio,
-        temperature=teacher.divergence["temperature"],
-        temperature_scaling=teacher.divergence["temperature_scaling"],
-        with_ce_metric=with_ce_metric,
-        teacher_metrics=stored.metrics,
-        overwrite_student_logits=True,
-    )
+    name: str
+    share: float
+    index: int  # number of its part in a batch
+    divergence: Mapping[str, Any]  # the temperature is that of the stored log-probabilities
+    factor: float = 1.0
+    kd_ratio: float = 1.0  # share of the divergence in the loss; the cross entropy has the rest
+    with_ce_metric: bool = False
+
+    can_take_cross_entropy: ClassVar[bool] = True
+
+    def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> Stored:
+        return replace(self, factor=1.0, kd_ratio=kd_ratio, with_ce_metric=with_ce_metric)
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        return batch.num_loss_tokens
+
+    def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
+        """See `Term.loss`. Autograd multiplies by `scale`. Collectives over TP: those of
+        `vocab_parallel_topk_kd`."""
+        student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
+        stored = batch.teacher_inputs[self.index]
+        output = vocab_parallel_topk_kd(
+            loss_row_logits(student, given.output.hidden, rows),
+            stored.ids,
+            stored.logprobs,
+            batch.labels[0, rows],
+            batch.loss_mask[0, rows],
+            tp_group=given.context.tp_group,
+            student_vocab_size=student.shape.vocab_size,
+            teacher_vocab_size=stored.vocab_size,
+            kd_ratio=self.kd_ratio,
+            temperature=self.divergence["temperature"],
+            temperature_scaling=self.divergence["temperature_scaling"],
+            with_ce_metric=self.with_ce_metric,
+            teacher_metrics=stored.metrics,
+            overwrite_student_logits=True,
+        )
+        count = given.num_loss_tokens
+        return output.loss, TermSums(
+            student_ce=output.ce,
+            kd=output.kd,
+            weight=count,
+            rows=count,
+            ce=output.teacher_ce,
+            entropy=output.teacher_entropy,
+            tokens=count,
+            top1_agreement=output.top1_agreement,
+            compared=count,
+        )
 
 
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Logits [n, v/tp] of the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 where no gradient is asked for.
+    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 under
+    no_grad.
 
-    Rows without loss skip the head, but in training with sequence parallelism: there the head gathers the rows of all ranks.
+    Rows without loss skip the head, except in training with sequence parallelism: there the head gathers the
+    rows of all ranks.
     """
     if not torch.is_grad_enabled():
         states = whole_sequence(
             hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel
         ).index_select(0, rows)
-        return model.use_head(lambda weight: head_logits(states, weight, compute_dtype(states)))
+        return head_logits(states, model.head_weight(), compute_dtype(states))
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)
     return model.logits(hidden.index_select(0, rows)).squeeze(1)

@@ -8,6 +8,7 @@ import torch
 
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges
 from mkd.data.batch import collate
+from mkd.data.teacher_input import SharedTokens
 from mkd.parallel.zigzag import context_parallel_rows
 from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 
@@ -16,7 +17,7 @@ from tests.data.pairs import TEACHER, open_pair, relation, teacher_text, texts
 def batch(write_jsonl, tmp_path):
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts()))
     text = teacher_text(TEACHER, spellings=relation(TEACHER).spellings)
-    dataset, _ = open_pair(path, tmp_path, None, text, document_multiple=8)
+    dataset, _ = open_pair(path, tmp_path, SharedTokens(), text, document_multiple=8)
     return collate([dataset[0], dataset[3], dataset.empty_pack()])
 
 
@@ -48,10 +49,10 @@ def exchanged(sides, held):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_chunks(batch, size):
-    whole = batch.teachers[1].chunks
+    whole = batch.teacher_inputs[1].chunks
     shards = [batch.context_parallel_shard(rank, size) for rank in range(size)]
-    parts = [shard.teachers[1].chunks for shard in shards]
-    borders = {"student": batch.cu_seqlens_padded, "teacher": batch.teachers[1].cu_seqlens_padded}
+    parts = [shard.teacher_inputs[1].chunks for shard in shards]
+    borders = {"student": batch.cu_seqlens_padded, "teacher": batch.teacher_inputs[1].cu_seqlens_padded}
     rows = {}
     for name, cu_seqlens in borders.items():
         held = [context_parallel_rows(cu_seqlens, rank, size) for rank in range(size)]
@@ -75,17 +76,21 @@ def test_ranks_share_the_chunks(batch, size):
         assert (np.diff(part.kinds) >= 0).all()
         own = context_parallel_rows(borders["teacher"], rank, size)
         for name in ("tokens", "position_ids"):
-            assert torch.equal(getattr(shard.teachers[1], name), getattr(batch.teachers[1], name)[:, own])
+            assert torch.equal(
+                getattr(shard.teacher_inputs[1], name), getattr(batch.teacher_inputs[1], name)[:, own]
+            )
         assert (
-            shard.teachers[1].cu_seqlens_padded is batch.teachers[1].cu_seqlens_padded
-            and shard.teachers[0] is None
+            shard.teacher_inputs[1].cu_seqlens_padded is batch.teacher_inputs[1].cu_seqlens_padded
+            and shard.teacher_inputs[0] == SharedTokens()
         )
 
 
 def test_a_rank_without_chunks_takes_part(write_jsonl, tmp_path):
     path = write_jsonl("texts.jsonl", {"text": "ab"})
     dataset, _ = open_pair(path, tmp_path, teacher_text(), document_multiple=4)
-    parts = [collate([dataset[0]]).context_parallel_shard(rank, 2).teachers[0].chunks for rank in range(2)]
+    parts = [
+        collate([dataset[0]]).context_parallel_shard(rank, 2).teacher_inputs[0].chunks for rank in range(2)
+    ]
     assert (
         sorted(len(part.kinds) for part in parts) == [0, parts[0].num_chunks]
         and parts[0].num_chunks == parts[1].num_chunks

@@ -63,7 +63,7 @@ def test_pickled_supports_give_the_same():
 def test_supports_of_real_vocabularies_spell_the_same_bytes(write_jsonl, tmp_path, teacher):
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts()))
     dataset, _ = open_pair(path, tmp_path, teacher_text(teacher, spellings=relation(teacher).spellings))
-    chunks = collate([dataset[i] for i in range(len(dataset))]).teachers[0].chunks
+    chunks = collate([dataset[i] for i in range(len(dataset))]).teacher_inputs[0].chunks
     seen = set()
     for i in np.flatnonzero(chunks.kinds != ONE_TO_ONE).tolist():
         pairs = slice(*chunks.support_offsets[i : i + 2])

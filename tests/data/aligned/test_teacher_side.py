@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mkd.data.batch import collate
+from mkd.data.teacher_input import SharedTokens
 from mkd.xtoken.align.align_text import align
 from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, relation, teacher_text, texts
 from tests.xtoken.small_tokenizers import sentence_piece
@@ -26,7 +27,7 @@ def found_chunks(dataset, number=0):
     found = []
     for index in range(len(dataset)):
         pack = dataset[index]
-        part, sides = pack.teachers[number], []
+        part, sides = pack.teacher_inputs[number], []
         chunks = part.chunks
         for rows, counts, own in (
             (chunks.student_rows, chunks.student_counts, pack),
@@ -106,7 +107,7 @@ def test_chunks_are_those_of_a_walk_over_the_documents(path, tmp_path, teacher, 
 def test_identical_tokenizers_have_the_same_tokens_and_a_chunk_for_every_loss_token(path, tmp_path, options):
     dataset, _ = open_pair(path, tmp_path, teacher_text(STUDENT, seq_length=64), **options)
     batch = collate([dataset[i] for i in range(len(dataset))])
-    teacher, chunks = batch.teachers[0], batch.teachers[0].chunks
+    teacher, chunks = batch.teacher_inputs[0], batch.teacher_inputs[0].chunks
     for name in ("tokens", "position_ids", "cu_seqlens", "cu_seqlens_padded"):
         assert getattr(batch, name).tolist() == getattr(teacher, name).tolist(), name
     assert chunks.student.rows.tolist() == chunks.teacher.rows.tolist() == batch.loss_rows.tolist()
@@ -142,7 +143,7 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
     assert free.teacher_seq_lengths[0] > cut.teacher_seq_lengths[0] == 64 and len(free) == len(cut)
     num_cut = 0
     for index in range(len(free)):
-        whole, part = free[index].teachers[0], cut[index].teachers[0]
+        whole, part = free[index].teacher_inputs[0], cut[index].teacher_inputs[0]
         assert (
             part.spans.sum() == 64
             and (part.spans % multiple == 0).all()
@@ -168,7 +169,7 @@ def test_exact_matches_only(path, tmp_path):
     exact = replace(every, twins=related.twins(), exact_only=True)
     dataset, _ = open_pair(path, tmp_path, every, exact)
     batch = collate([dataset[0], dataset[1]])
-    whole, filtered = (part.chunks for part in batch.teachers)
+    whole, filtered = (part.chunks for part in batch.teacher_inputs)
     single = np.flatnonzero(whole.kinds == 0)
     twins = related.twins()[whole.student.labels.numpy()[single]] == whole.teacher.labels.numpy()[single]
     assert 0 < filtered.num_chunks == twins.sum() < whole.num_chunks
@@ -182,7 +183,7 @@ def test_text_decides_where_pairs_do_not(path, tmp_path):
     every = teacher_text(twins=related.twins(), spellings=related.spellings)
     moved = replace(every, twins=np.roll(every.twins, 1))
     dataset, _ = open_pair(path, tmp_path, every, moved)
-    plain, by_text = (part.chunks for part in collate([dataset[0], dataset[1]]).teachers)
+    plain, by_text = (part.chunks for part in collate([dataset[0], dataset[1]]).teacher_inputs)
     before, after = (Counter(part.kinds.tolist()) for part in (plain, by_text))
     assert before[0] > 50 and after[0] < before[0] / 2
     assert after[0] + after[3] == before[0] + before[3] and (after[1], after[2]) == (before[1], before[2])
@@ -198,14 +199,18 @@ def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path
     ids = np.array(STUDENT.encode(text))
     store = make_store([ids], [[0] * (len(ids) - 3) + [1] * 3])
     dataset, _ = open_pair(store.prefix, tmp_path, teacher_text(), seq_length=len(ids) - 20)
-    chunks = dataset[0].teachers[0].chunks
+    chunks = dataset[0].teacher_inputs[0].chunks
     assert len(dataset) == 1 and chunks.student_counts.sum() == 3 and chunks.teacher_rows[0] > 10
 
 
 def test_pickled_data_sets_have_the_same_packs(path, tmp_path):
-    dataset, _ = open_pair(path, tmp_path, None, teacher_text(spellings=relation(TEACHER).spellings))
+    dataset, _ = open_pair(
+        path, tmp_path, SharedTokens(), teacher_text(spellings=relation(TEACHER).spellings)
+    )
     copy = pickle.loads(pickle.dumps(dataset))
     for own, other in zip(
-        dataset[1].teachers[1].__dict__.values(), copy[1].teachers[1].__dict__.values(), strict=True
+        dataset[1].teacher_inputs[1].__dict__.values(),
+        copy[1].teacher_inputs[1].__dict__.values(),
+        strict=True,
     ):
         assert pickle.dumps(own) == pickle.dumps(other)

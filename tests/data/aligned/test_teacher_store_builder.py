@@ -10,6 +10,7 @@ from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError
 from tests.data.pairs import COARSE, STUDENT, TEACHER, chat_tokenizer, open_pair, teacher_text, texts
 
@@ -75,7 +76,7 @@ def test_tokenised_conversations_are_refused(write_jsonl, tmp_path):
     student, prefix = chat_tokenizer(300), str(tmp_path / "chat")
     build_store([write_jsonl("chat.jsonl", chat, {"text": "the fox"})], prefix, student, True)
     same = dict(tokenizer=student, vocab_size=student.vocab_size)
-    assert len(open_pair(prefix, tmp_path, None, **same)[0])
+    assert len(open_pair(prefix, tmp_path, SharedTokens(), **same)[0])
     with pytest.raises(DataError, match="(?s)is a tokenised corpus of conversations.*do:  name the raw file"):
         open_pair(prefix, tmp_path, teacher_text(), **same)
 

@@ -74,17 +74,18 @@ def test_random_access_gives_what_was_written(dataset, cache):
         ids, logprobs, metrics = teacher(dataset[sample], 5)
         for pack in (taught[sample], again[sample]):
             assert np.array_equal(pack.tokens, dataset[sample].tokens)
-            assert np.array_equal(pack.teacher.ids, ids)
-            assert np.allclose(pack.teacher.logprobs, logprobs, rtol=1e-6, atol=1e-6)
-            assert np.array_equal(pack.teacher.metrics, metrics)
-            assert pack.teacher.vocab_size == VOCAB
+            assert np.array_equal(pack.teacher_inputs[0].ids, ids)
+            assert np.allclose(pack.teacher_inputs[0].logprobs, logprobs, rtol=1e-6, atol=1e-6)
+            assert np.array_equal(pack.teacher_inputs[0].metrics, metrics)
+            assert pack.teacher_inputs[0].vocab_size == VOCAB
     assert (taught.describe(), taught.num_documents) == (dataset.describe(), dataset.num_documents)
     assert np.array_equal(taught.sample_order(3, True)(0, 50), dataset.sample_order(3, True)(0, 50))
 
 
 @pytest.mark.parametrize("k", [1, 5, VOCAB])
 def test_half_precision_keeps_the_mass(dataset, cache, k):
-    """Rounding moves single log-probabilities by up to 2^-11 of their size, but not what all other ids have together."""
+    """Rounding moves single log-probabilities by up to 2^-11 of their size, but not what all other ids have
+    together."""
     part = write(cache, dataset, describe(len(dataset), logprob_dtype="float16", k=k))
     for pack in (dataset[sample] for sample in range(len(dataset))):
         _, logprobs, _ = teacher(pack, k)
@@ -103,18 +104,21 @@ def test_a_micro_batch_carries_the_rows_of_its_loss_positions(dataset, cache):
     taught = TaughtDataset(dataset, write(cache, dataset, describe(len(dataset))))
     packs = [taught[3], taught.empty_pack(), taught[8]]
     batch = collate(packs)
-    assert torch.equal(batch.teacher.ids, torch.cat([packs[0].teacher.ids, packs[2].teacher.ids]))
-    assert len(batch.teacher.logprobs) == len(batch.loss_rows) == batch.num_loss_tokens
-    assert batch.to("cpu").teacher.metrics.shape == (len(batch.loss_rows), 2)
-    assert collate([taught.empty_pack()] * 2).teacher.ids.shape == (0, 5)
-    assert collate([dataset[3]]).teacher is None
-    by_position = dict(zip(batch.loss_rows.tolist(), batch.teacher.ids.tolist(), strict=True))
+    assert torch.equal(
+        batch.teacher_inputs[0].ids,
+        torch.cat([packs[0].teacher_inputs[0].ids, packs[2].teacher_inputs[0].ids]),
+    )
+    assert len(batch.teacher_inputs[0].logprobs) == len(batch.loss_rows) == batch.num_loss_tokens
+    assert batch.to("cpu").teacher_inputs[0].metrics.shape == (len(batch.loss_rows), 2)
+    assert collate([taught.empty_pack()] * 2).teacher_inputs[0].ids.shape == (0, 5)
+    assert collate([dataset[3]]).teacher_inputs == ()
+    by_position = dict(zip(batch.loss_rows.tolist(), batch.teacher_inputs[0].ids.tolist(), strict=True))
     seen = []
     for rank in range(2):
         shard = batch.context_parallel_shard(rank, 2)
         positions = context_parallel_rows(batch.cu_seqlens_padded, rank, 2)[shard.loss_rows].tolist()
-        assert [by_position[position] for position in positions] == shard.teacher.ids.tolist()
-        assert len(shard.teacher.logprobs) == len(shard.teacher.metrics) == len(positions)
+        assert [by_position[position] for position in positions] == shard.teacher_inputs[0].ids.tolist()
+        assert len(shard.teacher_inputs[0].logprobs) == len(shard.teacher_inputs[0].metrics) == len(positions)
         seen += positions
     assert sorted(seen) == sorted(by_position)
 

@@ -160,8 +160,6 @@ def test_an_average_needs_the_same_tokens(problem):
         ("xtoken: {relaxed_map: true}", (), "teachers[0].xtoken.relaxed_map True"),
         ("xtoken: {loss: uld, projection: p}", (), "teachers[0].xtoken.projection p"),
         ("", ("--kd-fp32-logits",), "kd-fp32-logits"),
-        ("", ("--kd-fp32-logits", "--bf16", "--no-kd-fused-head"), "kd-fp32-logits"),
-        ("topk: c", ("--no-kd-fused-head",), "no-kd-fused-head"),
         ("topk: c", ("--kd-fp32-logits", "--bf16"), "kd-fp32-logits"),
     ],
 )
@@ -184,11 +182,6 @@ def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
 )
 def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
     assert problems(teachers, *flags) == []
-
-
-@pytest.mark.parametrize("teachers", ["[{hf: t, xtoken: {}}]", TWO])
-def test_chunks_and_several_teachers_need_the_fused_head(problem, teachers):
-    assert problem(teachers, "--no-kd-fused-head").code == "unfused-head-unsupported"
 
 
 @pytest.mark.parametrize(

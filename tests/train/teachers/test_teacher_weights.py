@@ -1,4 +1,5 @@
-"""Weights of teachers in a pack where one has tokens of its own; test_objective.py has those that read the student's."""
+"""Weights of teachers in a pack if one has another tokenizer; test_objective.py covers teachers with the
+student's."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ def files(tmp_path_factory):
 
 
 def record_weights(flags, files, name):
-    """Of each micro-batch: values of its `Recorded`, chunks, weights [2, 1]; before that the heads in the order of the ids.
+    """Return values of each micro-batch's `Recorded`, its chunks and weights [2, 1], and the heads in the
+    order of the ids.
 
-    The first pack has no chunk, so that the teacher with its own tokens is compared on nothing there.
+    The first pack has no chunk, so that the cross-tokenizer teacher is compared on nothing there.
     """
     from safetensors.torch import load_file
 
@@ -40,16 +42,17 @@ def record_weights(flags, files, name):
     (cross,) = (
         shard["model.embed_tokens.weight"] for shard in shards if "model.embed_tokens.weight" in shard
     )
-    return recorded, [batch.teachers[0].chunks for batch in batches], weights, (cross, heads[2])
+    return recorded, [batch.teacher_inputs[0].chunks for batch in batches], weights, (cross, heads[2])
 
 
 def without_chunks(batch):
     from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack, collate_teacher
 
-    own = batch.teachers[0]
+    own = batch.teacher_inputs[0]
     spans = own.cu_seqlens.diff().numpy(), own.cu_seqlens_padded.diff().numpy()
     pack = TeacherPack(own.tokens[0].numpy(), own.tokens[0].numpy(), *spans, PackChunks.empty())
-    return replace(batch, teachers=(collate_teacher([pack], batch.labels[0].numpy()), None))
+    part = collate_teacher([pack], batch.labels[0].numpy())
+    return replace(batch, teacher_inputs=(part, *batch.teacher_inputs[1:]))
 
 
 def metric_of(name, logits, labels):

@@ -1,0 +1,73 @@
+"""The part of a batch that belongs to one teacher: the student's own tokens, tokens of its own, or stored
+predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class TokenRow(Protocol):
+    """A row of packed documents that the layers of a model read."""
+
+    tokens: Tensor  # [1, t] int64
+    position_ids: Tensor  # [1, t] int64, from 0 in every document
+    cu_seqlens: Tensor  # [documents + 1] int32, without padding
+    cu_seqlens_padded: Tensor  # [documents + 1] int32
+    max_seqlen: int  # largest span of a document, tokens
+
+
+@dataclass(frozen=True)
+class ContextParallelCut:
+    """How a row of the student's tokens is cut for one context-parallel rank."""
+
+    rank: int
+    size: int
+    cu_seqlens_padded: Tensor  # [documents + 1] int32, of the student's whole row
+    loss_places: (
+        Tensor  # [n] int64, the loss rows of the whole row that this rank holds, counted among loss rows
+    )
+
+
+class TeacherInput(Protocol):
+    """One teacher's part of a micro-batch."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TeacherInput:
+        """Return the part with `change` applied to every tensor."""
+
+    def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherInput:
+        """Return what the rank of `cut` holds."""
+
+    def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
+        """Return the row that the teacher's layers read, given the student's; () if none run."""
+
+
+class PackPart(Protocol):
+    """One teacher's part of a pack."""
+
+    def collate(self, others: Sequence[PackPart], student_labels) -> TeacherInput:
+        """Join this part and `others`, those of the following packs, into the part of a micro-batch.
+
+        `student_labels`: labels of the student's packs one after the other, int64 [k * s].
+        """
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """The part of a teacher that reads the student's tokens: there is nothing to add, in a pack as in a
+    micro-batch."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SharedTokens:
+        return self
+
+    def context_parallel_shard(self, cut: ContextParallelCut) -> SharedTokens:
+        return self
+
+    def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
+        return (student,)
+
+    def collate(self, others: Sequence[SharedTokens], student_labels) -> SharedTokens:
+        return self

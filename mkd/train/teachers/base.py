@@ -1,0 +1,111 @@
+"""What a teacher is: one term of the loss. `loss` compares the student with it on one micro-batch of the last
+stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.config.schema import KDConfig, TeacherConfig
+from mkd.data.batch import PackedBatch
+from mkd.losses.scores import TokenScores
+from mkd.models.stage import DistillationStage, StageOutput
+from mkd.parallel.context import ParallelContext
+from mkd.train.sums import TermSums
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """One micro-batch on the last stage, as every term of the loss reads it."""
+
+    stage: DistillationStage  # the models, whose LM heads the terms use
+    output: StageOutput  # final hidden states
+    batch: PackedBatch
+    context: ParallelContext
+    fp32_logits: bool
+    pack_weights: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # teacher -> [k] fp32, its weight in each pack
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.batch.sample_ids)
+
+    @property
+    def num_loss_tokens(self) -> Tensor:
+        """Loss tokens that this rank holds, int64 []."""
+        return self.batch.loss_mask.count_nonzero()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a row; None if no row is cut."""
+        return self.context.groups.cp if self.context.cp_size > 1 else None
+
+
+class Term(Protocol):
+    """One addend of the loss: `factor` times the mean of a loss over its rows."""
+
+    name: str
+    factor: float
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        """Return the number of rows of a micro-batch that the loss is a sum over, on all context-parallel
+        ranks together."""
+
+    def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
+        """Return the loss, a sum over rows that carries the graph, and the sums to report.
+
+        `scale` (0-dim) is the number that the caller multiplies the loss by before backward.
+        """
+
+
+class Teacher(Term, Protocol):
+    """A term that compares the student with a teacher."""
+
+    share: float  # of all teachers' weights; the shares add up to 1
+    can_take_cross_entropy: bool  # whether it is an `OnePassTeacher`
+
+
+class OnePassTeacher(Teacher, Protocol):
+    """A teacher whose pass over the student's head can make the cross entropy, too."""
+
+    def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> Teacher:
+        """Return the teacher as the only term of the loss: (1 - kd_ratio) * CE + kd_ratio * KD.
+
+        `with_ce_metric`: report the cross entropy even if kd_ratio is 1 and the loss does without it.
+        """
+
+
+class ScoringTeacher(Teacher, Protocol):
+    """A teacher whose layers run: several of them can be weighted by their own predictions."""
+
+    def pack_scores(self, given: LossInput) -> PackScores:
+        """Return the teacher's own predictions of the text that it is compared on."""
+
+
+@dataclass(frozen=True)
+class PackScores:
+    """A teacher's predictions of its tokens, on this context-parallel rank."""
+
+    scores: TokenScores  # of n tokens
+    packs: Tensor  # [n] int64, number of the pack that each token is in
+    covered: Tensor  # [k] fp32, student tokens of the same text in each pack
+
+
+def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
+    """Return the keyword arguments of the losses: the teacher's own settings, or else those of `kd`."""
+
+    def own_or_common(own: Any, common: Any) -> Any:
+        return common if own is None else own
+
+    return dict(
+        temperature=own_or_common(teacher.temperature, kd.kd_temperature),
+        temperature_scaling=kd.kd_temperature_scaling,
+        divergence=own_or_common(teacher.divergence, kd.kd_divergence),
+        jsd_beta=own_or_common(teacher.jsd_beta, kd.kd_jsd_beta),
+        mixed_kl_weight=own_or_common(teacher.mixed_kl_weight, kd.kd_mixed_kl_weight),
+    )

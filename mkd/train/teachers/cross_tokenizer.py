@@ -1,0 +1,92 @@
+"""A teacher with another tokenizer, compared on aligned chunks of text (docs/cross-tokenizer.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from mkd.data.batch import PackedBatch
+from mkd.losses.scores import token_scores
+from mkd.parallel.exchange import exchange_rows
+from mkd.train.sums import TermSums
+from mkd.train.teachers.base import LossInput, PackScores
+from mkd.xtoken.fused import fused_chunk_kd
+from mkd.xtoken.loss_settings import ChunkLossSettings
+from mkd.xtoken.segments import sum_by
+from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
+
+
+@dataclass(frozen=True)
+class CrossTokenizer:
+    """A teacher that reads the same text in tokens of its own."""
+
+    name: str
+    share: float
+    index: int  # number of its model in the stage
+    settings: ChunkLossSettings
+    vocabulary: (
+        ChunkVocabulary | None
+    )  # its vocabulary beside the student's; None on ranks without the last stage
+    factor: float = 1.0
+
+    can_take_cross_entropy: ClassVar[bool] = False
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        return batch.teacher_inputs[self.index].chunks.num_chunks
+
+    def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
+        student, teacher = given.stage.student, given.stage.teachers[self.index]
+        chunks, pack_weights = given.batch.teacher_inputs[self.index].chunks, given.pack_weights[self.name]
+        chunks = replace(chunks, weights=chunks.weights * pack_weights[chunks.packs])
+        output = fused_chunk_kd(
+            given.output.hidden.squeeze(1),
+            student.head_weight(),
+            given.output.teacher_hiddens[self.index].squeeze(1),
+            teacher.head_weight(),
+            chunks,
+            vocabulary=self.vocabulary,
+            settings=self.settings,
+            tp_group=given.context.tp_group,
+            cp_group=given.cp_group,
+            loss_gradient=scale,
+            sequence_parallel=student.config.sequence_parallel,
+            fp32_logits=given.fp32_logits,
+        )
+        return output.loss, TermSums(
+            kd=output.kd,
+            weight=chunks.weights.sum(),
+            rows=len(chunks.kinds),
+            ce=output.teacher_ce,
+            entropy=output.teacher_entropy,
+            tokens=output.num_teacher_tokens,
+            top1_agreement=output.top1_agreement,
+            compared=output.num_one_to_one,
+        )
+
+    def pack_scores(self, given: LossInput) -> PackScores:
+        model, chunks = given.stage.teachers[self.index], given.batch.teacher_inputs[self.index].chunks
+        side, exchange = chunks.teacher, chunks.teacher.exchange
+
+        def with_rows_of_other_ranks(hidden: Tensor) -> Tensor:
+            if exchange is None:
+                return hidden
+            counts = exchange.send_counts, exchange.receive_counts
+            return exchange_rows(hidden, exchange.send_rows, *counts, given.cp_group)
+
+        scores = token_scores(
+            given.output.teacher_hiddens[self.index].squeeze(1),
+            model.head_weight(),
+            side.rows,
+            self.vocabulary.teacher_places[side.labels],
+            tp_group=given.context.tp_group,
+            real=self.vocabulary.teacher_real[self.vocabulary.rank],
+            sequence_parallel=model.config.sequence_parallel,
+            exchange=with_rows_of_other_ranks,
+        )
+        return PackScores(
+            scores,
+            packs=chunks.packs.repeat_interleave(side.offsets.diff(), output_size=len(side.rows)),
+            covered=sum_by(chunks.packs, chunks.student.offsets.diff().float(), given.num_packs),
+        )

@@ -1,0 +1,139 @@
+"""The losses over the student's own tokens: cross entropy, and teachers with the student's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mkd.data.batch import PackedBatch
+from mkd.losses import KDOutput, fused_linear_kd
+from mkd.losses.scores import token_scores
+from mkd.train.sums import CROSS_ENTROPY, TermSums
+from mkd.train.teachers.base import LossInput, PackScores
+from mkd.xtoken.segments import sum_by
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The student's cross entropy with the data, in a pass of its own over the head."""
+
+    factor: float
+    name: str = CROSS_ENTROPY
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        return batch.num_loss_tokens
+
+    def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
+        output = head_pass(given, given.batch.loss_mask[0], scale, kd_ratio=0.0)
+        return output.loss, TermSums(student_ce=output.ce)
+
+
+@dataclass(frozen=True)
+class SameTokens:
+    """A teacher that reads the student's tokens, or the average of several: compared token by token."""
+
+    name: str
+    share: float
+    indices: tuple[int, ...]  # numbers of its models in the stage
+    divergence: Mapping[str, Any]  # temperature, temperature_scaling, divergence, jsd_beta, mixed_kl_weight
+    model_shares: tuple[float, ...] = (1.0,)  # of the models in the average; they add up to 1
+    factor: float = 1.0
+    kd_ratio: float = 1.0  # share of the divergence in the loss; the cross entropy has the rest
+    with_ce_metric: bool = False
+
+    can_take_cross_entropy: ClassVar[bool] = True
+
+    @classmethod
+    def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:
+        """Return the one teacher that is the weighted mean of `teachers`' probabilities, compared as the
+        first of them is."""
+        indices = tuple(index for one in teachers for index in one.indices)
+        shares = tuple(one.share for one in teachers)
+        return cls("average", 1.0, indices, teachers[0].divergence, shares)
+
+    def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> SameTokens:
+        return replace(self, factor=1.0, kd_ratio=kd_ratio, with_ce_metric=with_ce_metric)
+
+    def num_rows(self, batch: PackedBatch) -> int:
+        return batch.num_loss_tokens
+
+    def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
+        mask, weights = given.batch.loss_mask[0], given.pack_weights[self.name]
+        row_weights = mask * weights.repeat_interleave(len(mask) // given.num_packs)
+        output = head_pass(
+            given,
+            row_weights,
+            scale,
+            kd_ratio=self.kd_ratio,
+            with_ce_metric=self.with_ce_metric,
+            models=self.indices,
+            model_shares=self.model_shares,
+            divergence=self.divergence,
+        )
+        total = row_weights.sum()
+        return output.loss, TermSums(
+            student_ce=output.ce,
+            kd=output.kd,
+            weight=total,
+            rows=given.num_loss_tokens,
+            ce=output.teacher_ce,
+            entropy=output.teacher_entropy,
+            tokens=total,
+            top1_agreement=output.top1_agreement,
+            compared=total,
+        )
+
+    def pack_scores(self, given: LossInput) -> PackScores:
+        (index,) = self.indices
+        model, rows = given.stage.teachers[index], given.batch.loss_rows
+        packs = rows // (given.batch.tokens.shape[1] // given.num_packs)
+        scores = token_scores(
+            given.output.teacher_hiddens[index].squeeze(1),
+            model.head_weight(),
+            rows,
+            given.batch.labels[0, rows],
+            tp_group=given.context.tp_group,
+            vocab_size=model.shape.vocab_size,
+            sequence_parallel=model.config.sequence_parallel,
+        )
+        covered = sum_by(packs, torch.ones(len(rows), device=rows.device), given.num_packs)
+        return PackScores(scores, packs, covered)
+
+
+def head_pass(
+    given: LossInput,
+    row_weights: Tensor,  # [t] fp32, 0 where a row has no loss
+    scale: Tensor,  # 0-dim, see `Term.loss`
+    *,
+    kd_ratio: float,
+    with_ce_metric: bool = False,
+    models: Sequence[int] = (),  # numbers of the teachers in the stage
+    model_shares: Sequence[float] = (1.0,),
+    divergence: Mapping[str, Any] | None = None,
+) -> KDOutput:
+    """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
+    student, batch, output = given.stage.student, given.batch, given.output
+    teachers = [given.stage.teachers[index] for index in models]
+    return fused_linear_kd(
+        output.hidden.squeeze(1),
+        student.head_weight(),
+        [output.teacher_hiddens[index].squeeze(1) for index in models] or None,
+        [teacher.head_weight() for teacher in teachers] or None,
+        batch.labels[0],
+        row_weights,
+        loss_rows=batch.loss_rows,
+        tp_group=given.context.tp_group,
+        student_vocab_size=student.shape.vocab_size,
+        teacher_vocab_size=min((teacher.shape.vocab_size for teacher in teachers), default=None),
+        kd_ratio=kd_ratio,
+        with_ce_metric=with_ce_metric,
+        sequence_parallel=student.config.sequence_parallel,
+        loss_gradient=scale,
+        fp32_logits=given.fp32_logits,
+        teacher_shares=model_shares,
+        **(divergence or {}),
+    )
