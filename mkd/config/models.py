@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
+from mkd.config.divergence import TeacherDivergence
+from mkd.config.field import option
+
 RESIDENCIES = ("device", "host")
-
-
-def option(
-    default: Any,
-    help: str,  # noqa: A002
-    *,
-    choices: tuple[str, ...] | None = None,
-    flag: bool = True,
-) -> Any:
-    """A documented field; without `flag` it is YAML only."""
-    return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))
-
 
 _LAYOUT = (
     "decoder layers of each pipeline stage, when they do not divide evenly or the heads need room: 8,8,7,7, or Megatron's "
@@ -92,7 +81,7 @@ class XTokenConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
+class TeacherConfig(TeacherDivergence):
     """A frozen model that is imitated. The flags are those of the first teacher."""
 
     name: str | None = option(None, "label of the teacher in logs; not given: its folder's name", flag=False)
@@ -112,16 +101,6 @@ class TeacherConfig:
     )
     pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
     temperature: float | None = option(None, "of this teacher; not given: --kd-temperature", flag=False)
-    divergence: str | None = option(
-        None,
-        "what is minimised for this teacher; not given: --kd-divergence",
-        choices=DIVERGENCES,
-        flag=False,
-    )
-    jsd_beta: float | None = option(None, "of this teacher's jsd; not given: --kd-jsd-beta", flag=False)
-    mixed_kl_weight: float | None = option(
-        None, "of this teacher's mixed_kl; not given: --kd-mixed-kl-weight", flag=False
-    )
     residency: str = option(
         "device",
         "where the teacher's weights stay: device, or host (pinned memory; layers come to the device one after another: "

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkd.config.models import DIVERGENCES, RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig, option
+from mkd.config.divergence import KDDivergence
+from mkd.config.field import option
+from mkd.config.models import RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -87,7 +89,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class KDConfig:
+class KDConfig(KDDivergence):
     """The objective: (1 - kd_ratio) x cross entropy + kd_ratio x divergence from the teacher."""
 
     kd_ratio: float = option(
@@ -104,19 +106,6 @@ class KDConfig:
         "squared",
         "factor on the divergence: temperature squared, which keeps its gradient's size, or none",
         choices=("squared", "none"),
-    )
-    kd_divergence: str = option(
-        "forward_kl",
-        "what is minimised: forward_kl is KL(teacher || student), which covers all that the teacher says; reverse_kl is "
-        "KL(student || teacher), which keeps to what it says most; mixed_kl and jsd lie between",
-        choices=DIVERGENCES,
-    )
-    kd_jsd_beta: float = option(
-        0.5,
-        "teacher's weight in the mixture that jsd compares both models with, 0 to 1; 0 and 1 mean forward_kl and reverse_kl",
-    )
-    kd_mixed_kl_weight: float = option(
-        0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest"
     )
     teacher_combination: str = option(
         "weighted_sum",

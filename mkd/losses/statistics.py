@@ -60,9 +60,9 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
         teacher = Normaliser.merge(named["teacher_max"], named["teacher_sum"], objective.temperature)
         merged |= _teacher_metrics(named, student, teacher, objective)
         merged["student"], merged["teacher"] = student.of_rank(shard.rank), teacher.of_rank(shard.rank)
-        if not objective.rule.needs_terms:
-            cross = {name: named[name] for name in objective.rule.cross_names}
-            merged["kd"], merged["residual"] = objective.rule.merge(cross, student, teacher)
+        if not objective.divergence.needs_terms:
+            cross = {name: named[name] for name in objective.divergence.cross_names}
+            merged["kd"], merged["residual"] = objective.divergence.merge(cross, student, teacher)
     if objective.measures_ce:
         plain = student
         if not objective.ce_reads_kd_softmax:
@@ -74,7 +74,7 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
 
 def add_terms(merged: MergedStatistics, terms: Tensor, objective: KDObjective) -> MergedStatistics:
     """`merged` with the value of a divergence that needed a second pass; `terms` [2, n] summed over shards."""
-    kd, residual = objective.rule.from_terms(terms)
+    kd, residual = objective.divergence.from_terms(terms)
     return replace(merged, kd=kd, residual=residual)
 
 

@@ -62,7 +62,7 @@ def divergence_terms(
             ShardRows(logits, objective.temperature, row)
             for logits, row in zip(columns, (part.student, part.teacher), strict=True)
         ]
-        chunks.append(objective.rule.terms(*models))
+        chunks.append(objective.divergence.terms(*models))
     terms = torch.cat(chunks, dim=1)
     return terms if shard.shared else torch.zeros_like(terms)
 
@@ -143,7 +143,7 @@ def _kd_statistics(
         "student_sum": student.total,
         "teacher_max": teacher.maximum,
         "teacher_sum": teacher.total,
-        **objective.rule.cross(student, teacher),
+        **objective.divergence.cross(student, teacher),
         "plain_sum": plain.total,
         "plain_mean": plain.centred().mul_(plain.probabilities).sum(dim=1),
         "teacher_label": _label_logit(teacher_logits, labels, shard.start, shard.shared),
@@ -203,7 +203,9 @@ def _gradient(
         target = ShardRows(real_columns(teacher, shard.shared), objective.temperature, merged.teacher)
         probabilities = own.probabilities()
         weight = row_weight * (objective.kd_ratio * objective.scale / objective.temperature)
-        result = objective.rule.gradient(own, target, probabilities, merged.residual).mul_(weight[:, None])
+        result = objective.divergence.gradient(own, target, probabilities, merged.residual).mul_(
+            weight[:, None]
+        )
     if objective.uses_ce and shard.student:
         if not objective.ce_reads_kd_softmax:
             probabilities = ShardRows(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from mkd.losses.triton_divergences import LN2, LOG2E
 
 
 @triton.jit
 def _merge_softmax(row, k, n, MAXIMUM: tl.constexpr, TOTAL: tl.constexpr, scale, inside, TP: tl.constexpr):
-    """(maximum, ln of the total) over all shards of the statistics number MAXIMUM and TOTAL; `scale` is log2(e) / T."""
+    """Return (maximum, total) over all shards of the statistics number MAXIMUM and TOTAL; `scale` is log2(e) / T."""
     maximum = tl.load(row + MAXIMUM * n, mask=inside, other=0.0)
     for shard in tl.static_range(1, TP):
         maximum = tl.maximum(maximum, tl.load(row + (shard * k + MAXIMUM) * n, mask=inside, other=0.0))
@@ -27,8 +26,10 @@ def _merge_mean(
     row, k, n, MAXIMUM: tl.constexpr, TOTAL: tl.constexpr, MEAN: tl.constexpr, OTHER: tl.constexpr, maximum, total, other,
     inverse_temperature, inside, TP: tl.constexpr,
 ):  # fmt: skip
-    """Mean of (z - max) / T over the whole vocabulary under one model, less the same of the OTHER model's logits if >= 0,
-    from the shards' means number MEAN of their own centred values."""
+    """Return the mean of (z - max) / T over the whole vocabulary under one model, from the shards' means number MEAN.
+
+    Those are means of each shard's own centred values. If OTHER >= 0, subtract the same mean of the other model's logits.
+    """
     mean = tl.zeros_like(maximum)
     for shard in tl.static_range(TP):
         shift = tl.load(row + (shard * k + MAXIMUM) * n, mask=inside, other=0.0) - maximum
@@ -47,7 +48,7 @@ def merge_kernel(
     HAS_KD: tl.constexpr, HAS_CE: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr, HOT: tl.constexpr,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, TP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row values of the whole vocabulary from the statistics of all shards: `statistics.merge_statistics` in one launch."""
+    """Compute row values of the whole vocabulary from the statistics of all shards, as `statistics.merge_statistics`."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
     row = gathered_pointer + rows

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
-from mkd.losses import KDOutput, fused_linear_kd, vocab_parallel_kd
+from mkd.losses import HeadInput, KDObjective, KDOutput, fused_linear_kd, vocab_parallel_kd
 from mkd.models.stage import DistillationStage
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import take_teacher_hidden
@@ -145,19 +144,19 @@ class Objective:
         """Heads and loss chunk by chunk; hidden states [t(/tp), 1, h]."""
 
         def with_weights(student_weight: Tensor, *teacher_weights: Tensor) -> KDOutput:
+            states = [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens]
             return fused_linear_kd(
-                hidden.squeeze(1),
-                student_weight,
-                [teacher_hidden.squeeze(1) for teacher_hidden in teacher_hiddens] or None,
-                teacher_weights or None,
+                HeadInput(hidden.squeeze(1), student_weight),
+                [HeadInput(*one) for one in zip(states, teacher_weights, strict=True)],
                 batch.labels[0],
                 batch.loss_mask[0],
+                self._objective(stage, kd_ratio),
+                tp_group=self.context.tp_group,
                 loss_rows=batch.loss_rows,
                 sequence_parallel=stage.student.config.sequence_parallel,
                 loss_gradient=self.inverse_counts[0] if loss_gradient is None else loss_gradient,
                 fp32_logits=self.fp32_logits,
                 teacher_shares=[teacher.share for teacher in self.teachers],
-                **self._settings(stage, kd_ratio),
             )
 
         return use_heads([stage.student, *(stage.teachers if teacher_hiddens else ())], with_weights)
@@ -180,14 +179,14 @@ class Objective:
             teacher_logits,
             batch.labels[0],
             batch.loss_mask[0],
+            self._objective(stage, kd_ratio),
+            tp_group=self.context.tp_group,
             overwrite_student_logits=True,
-            **self._settings(stage, kd_ratio),
         )
 
-    def _settings(self, stage: DistillationStage, kd_ratio: float) -> dict[str, Any]:
+    def _objective(self, stage: DistillationStage, kd_ratio: float) -> KDObjective:
         divergence = self.teachers[0].divergence if self.teachers else TeacherLoss.of_kd(self.kd).divergence
-        return dict(
-            tp_group=self.context.tp_group,
+        return KDObjective(
             student_vocab_size=stage.student.shape.vocab_size,
             teacher_vocab_size=min(t.shape.vocab_size for t in stage.teachers)
             if kd_ratio > 0 and stage.teachers

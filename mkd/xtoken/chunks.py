@@ -1,4 +1,4 @@
-"""Aligned chunks of a micro-batch as index tensors: what the loader hands to the chunk losses."""
+"""Aligned chunks of a micro-batch as index tensors, which the loader hands to the chunk losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from torch import Tensor
 
-ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
+KINDS = ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
 """Kind of a chunk by its number of student and teacher tokens."""
 
 
@@ -53,7 +53,7 @@ class ChunkBatch:
     num_chunks: int  # of the whole packed row, those of other context-parallel ranks included
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ChunkBatch:
-        """The batch with `change` applied to every tensor: a copy to a device, pinned memory."""
+        """Return the batch with `change` applied to every tensor: a copy to a device, pinned memory."""
         return _mapped(self, change)
 
 

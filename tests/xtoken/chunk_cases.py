@@ -8,16 +8,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mkd.losses import HeadInput
 from mkd.platform import detect
 from mkd.xtoken.chunk_reference import DenseRelation, dense_chunk_kd
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 from mkd.xtoken.fused import ChunkOutput, fused_chunk_kd
-from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import TeacherSlots
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
+from tests.losses.objectives import chunk_settings_of
 
 STUDENT_SIZE, TEACHER_SIZE = 6, 5  # of hidden states
 SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of each kind
@@ -146,7 +147,7 @@ def random_case(
 
 def expected(case: Case, **settings) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Values and gradients of (hidden, weight), float64."""
-    settings = ChunkLossSettings(**settings)
+    settings = chunk_settings_of(**settings)
     hidden, weight = (t.double().requires_grad_() for t in (case.student_hidden, case.student_weight))
     students, teachers = len(weight[: case.student_rows]), len(case.teacher_weight)
     pairs = [
@@ -191,14 +192,12 @@ def on_rank(
     vocabulary, teacher_weight = vocabulary_of(case, settings, rank, size)
     factor = torch.tensor(3.0, dtype=hidden.dtype)
     output = fused_chunk_kd(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
+        HeadInput(hidden, weight),
+        HeadInput(teacher_hidden, teacher_weight),
         case.chunks,
         vocabulary=vocabulary,
         cp_group=None,
-        settings=ChunkLossSettings(**settings),
+        settings=chunk_settings_of(**settings),
         tp_group=dist.group.WORLD,
         sequence_parallel=sequence_parallel,
         loss_gradient=factor if announced else None,

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mkd.losses import HeadInput
 from mkd.losses.softmax import LOWEST
 from mkd.xtoken import chunk_torch_passes as torch_passes
-from mkd.xtoken.class_rules import rule_of
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import ChunkLossSettings
+from tests.losses.objectives import chunk_settings_of
 
 pytestmark = pytest.mark.gpu
 ROWS, STUDENT, TEACHER = 11, 5003, 9001  # columns: no multiples of anything
@@ -37,8 +37,8 @@ def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = 
     vocabulary = SimpleNamespace(
         rank=0, student_real=student_real[None], teacher_real=teacher_real[None], common=common[None]
     )
-    settings = ChunkLossSettings(**settings)
-    return LossCall(vocabulary, settings, rule_of(settings), None)
+    settings = chunk_settings_of(**settings)
+    return LossCall(vocabulary, settings, torch_passes, None)
 
 
 def logits_of(call: LossCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,17 +122,16 @@ def test_a_loss_on_a_gpu(settings):
     from tests.xtoken.chunk_cases import random_case
     from tests.xtoken.test_fused import arguments
 
-    (hidden, weight, teacher_hidden, teacher_weight, chunks), shared = arguments(random_case(), **settings)
+    ((hidden, weight), (teacher_hidden, teacher_weight), chunks), shared = arguments(
+        random_case(), **settings
+    )
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         own = [t.detach().to(device, dtype).requires_grad_() for t in (hidden, weight)]
-        others = (
-            teacher_hidden.to(device, dtype),
-            teacher_weight.to(device, dtype),
-            chunks.map(methodcaller("to", device)),
-        )
+        teacher = HeadInput(*(t.to(device, dtype) for t in (teacher_hidden, teacher_weight)))
         moved = shared | dict(vocabulary=shared["vocabulary"].to(device))
-        output = fused_chunk_kd(*own, *others, **moved, fp32_logits=True)
+        on_device = chunks.map(methodcaller("to", device))
+        output = fused_chunk_kd(HeadInput(*own), teacher, on_device, **moved, fp32_logits=True)
         output.loss.backward()
         results.append(
             (output.loss.detach(), output.teacher_ce, output.top1_agreement, *(t.grad for t in own))

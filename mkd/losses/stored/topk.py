@@ -61,10 +61,9 @@ def vocab_parallel_topk_kd(
         kd_ratio=kd_ratio,
         temperature=temperature,
         temperature_scaling=temperature_scaling,
-        divergence="forward_kl",
         with_ce_metric=with_ce_metric,
         student_vocab_size=student_vocab_size,
-        teacher_vocab_size=student_vocab_size if teacher_vocab_size is None else teacher_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
     )
     ids, logprobs = _teacher_rows(objective, teacher_ids, teacher_logprobs, student_logits.shape[:-1])
     width = student_logits.shape[-1]

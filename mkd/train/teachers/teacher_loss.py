@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.aligned.teacher_batch import TeacherBatch
 from mkd.data.batch import PackedBatch
-from mkd.losses import fused_linear_kd
+from mkd.losses import HeadInput, KDObjective, build_divergence, fused_linear_kd
 from mkd.models.language_model import LanguageModel
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import TeacherSums
@@ -29,7 +30,7 @@ class TeacherLoss:
     share: float  # of all teachers' weights; the shares add up to 1
     divergence: dict[
         str, Any
-    ]  # keyword arguments that the losses share: temperature, its scaling, divergence, its weights
+    ]  # fields of `KDObjective` and `ChunkLossSettings`: temperature, its scaling, divergence
     chunk_settings: ChunkLossSettings | None = None  # of a teacher with its own tokens ...
     vocabulary: ChunkVocabulary | None = (
         None  # ... and, where the loss is computed, its vocabulary beside the student's
@@ -50,21 +51,17 @@ class TeacherLoss:
     ) -> TeacherLoss:
         """From the configuration."""
         settings = settings or TeacherConfig()
+        chosen = DivergenceSettings.from_config(kd, settings)
+        temperature = kd.kd_temperature if settings.temperature is None else settings.temperature
         divergence = dict(
-            temperature=_first(settings.temperature, kd.kd_temperature),
+            temperature=temperature,
             temperature_scaling=kd.kd_temperature_scaling,
-            divergence=_first(settings.divergence, kd.kd_divergence),
-            jsd_beta=_first(settings.jsd_beta, kd.kd_jsd_beta),
-            mixed_kl_weight=_first(settings.mixed_kl_weight, kd.kd_mixed_kl_weight),
+            divergence=build_divergence(chosen.name, chosen.parameter),
         )
         xtoken, chunk_settings = settings.xtoken, None
         if xtoken is not None:
             chunk_settings = ChunkLossSettings(loss=xtoken.loss, top_k=xtoken.top_k, **divergence)
         return cls(name, share, divergence, chunk_settings, vocabulary)
-
-
-def _first(own: Any, common: Any) -> Any:
-    return common if own is None else own
 
 
 def compare(
@@ -90,18 +87,19 @@ def compare(
 
     def on_tokens(student_weight: Tensor, teacher_weight: Tensor):
         row_weights = batch.loss_mask[0] * weights.repeat_interleave(batch.loss_mask.shape[1] // len(weights))
-        output = fused_linear_kd(
-            hidden.squeeze(1),
-            student_weight,
-            teacher_hidden.squeeze(1),
-            teacher_weight,
-            batch.labels[0],
-            row_weights,
-            loss_rows=batch.loss_rows,
-            kd_ratio=1.0,
+        objective = KDObjective(
             student_vocab_size=student_model.shape.vocab_size,
             teacher_vocab_size=teacher_model.shape.vocab_size,
+            kd_ratio=1.0,
             **teacher.divergence,
+        )
+        output = fused_linear_kd(
+            HeadInput(hidden.squeeze(1), student_weight),
+            [HeadInput(teacher_hidden.squeeze(1), teacher_weight)],
+            batch.labels[0],
+            row_weights,
+            objective,
+            loss_rows=batch.loss_rows,
             **common,
         )
         total, rows = row_weights.sum(), batch.loss_rows.numel()
@@ -120,10 +118,8 @@ def compare(
     def on_chunks(student_weight: Tensor, teacher_weight: Tensor):
         chunks = replace(own.chunks, weights=own.chunks.weights * weights[own.chunks.packs])
         output = fused_chunk_kd(
-            hidden.squeeze(1),
-            student_weight,
-            teacher_hidden.squeeze(1),
-            teacher_weight,
+            HeadInput(hidden.squeeze(1), student_weight),
+            HeadInput(teacher_hidden.squeeze(1), teacher_weight),
             chunks,
             vocabulary=teacher.vocabulary,
             settings=teacher.chunk_settings,

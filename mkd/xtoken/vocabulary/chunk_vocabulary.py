@@ -99,11 +99,6 @@ class ChunkVocabulary:
     def both_have_rest(self) -> bool:
         return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
 
-    def is_common_pair(self, student_places: Tensor, teacher_places: Tensor) -> Tensor:
-        """[n] bool of two [n]."""
-        ranks, columns = student_places // self.student_width, student_places % self.student_width
-        return self.common[ranks, columns] & (teacher_places == ranks * self.teacher_width + columns)
-
     def to(self, device: torch.device | str) -> ChunkVocabulary:
         """The same on a device."""
         return _moved(self, device)

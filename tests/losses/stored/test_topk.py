@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkd.losses import vocab_parallel_kd
+from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
 from mkd.losses.stored.topk_reference import dense_topk_kd
 
@@ -129,7 +129,7 @@ def test_all_ids_are_the_full_divergence(ranks, tp, temperature):
     case, teacher = batch(3, 300, 300, 300, "random", temperature)
     settings = dict(student_vocab_size=300, teacher_vocab_size=300, kd_ratio=0.7, temperature=temperature)
     student = case[0].clone().requires_grad_()
-    full = vocab_parallel_kd(student, teacher, *case[3:], tp_group=None, **settings)
+    full = vocab_parallel_kd(student, teacher, *case[3:], KDObjective(**settings), tp_group=None)
     (2.0 * full.loss).backward()
     logprobs = (teacher[:, :300] / temperature).log_softmax(dim=1).gather(1, case[1])
     results = ranks.run(sharded, tp, case[0], case[1], logprobs, *case[3:], settings)
@@ -146,9 +146,7 @@ def test_more_ids_come_closer_to_the_full_divergence_from_below():
         kd = whole(*case, student_vocab_size=300, kd_ratio=1.0)[0].kd.item()
         assert kd >= previous
         previous = kd
-    full = vocab_parallel_kd(
-        case[0], teacher, *case[3:], tp_group=None, student_vocab_size=300, teacher_vocab_size=300
-    )
+    full = vocab_parallel_kd(case[0], teacher, *case[3:], KDObjective(300, 300), tp_group=None)
     assert previous == pytest.approx(full.kd.item(), rel=1e-6)
 
 
@@ -253,9 +251,7 @@ def test_metrics_shapes_and_chunks():
     metrics = torch.stack([-log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)], dim=1)
     settings = dict(student_vocab_size=300, teacher_vocab_size=300, teacher_metrics=metrics)
     output, gradient = whole(*case, **settings)
-    full = vocab_parallel_kd(
-        case[0], teacher.float(), labels, mask, tp_group=None, student_vocab_size=300, teacher_vocab_size=300
-    )
+    full = vocab_parallel_kd(case[0], teacher.float(), labels, mask, KDObjective(300, 300), tp_group=None)
     for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens"):
         assert_close(getattr(output, name), getattr(full, name), 1e-5)
     assert torch.equal(output.loss, 0.5 * output.ce + 0.5 * output.kd)
