@@ -49,6 +49,14 @@ MIXED_KL_WEIGHT = Parameter(
     lambda x: 0.0 <= x <= 1.0,
     "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest",
 )
+SKEW_ALPHA = Parameter(
+    "skew_alpha",
+    0.1,
+    "from 0 to below 1",
+    lambda x: 0.0 <= x < 1.0,
+    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it is compared with, from 0 to "
+    "below 1; 0 means the plain KL",
+)
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
     {
@@ -77,6 +85,21 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
                 JSD_BETA,
                 # The formula itself vanishes at its ends; by convention they are the two KLs.
                 ends=((0.0, "forward_kl"), (1.0, "reverse_kl")),
+            ),
+            # Source of both: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1.
+            Declaration(
+                "skewed_forward_kl",
+                "is KL(teacher || mixture of both), whose gradient stays bounded where the student has no probability",
+                "KL(p_t || m), m = {x:g} p_t + {y:g} p_s",
+                SKEW_ALPHA,
+                ends=((0.0, "forward_kl"),),
+            ),
+            Declaration(
+                "skewed_reverse_kl",
+                "is KL(student || mixture of both), finite where the teacher has no probability",
+                "KL(p_s || m), m = {y:g} p_t + {x:g} p_s",
+                SKEW_ALPHA,
+                ends=((0.0, "reverse_kl"),),
             ),
         )
     }
@@ -107,6 +130,7 @@ class KDDivergence:
     )
     kd_jsd_beta: float = _for_all(JSD_BETA)
     kd_mixed_kl_weight: float = _for_all(MIXED_KL_WEIGHT)
+    kd_skew_alpha: float = _for_all(SKEW_ALPHA)
 
 
 @dataclass(frozen=True)
@@ -118,6 +142,7 @@ class TeacherDivergence:
     )
     jsd_beta: float | None = _for_teacher(JSD_BETA)
     mixed_kl_weight: float | None = _for_teacher(MIXED_KL_WEIGHT)
+    skew_alpha: float | None = _for_teacher(SKEW_ALPHA)
 
 
 TEACHER_FIELDS = ("divergence", *(parameter.name for parameter in PARAMETERS))

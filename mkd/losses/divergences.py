@@ -6,6 +6,8 @@ differentiate by a = z_s / T, where s is a softmax: dL/da = s (D - mean of D und
     forward KL   t (ln t - ln s)                       D = -t / s
     reverse KL   s (ln s - ln t)                       D = ln s - ln t
     JSD(beta)    beta KL(t || Q) + (1 - beta) KL(s || Q)   D = (1 - beta) (ln s - ln Q),  Q = beta t + (1 - beta) s
+    skewed forward KL   KL(t || m), m = alpha t + (1 - alpha) s    D = (1 - alpha) (1 - t / m)
+    skewed reverse KL   KL(s || m), m = (1 - alpha) t + alpha s    D = ln s - ln m + alpha (1 - s / m)
 
 To add a divergence: declare it in `mkd/config/divergence.py`, write its class here, and name it in `IMPLEMENTATIONS`. A class
 defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then take one more pass over the logits and one more SUM
@@ -235,6 +237,66 @@ class JensenShannon(Divergence):
         return log_mixture(log_t, log_s, self.beta)
 
 
+@dataclass(frozen=True)
+class SkewedForwardKL(Divergence):
+    """KL(t || m) with m = alpha t + (1 - alpha) s, 0 < alpha < 1.
+
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. D has the constant 1 - alpha added, with which it vanishes at
+    t = s, so that the gradient does not cancel there. No D is above 1 - alpha or below -(1 - alpha)^2 / alpha.
+    """
+
+    alpha: float
+
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        log_m = log_mixture(log_t, log_s, self.alpha)
+        return [kl_terms(log_t, log_m), -log_s.exp() * torch.expm1(log_t - log_m)]
+
+    def value(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return (1.0 - self.alpha) * sums[1]
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return (log_t - log_mixture(log_t, log_s, self.alpha)).expm1_().mul_(self.alpha - 1.0)
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return plain_kl(log_t, log_mixture(log_t, log_s, self.alpha))
+
+
+@dataclass(frozen=True)
+class SkewedReverseKL(Divergence):
+    """KL(s || m) with m = (1 - alpha) t + alpha s, 0 < alpha < 1.
+
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. With x = ln(s / m), at most -ln alpha,
+    D = x - alpha expm1(x), which vanishes at t = s.
+    """
+
+    alpha: float
+
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        log_m = self._log_mixture(log_t, log_s)
+        return [kl_terms(log_s, log_m), log_s.exp() * self._slope(log_s - log_m)]
+
+    def value(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return sums[1]  # summed from D itself, so that an error that all logarithms share cancels in D - mean
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return self._slope(log_s - self._log_mixture(log_t, log_s))
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return plain_kl(log_s, self._log_mixture(log_t, log_s))
+
+    def _slope(self, x: Tensor) -> Tensor:
+        return x - self.alpha * torch.expm1(x)
+
+    def _log_mixture(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return log_mixture(log_t, log_s, 1.0 - self.alpha)
+
+
 def log_mixture(log_t: Tensor, log_s: Tensor, share: float) -> Tensor:
     """Return ln(share t + (1 - share) s) for 0 < share < 1, a new tensor."""
     return torch.logaddexp(log_t + math.log(share), log_s + math.log1p(-share))
@@ -266,6 +328,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Divergence]] = {
     "reverse_kl": lambda: KLMixture(0.0, 1.0),
     "mixed_kl": lambda weight: KLMixture(weight, 1.0 - weight),
     "jsd": JensenShannon,
+    "skewed_forward_kl": SkewedForwardKL,
+    "skewed_reverse_kl": SkewedReverseKL,
 }
 """Name -> the divergence, from its parameter if it has one."""
 

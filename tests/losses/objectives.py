@@ -9,7 +9,7 @@ from mkd.losses import KDObjective, build_divergence
 from mkd.losses.divergences import Divergence
 from mkd.xtoken.loss_settings import ChunkLossSettings
 
-MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7)
+MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7, skew_alpha=0.2)
 """A value for every parameter, none of them at an end of its range or at its default."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +13,15 @@ import torch
 from mkd.config.divergence import DECLARATIONS, DIVERGENCES, DivergenceSettings
 from mkd.errors import UsageError
 from mkd.losses import KDObjective, build_divergence, torch_rows, vocab_parallel
-from mkd.losses.divergences import IMPLEMENTATIONS, Divergence, JensenShannon, KLMixture, kl_terms
+from mkd.losses.divergences import (
+    IMPLEMENTATIONS,
+    Divergence,
+    JensenShannon,
+    KLMixture,
+    SkewedForwardKL,
+    SkewedReverseKL,
+    kl_terms,
+)
 from mkd.losses.vocab_parallel import passes_for, use_triton
 
 
@@ -30,6 +39,8 @@ FORMULAS = {
     "reverse_kl": lambda t, s, x: kl(s, t),
     "mixed_kl": lambda t, s, x: x * kl(t, s) + (1 - x) * kl(s, t),
     "jsd": jsd,
+    "skewed_forward_kl": lambda t, s, x: kl(t, x * t + (1 - x) * s),
+    "skewed_reverse_kl": lambda t, s, x: kl(s, (1 - x) * t + x * s),
 }
 """Name -> the divergence of probabilities t (teacher) and s (student) with the parameter x."""
 
@@ -98,6 +109,21 @@ def test_ends_of_the_jsd_scale_are_the_two_kls():
     assert DivergenceSettings("jsd", 1.0).formula() == DivergenceSettings("reverse_kl").formula()
 
 
+def test_skewed_kls_without_skew_are_the_plain_kls():
+    assert build_divergence("skewed_forward_kl", 0.0) == build_divergence("forward_kl")
+    assert build_divergence("skewed_reverse_kl", 0.0) == build_divergence("reverse_kl")
+    assert build_divergence("skewed_reverse_kl") == SkewedReverseKL(0.1)
+
+
+def test_slopes_of_skewed_kls_are_bounded_where_those_of_plain_kls_are_not():
+    log_t, log_s = torch.tensor([0.0, -80.0]), torch.tensor([-80.0, 0.0])
+    alpha = 0.1
+    slope = SkewedForwardKL(alpha).slope(log_t, log_s)
+    torch.testing.assert_close(slope, torch.tensor([-((1 - alpha) ** 2) / alpha, 1 - alpha]))
+    slope = SkewedReverseKL(alpha).slope(log_t, log_s)
+    assert slope[1] == pytest.approx(-math.log(alpha) - alpha * (1 / alpha - 1), rel=1e-6)
+
+
 def test_terms_are_exact_where_distributions_are_close():
     p = torch.tensor([0.3, 0.7])
     q = torch.tensor([0.3 + 1e-5, 0.7 - 1e-5])
@@ -114,6 +140,8 @@ def test_terms_are_exact_where_distributions_are_close():
         ("jsd", 1.5, "kd-jsd-beta is 1.5"),
         ("mixed_kl", -0.1, "kd-mixed-kl-weight is -0.1"),
         ("jsd", float("nan"), "kd-jsd-beta is nan"),
+        ("skewed_forward_kl", 1.0, "kd-skew-alpha is 1.0"),
+        ("skewed_reverse_kl", -0.1, "kd-skew-alpha is -0.1"),
     ],
 )
 def test_refused(name, parameter, what):

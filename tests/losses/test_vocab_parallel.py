@@ -128,6 +128,8 @@ OTHERS = [
     dict(divergence="reverse_kl"),
     dict(divergence="mixed_kl", mixed_kl_weight=0.3),
     *(dict(divergence="jsd", jsd_beta=beta) for beta in (0.0, 0.1, 0.5, 1.0)),
+    *(dict(divergence="skewed_forward_kl", skew_alpha=alpha) for alpha in (0.0, 0.1, 0.7)),
+    *(dict(divergence="skewed_reverse_kl", skew_alpha=alpha) for alpha in (0.0, 0.1, 0.7)),
 ]
 
 
@@ -152,14 +154,21 @@ def test_the_ends_of_jsd_are_the_two_kls(beta):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_jsd_of_models_that_are_nearly_alike(noise, beta):
+@pytest.mark.parametrize(
+    "divergence",
+    [
+        dict(divergence="jsd", jsd_beta=0.1),
+        dict(divergence="jsd"),
+        dict(divergence="skewed_forward_kl"),
+        dict(divergence="skewed_reverse_kl"),
+    ],
+    ids=str,
+)
+def test_models_that_are_nearly_alike(noise, divergence):
     """The common error of a softmax's normaliser would swamp it: 1e-5 nats a row at noise 0.01."""
     student, _, labels, mask = batch(4, 8000, 8000, "all", rows=8, padded=8000, dtype=torch.float32)
     teacher = student + noise * torch.randn(student.shape, generator=torch.Generator().manual_seed(5))
-    settings = dict(
-        student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, divergence="jsd", jsd_beta=beta
-    )
+    settings = dict(student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, **divergence)
     output, gradient = whole(student, teacher, labels, mask, **settings)
     wanted, wanted_gradient = expected(student, teacher, labels, mask, settings)
     assert output.kd >= 0.0

@@ -102,8 +102,9 @@ def test_stored_probabilities(problem, problems):
         == "--teacher-topk is given for a teacher with xtoken settings"
     )
     assert problem("[{topk: a, residency: host}]").what == "teacher-residency host would have no effect"
-    error = problem("[{topk: a}]", "--kd-divergence", "jsd")
-    assert error.what == "kd-divergence jsd cannot be computed from --teacher-topk"
+    for divergence in ("jsd", "skewed_forward_kl"):
+        error = problem("[{topk: a}]", "--kd-divergence", divergence)
+        assert error.what == f"kd-divergence {divergence} cannot be computed from --teacher-topk"
     assert problem("[{topk: a, divergence: reverse_kl}]").what.startswith(
         "kd-divergence reverse_kl cannot be computed"
     )
@@ -150,6 +151,8 @@ def test_an_average_needs_the_same_tokens(problem):
         ("divergence: jsd, jsd_beta: 0.2", ("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3"),
         ("divergence: jsd", ("--kd-divergence", "reverse_kl"), "kd-divergence reverse_kl"),
         ("jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
+        ("", ("--kd-skew-alpha", "0.3", "--kd-divergence", "jsd"), "kd-skew-alpha 0.3"),
+        ("skew_alpha: 0.3, divergence: jsd", (), "teachers[0].skew_alpha 0.3"),
         ("mixed_kl_weight: 0.3, divergence: jsd", (), "teachers[0].mixed_kl_weight 0.3"),
         ("xtoken: {loss: uld}, jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
         ("xtoken: {loss: uld}, divergence: jsd", (), "teachers[0].divergence jsd"),
@@ -171,6 +174,8 @@ def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
     ("teachers", "flags"),
     [
         ("[{hf: t}]", ("--kd-jsd-beta", "0.3", "--kd-divergence", "jsd")),
+        ("[{hf: t}]", ("--kd-skew-alpha", "0.3", "--kd-divergence", "skewed_forward_kl")),
+        ("[{hf: t, divergence: skewed_reverse_kl, skew_alpha: 0.0}]", ()),
         ("[{hf: t}]", ("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "mixed_kl")),
         ("[{hf: t}]", ("--kd-fp32-logits", "--bf16")),
         ("[{hf: t}, {hf: u, divergence: jsd}]", ("--kd-jsd-beta", "0.3")),
@@ -195,6 +200,10 @@ def test_chunks_and_several_teachers_need_the_fused_head(problem, teachers):
         ("temperature: 1e-30", "teachers[1].temperature 1e-30 must be from 0.01 to 100"),
         ("divergence: jsd, jsd_beta: 2", "teachers[1].jsd_beta 2.0 must be from 0 to 1"),
         ("divergence: mixed_kl, mixed_kl_weight: -1", "teachers[1].mixed_kl_weight -1.0 must be from 0 to 1"),
+        (
+            "divergence: skewed_forward_kl, skew_alpha: 1",
+            "teachers[1].skew_alpha 1.0 must be from 0 to below 1",
+        ),
         ("xtoken: {top_k: 0}", "teachers[1].xtoken.top_k 0 must be 1 or more"),
         ("xtoken: {seq_length: 0}", "teachers[1].xtoken.seq_length 0 must be 1 or more"),
     ],
