@@ -1,9 +1,12 @@
-"""The formulas of `divergences.py` for Triton kernels, over vocabulary shards and over classes of aligned chunks.
+"""The formulas of `divergences.py` for Triton kernels, over vocabulary shards and over classes of aligned
+chunks.
 
-A divergence class has kernels if it is registered in `FORMULAS`; any other one runs in torch passes on GPUs too. To add a formula:
-a number of its own (KIND), a branch in each of the four functions that take one, and an entry in `FORMULAS`.
+A divergence class has kernels if it is registered in `FORMULAS`; any other one runs in torch passes on GPUs
+too. To add a formula: a number of its own (KIND), a branch in each of the four functions that take one, and
+an entry in `FORMULAS`.
 
-Legend: a = log2 s and b = log2 t, tiles or blocks of fp32; `first` and `second` are the two numbers of a `Formula`.
+Legend: a = log2 s and b = log2 t, tiles or blocks of fp32; `first` and `second` are the two numbers of a
+`Formula`.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mkd.losses.divergences import Divergence, JensenShannon, KLMixture
+from mkd.losses.divergences import Divergence, JensenShannon, KLMixture, SkewedForwardKL, SkewedReverseKL
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-KL, JENSEN_SHANNON = tl.constexpr(0), tl.constexpr(1)
+KL, JENSEN_SHANNON, SKEWED_FORWARD, SKEWED_REVERSE = (tl.constexpr(kind) for kind in range(4))
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Formula:
     """The arguments that make a kernel compute one divergence."""
 
     kind: int
-    first: float  # KL: weight of the forward KL; Jensen-Shannon: beta
-    second: float  # KL: weight of the reverse KL
+    first: float  # KL: weight of the forward KL; Jensen-Shannon: beta; skewed KLs: share of the teacher in the mixture
+    second: float  # KL: weight of the reverse KL; skewed KLs: alpha
     has_first: bool = (
         True  # whether `parts` has a first and a second one; with two KLs, those of non-zero weight
     )
@@ -50,6 +53,10 @@ FORMULAS: Mapping[type[Divergence], Callable[..., Formula]] = MappingProxyType(
     {
         KLMixture: _kl_mixture,
         JensenShannon: lambda divergence: Formula(JENSEN_SHANNON.value, divergence.beta, 0.0),
+        SkewedForwardKL: lambda divergence: Formula(SKEWED_FORWARD.value, divergence.alpha, divergence.alpha),
+        SkewedReverseKL: lambda divergence: Formula(
+            SKEWED_REVERSE.value, 1.0 - divergence.alpha, divergence.alpha
+        ),
     }
 )
 
@@ -102,6 +109,13 @@ def class_parts(a, b, first, second, KIND: tl.constexpr, FIRST: tl.constexpr, SE
     if KIND == JENSEN_SHANNON:
         _p_s, _p_t, log_q = mixture(a, b, first)
         one, two = kl_terms(b, log_q), kl_terms(a, log_q)
+    if KIND == SKEWED_FORWARD:
+        p_s, _p_t, log_m = mixture(a, b, first)
+        one, two = kl_terms(b, log_m), -p_s * expm1((b - log_m) * LN2)
+    if KIND == SKEWED_REVERSE:
+        p_s, _p_t, log_m = mixture(a, b, first)
+        x = (a - log_m) * LN2
+        one, two = kl_terms(a, log_m), p_s * (x - second * expm1(x))
     if KIND == KL:
         if FIRST:
             one = kl_terms(b, a)
@@ -116,6 +130,13 @@ def class_mass_slope(a, b, p_s, first, second, KIND: tl.constexpr):
     if KIND == JENSEN_SHANNON:
         _p_s, _p_t, log_q = mixture(a, b, first)
         slope = p_s * (a - log_q) * LN2 * (1.0 - first)
+    elif KIND == SKEWED_FORWARD:
+        _p_s, _p_t, log_m = mixture(a, b, first)
+        slope = -(1.0 - second) * p_s * expm1((b - log_m) * LN2)
+    elif KIND == SKEWED_REVERSE:
+        _p_s, _p_t, log_m = mixture(a, b, first)
+        x = (a - log_m) * LN2
+        slope = p_s * (x - second * expm1(x))
     else:
         slope = second * p_s * (a - b) * LN2 - first * tl.exp2(b)
     return slope
@@ -125,8 +146,8 @@ def class_mass_slope(a, b, p_s, first, second, KIND: tl.constexpr):
 def mixture(a, b, share):
     """Return (s, t, log2(share t + (1 - share) s)).
 
-    The larger probability is factored out: the fast logarithm then sees values between min(share, 1 - share) and 1 only, where
-    its error is absolute, below 2e-7.
+    The larger probability is factored out: the fast logarithm then sees values between min(share, 1 - share)
+    and 1 only, where its error is absolute, below 2e-7.
     """
     teacher_leads = b >= a
     larger = tl.maximum(a, b)
@@ -139,10 +160,22 @@ def mixture(a, b, share):
 
 
 @triton.jit
-def kl_terms(a, b):
-    """Return p ln(p / q) + (q - p) from a = log2 p and b = log2 q, as `divergences.kl_terms`: nothing cancels near p = q.
+def expm1(x):
+    """Return e^x - 1; close to 0 by its series, whose next term is below 1e-9 at |x| < 0.25."""
+    y = tl.where(tl.abs(x) < 0.25, x, 0.0)
+    series = y * (
+        1.0 + y * (1.0 / 2 + y * (1.0 / 6 + y * (1.0 / 24 + y * (1.0 / 120 + y * (1.0 / 720 + y / 5040)))))
+    )
+    return tl.where(tl.abs(x) < 0.25, series, tl.exp2(x * LOG2E) - 1.0)
 
-    There it is p (x + expm1(-x)), x = ln(p / q), by the series of the exponential: at |x| < 1 its next term is below 1e-9.
+
+@triton.jit
+def kl_terms(a, b):
+    """Return p ln(p / q) + (q - p) from a = log2 p and b = log2 q, as `divergences.kl_terms`: nothing cancels
+    near p = q.
+
+    There it is p (x + expm1(-x)), x = ln(p / q), by the series of the exponential: at |x| < 1 its next term
+    is below 1e-9.
     """
     p, x = tl.exp2(a), (a - b) * LN2
     y = tl.where(tl.abs(x) < 1.0, x, 0.0)

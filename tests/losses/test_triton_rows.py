@@ -22,12 +22,14 @@ DIVERGENCES = [
     ("jsd", 0.5),
     ("jsd", 0.1),
     ("jsd", 1.0),
+    ("skewed_forward_kl", 0.1),
+    ("skewed_reverse_kl", 0.1),
 ]
 ROWS, WIDTH = 40, 30208
 
 
 def problem(dtype, student_vocab, teacher_vocab, seed=0):
-    """(student, teacher, labels, mask) on the GPU; NaN in masked rows, garbage in padding columns."""
+    """Return (student, teacher, labels, mask) on the GPU; NaN in masked rows, garbage in padding columns."""
     generator = torch.Generator("cuda").manual_seed(seed)
     student, noise = (3 * torch.randn(ROWS, WIDTH, device="cuda", generator=generator) for _ in range(2))
     teacher = 0.5 * student + noise
@@ -40,7 +42,7 @@ def problem(dtype, student_vocab, teacher_vocab, seed=0):
 
 
 def errors(dtype, settings, student_vocab, teacher_vocab) -> tuple[float, float]:
-    """Relative errors of (the gradient, the worst value) to float64 on the same logits."""
+    """Return the relative errors of (the gradient, the worst value) to float64 on the same logits."""
     student, teacher, labels, mask = problem(dtype, student_vocab, teacher_vocab)
     sizes = dict(student_vocab_size=student_vocab, teacher_vocab_size=teacher_vocab, **settings)
     logits = student.clone().requires_grad_()
@@ -65,7 +67,12 @@ def errors(dtype, settings, student_vocab, teacher_vocab) -> tuple[float, float]
 def test_equals_float64(student_vocab, teacher_vocab, dtype, temperature):
     for (divergence, beta), ratio in product(DIVERGENCES, (0.0, 0.5, 1.0)):
         settings = dict(
-            divergence=divergence, jsd_beta=beta, mixed_kl_weight=0.3, kd_ratio=ratio, temperature=temperature
+            divergence=divergence,
+            jsd_beta=beta,
+            skew_alpha=0.1,
+            mixed_kl_weight=0.3,
+            kd_ratio=ratio,
+            temperature=temperature,
         )
         gradient, value = errors(dtype, settings, student_vocab, teacher_vocab)
         assert value <= 1e-5, settings
@@ -73,10 +80,12 @@ def test_equals_float64(student_vocab, teacher_vocab, dtype, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("divergence", ["forward_kl", "mixed_kl", "jsd"])
+@pytest.mark.parametrize(
+    "divergence", ["forward_kl", "mixed_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
+)
 @pytest.mark.parametrize("vocabularies", [(30000, 30100), (9001, 30208), (30100, 7000)])
 def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
-    """Statistics of four shards (the last one may be padding alone), merged by the kernel and by torch."""
+    """Kernel and torch merge the statistics of four shards alike; the last shard may be padding alone."""
     objective = KDObjective(
         *vocabularies, 0.5, temperature, divergence=divergence_of(divergence), with_ce_metric=True
     )
