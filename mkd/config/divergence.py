@@ -1,7 +1,7 @@
 """The divergences: names, parameters, formulas, flags and YAML keys.
 
-Declare a new divergence here and implement it in `mkd/losses/divergences.py`. Help texts, range checks, checks for
-parameters without effect, and the loss card all read the declarations below.
+Declare a new divergence here and implement it in `mkd/losses/divergences.py`. Help texts, range checks,
+checks for parameters without effect, and the loss card all read the declarations below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from mkd.config.field import option
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a divergence depends on: `jsd_beta` of a teacher, `kd_jsd_beta` and `--kd-jsd-beta` for all of them."""
+    """A number that a divergence depends on: `jsd_beta` of a teacher, `kd_jsd_beta` and `--kd-jsd-beta` for
+    all of them.
+    """
 
     name: str
     default: float
@@ -54,8 +56,8 @@ SKEW_ALPHA = Parameter(
     0.1,
     "from 0 to below 1",
     lambda x: 0.0 <= x < 1.0,
-    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it is compared with, from 0 to "
-    "below 1; 0 means the plain KL",
+    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it is compared "
+    "with, from 0 to below 1; 0 means the plain KL",
 )
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
@@ -89,14 +91,14 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
             # Source of both: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1.
             Declaration(
                 "skewed_forward_kl",
-                "is KL(teacher || mixture of both), whose gradient stays bounded where the student has no probability",
+                "is KL(teacher || mixture of both), with a gradient that stays bounded where the student is 0",
                 "KL(p_t || m), m = {x:g} p_t + {y:g} p_s",
                 SKEW_ALPHA,
                 ends=((0.0, "forward_kl"),),
             ),
             Declaration(
                 "skewed_reverse_kl",
-                "is KL(student || mixture of both), finite where the teacher has no probability",
+                "is KL(student || mixture of both), which stays finite where the teacher is 0",
                 "KL(p_s || m), m = {y:g} p_t + {x:g} p_s",
                 SKEW_ALPHA,
                 ends=((0.0, "reverse_kl"),),

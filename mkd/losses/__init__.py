@@ -2,7 +2,7 @@
 
 kd_objective.py          what a loss computes, on which columns, and what it returns
 divergences.py           one class for each divergence between teacher and student
-dense_reference.py       the whole loss in one process, float64, plain autograd: the definition that tests compare with
+dense_reference.py       the whole loss in one process, float64, by autograd: the definition for tests
 softmax.py               softmax over a split vocabulary: the local part and the merge
 statistics.py            what every row knows after one pass over its logits, merged over ranks
 torch_rows.py            the passes over logits in plain torch

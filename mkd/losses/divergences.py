@@ -1,18 +1,20 @@
-"""Divergences D(teacher, student): one class each, for vocabulary shards and for the classes of aligned chunks.
+"""Divergences D(teacher, student): one class each, for vocabulary shards and for the classes of aligned
+chunks.
 
-Notation: t and s are the probabilities of teacher and student, D = dL/ds up to a constant, which no softmax notices. Both losses
-differentiate by a = z_s / T, where s is a softmax: dL/da = s (D - mean of D under s).
+Notation: t and s are the probabilities of teacher and student, D = dL/ds up to a constant, which no softmax
+notices. Both losses differentiate by a = z_s / T, where s is a softmax: dL/da = s (D - mean of D under s).
 
-    forward KL   t (ln t - ln s)                       D = -t / s
-    reverse KL   s (ln s - ln t)                       D = ln s - ln t
-    JSD(beta)    beta KL(t || Q) + (1 - beta) KL(s || Q)   D = (1 - beta) (ln s - ln Q),  Q = beta t + (1 - beta) s
-    skewed forward KL   KL(t || m), m = alpha t + (1 - alpha) s    D = (1 - alpha) (1 - t / m)
-    skewed reverse KL   KL(s || m), m = (1 - alpha) t + alpha s    D = ln s - ln m + alpha (1 - s / m)
+    forward KL          D = -t / s
+    reverse KL          D = ln s - ln t
+    JSD(beta)           D = (1 - beta) (ln s - ln Q),       Q = beta t + (1 - beta) s
+    skewed forward KL   D = (1 - alpha) (1 - t / m),        m = alpha t + (1 - alpha) s
+    skewed reverse KL   D = ln s - ln m + alpha (1 - s / m),  m = (1 - alpha) t + alpha s
 
-To add a divergence: declare it in `mkd/config/divergence.py`, write its class here, and name it in `IMPLEMENTATIONS`. A class
-defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then take one more pass over the logits and one more SUM
-over ranks. A class may override that with cross terms that travel with the other row statistics (`KLMixture`). Formulas
-for GPUs are in `mkd/losses/triton_divergences.py`; a class without one runs in torch passes there.
+To add a divergence: declare it in `mkd/config/divergence.py`, write its class here, and name it in
+`IMPLEMENTATIONS`. A class defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then
+take one more pass over the logits and one more SUM over ranks. A class may override that with cross terms
+that travel with the other row statistics (`KLMixture`). Formulas for GPUs are in
+`mkd/losses/triton_divergences.py`; a class without one runs in torch passes there.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ LARGEST_EXPONENT = 80.0  # exp of it is finite in fp32
 class Divergence(ABC):
     """A divergence of two distributions given by log-probabilities.
 
-    The first five methods work class by class: `log_t` and `log_s` have one shape, that of the classes, and `sums` [k, ...] are
-    the k parts summed over the classes of each distribution. The others work on the columns of a vocabulary shard.
+    The first five methods work class by class: `log_t` and `log_s` have one shape, that of the classes, and
+    `sums` [k, ...] are the k parts summed over the classes of each distribution. The others work on the
+    columns of a vocabulary shard.
     """
 
     cross_names: tuple[str, ...] = ()
@@ -88,7 +91,9 @@ class Divergence(ABC):
         return torch.stack([part.sum(dim=1) for part in self.parts(log_t, log_s)])
 
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (value [n], residual) from the summed terms; the residual [n] is what else the gradient needs of a row."""
+        """Return (value [n], residual) from the summed terms; the residual [n] is what else the gradient
+        needs of a row.
+        """
         return self.value(terms), self.mean_slope(terms)
 
     def gradient(
@@ -107,7 +112,8 @@ class Divergence(ABC):
 class KLMixture(Divergence):
     """forward * KL(t || s) + reverse * KL(s || t).
 
-    On shards q_s and q_t are the softmax over the columns of one shard, and d = (b - max b) - (a - max a) with b = z_t / T.
+    On shards q_s and q_t are the softmax over the columns of one shard, and d = (b - max b) - (a - max a)
+    with b = z_t / T.
     """
 
     forward: float
@@ -144,7 +150,8 @@ class KLMixture(Divergence):
     def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
         """Return C_t / S_t and C_s / S_s of the shard: the means of d under q_t and of -d under q_s.
 
-        Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by an offset.
+        Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by
+        an offset.
         """
         difference = teacher.centred().sub_(student.centred())
         crosses = {}
@@ -159,7 +166,8 @@ class KLMixture(Divergence):
     ) -> tuple[Tensor, Tensor | None]:
         """Return KL(t || s) = C_t / S_t - ln S_t + ln S_s, likewise KL(s || t), which is the residual.
 
-        A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging model.
+        A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging
+        model.
         """
         shift = teacher.shift - student.shift
         value, residual = 0.0, None
@@ -193,7 +201,8 @@ class KLMixture(Divergence):
 class JensenShannon(Divergence):
     """beta KL(t || Q) + (1 - beta) KL(s || Q) with Q = beta t + (1 - beta) s, 0 < beta < 1.
 
-    Source: the generalised Jensen-Shannon divergence of Agarwal et al. 2024 (On-Policy Distillation of Language Models, section 3).
+    Source: the generalised Jensen-Shannon divergence of Agarwal et al. 2024 (On-Policy Distillation of
+    Language Models, section 3).
     """
 
     beta: float
@@ -216,7 +225,9 @@ class JensenShannon(Divergence):
         return self.beta * plain_kl(log_t, log_q) + (1.0 - self.beta) * plain_kl(log_s, log_q)
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
-        """Return this shard's part of KL(t || Q) and of KL(s || Q); only their sum over shards is cut off at 0."""
+        """Return this shard's part of KL(t || Q) and of KL(s || Q); only their sum over shards is cut off at
+        0.
+        """
         log_s, log_t = student.log_probabilities(), teacher.log_probabilities()
         log_q = self._log_mixture(log_t, log_s)
         return torch.stack([_signed_kl_terms(log, log_q).sum(dim=1) for log in (log_t, log_s)])
@@ -228,7 +239,9 @@ class JensenShannon(Divergence):
     def gradient(
         self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """Return (1 - beta) s (ln s - ln Q - KL(s || Q)): the residual is subtracted before the factor, not after."""
+        """Return (1 - beta) s (ln s - ln Q - KL(s || Q)): the residual is subtracted before the factor, not
+        after.
+        """
         log_s = student.log_probabilities()
         log_q = self._log_mixture(teacher.log_probabilities(), log_s)
         return log_s.sub_(log_q).sub_(residual[:, None]).mul_(p_s).mul_(1.0 - self.beta)
@@ -241,8 +254,9 @@ class JensenShannon(Divergence):
 class SkewedForwardKL(Divergence):
     """KL(t || m) with m = alpha t + (1 - alpha) s, 0 < alpha < 1.
 
-    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. D has the constant 1 - alpha added, with which it vanishes at
-    t = s, so that the gradient does not cancel there. No D is above 1 - alpha or below -(1 - alpha)^2 / alpha.
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. D has the constant 1 - alpha added, with
+    which it vanishes at t = s, so that the gradient does not cancel there. No D is above 1 - alpha or below
+    -(1 - alpha)^2 / alpha.
     """
 
     alpha: float
@@ -305,8 +319,9 @@ def log_mixture(log_t: Tensor, log_s: Tensor, share: float) -> Tensor:
 def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return p ln(p / q) + (q - p), never negative; over all classes the second part adds nothing.
 
-    It makes an error that all logarithms of p share (that of its normaliser) vanish at first order, which matters where both
-    distributions are alike. Close to p = q the term is p (x + expm1(-x)), x = ln(p / q): it does not cancel.
+    It makes an error that all logarithms of p share (that of its normaliser) vanish at first order, which
+    matters where both distributions are alike. Close to p = q the term is p (x + expm1(-x)), x = ln(p / q):
+    it does not cancel.
     """
     return _signed_kl_terms(log_p, log_q).clamp_(min=0.0)
 

@@ -1,9 +1,10 @@
-"""LM heads and distillation loss in one: hidden states x heads, block by block, so that no [t, v] tensor ever exists.
+"""LM heads and distillation loss in one: hidden states x heads, block by block, so that no [t, v] tensor ever
+exists.
 
-For every block of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the student's logits,
-and from it the gradients of hidden states and head weight. All of that happens in the forward pass: the backward pass only
-returns the results. So logits are made once (recomputing them in backward would cost 1.6 times the operations), and rows
-without loss cost nothing.
+For every block of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the
+student's logits, and from it the gradients of hidden states and head weight. All of that happens in the
+forward pass: the backward pass only returns the results. So logits are made once (recomputing them in
+backward would cost 1.6 times the operations), and rows without loss cost nothing.
 """
 
 from __future__ import annotations
@@ -53,20 +54,24 @@ def fused_linear_kd(
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
 ) -> KDOutput:
-    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and head.
+    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and
+    head.
 
-    Logits have the dtype of the hidden states, or fp32 with `fp32_logits` (bf16 logits put an error of about 3e-2 into the
-    gradients, fp32 ones 2e-3). Several teachers count as the weighted mean of their probabilities (see `mixture_logits`).
-    Memory beyond the gradients: two blocks of logits, [chunk_rows, w] each.
+    Logits have the dtype of the hidden states, or fp32 with `fp32_logits` (bf16 logits put an error of about
+    3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as the weighted mean of their
+    probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [chunk_rows, w]
+    each.
 
-    `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If it is given,
-    gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's DDP) gets its gradient added
-    there; a backward with another factor fails. Without it gradients are scaled in backward and returned by autograd.
+    `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
+    it is given, gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's
+    DDP) gets its gradient added there; a backward with another factor fails. Without it gradients are scaled
+    in backward and returned by autograd.
 
-    Communication over the tensor-parallel group: per block one all-gather of row statistics (and one all-reduce for a
-    divergence that needs a second pass); for the hidden states an all-gather of the sequence in forward and a reduce-scatter
-    of the gradient in backward with `sequence_parallel`, else an all-reduce in backward. In evaluation (no_grad) it stops
-    after the statistics. Raises UsageError if the objective needs a teacher and there is none.
+    Communication over the tensor-parallel group: per block one all-gather of row statistics (and one
+    all-reduce for a divergence that needs a second pass); for the hidden states an all-gather of the sequence
+    in forward and a reduce-scatter of the gradient in backward with `sequence_parallel`, else an all-reduce
+    in backward. In evaluation (no_grad) it stops after the statistics. Raises UsageError if the objective
+    needs a teacher and there is none.
     """
     objective.require_teacher(len(teachers) > 0)
     rows, width = labels.shape[0] if loss_rows is None else loss_rows.shape[0], student.weight.shape[0]
@@ -89,7 +94,9 @@ def fused_linear_kd(
 
 
 def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Return [t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing was split."""
+    """Return [t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing
+    was split.
+    """
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return hidden
     if sequence_parallel:
@@ -230,11 +237,13 @@ def mixture_logits(
     real: int,  # number of columns of this rank, its first ones, that are ids of all models
     tp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T), in the dtype of the logits.
+    """Return z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T), in the dtype of
+    the logits.
 
-    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least. Metrics that read
-    z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not real keep arbitrary values: no loss reads
-    them. Communication: one all-reduce MAX and one SUM of [n] for each teacher.
+    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least.
+    Metrics that read z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not real
+    keep arbitrary values: no loss reads them. Communication: one all-reduce MAX and one SUM of [n] for each
+    teacher.
     """
     total = offset = dtype = None
     for one, share in zip(logits, shares, strict=True):
@@ -254,7 +263,8 @@ def mixture_logits(
 def _centred(
     logits: Tensor, temperature: float, real: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (logits / T - their maximum, ln of the sum of its exponentials [n, 1]) over the real columns of all ranks.
+    """Return (logits / T - their maximum, ln of the sum of its exponentials [n, 1]) over the real columns of
+    all ranks.
 
     The first is written over `logits`.
     """
@@ -271,7 +281,9 @@ def _centred(
 
 
 class _FusedLinearKD(torch.autograd.Function):
-    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head) -> (loss, other fields of `KDOutput`)."""
+    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head) -> (loss, other fields of
+    `KDOutput`).
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head):

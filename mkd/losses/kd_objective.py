@@ -1,4 +1,6 @@
-"""The objective of a distillation loss (`KDObjective`), the columns of a rank (`VocabShard`), the result (`KDOutput`)."""
+"""The objective of a distillation loss (`KDObjective`), the columns of a rank (`VocabShard`), the result
+(`KDOutput`).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": l
 
 @dataclass(frozen=True)
 class KDOutput:
-    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for means.
+    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for
+    means.
 
-    Only `loss` has a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for fp64
-    logits, else fp32), with the same bits on every tensor-parallel rank. None means: not computed for this objective.
-    `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
+    Only `loss` has a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for
+    fp64 logits, else fp32), with the same bits on every tensor-parallel rank. None means: not computed for
+    this objective. `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
     """
 
     loss: Tensor
@@ -110,7 +113,9 @@ class KDObjective:
 
     @cached_property
     def statistic_names(self) -> tuple[str, ...]:
-        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order; see `mkd/losses/statistics.py`."""
+        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order; see
+        `mkd/losses/statistics.py`.
+        """
         names: tuple[str, ...] = ()
         if self.uses_teacher:
             names += (
@@ -129,7 +134,9 @@ class KDObjective:
 
 
 def require_temperature(name: str, temperature: float, scaling: str) -> None:
-    """Raise UsageError unless logits can be divided by `temperature` and `scaling` is one of `TEMPERATURE_SCALINGS`."""
+    """Raise UsageError unless logits can be divided by `temperature` and `scaling` is one of
+    `TEMPERATURE_SCALINGS`.
+    """
     if not (math.isfinite(temperature) and temperature > 0.0):
         raise UsageError(
             f"{name} is {temperature}",

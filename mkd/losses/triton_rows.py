@@ -1,8 +1,8 @@
 """The passes over logits as Triton kernels: the same three functions as `torch_rows.py`, fp32 arithmetic.
 
-Statistics read both logits once, the gradient reads them once more and writes once: five passes over one model's logits
-in all, seven with the second pass that some divergences need. No temporary of the logits' size, no atomics: results
-are the same bits in every run. Rows of mask 0 are not read.
+Statistics read both logits once, the gradient reads them once more and writes once: five passes over one
+model's logits in all, seven with the second pass that some divergences need. No temporary of the logits'
+size, no atomics: results are the same bits in every run. Rows of mask 0 are not read.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """partition_kl of chunks with several tokens: divergence over {listed pairs, rest}.
 
-The pair (u, x) has the score S = exp(b + ln p(u)) on a side, b the log-probability of the realised tokens before the last one;
-the rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all summands summed directly. With D, the
-mean of D under S and the rest, and background g = D_rest - mean, the gradient by z / T of a side's rows is
+The pair (u, x) has the score S = exp(b + ln p(u)) on a side, b the log-probability of the realised tokens
+before the last one; the rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all
+summands summed directly. With D, the mean of D under S and the rest, and background g = D_rest - mean, the
+gradient by z / T of a side's rows is
 
     last row, column u of a pair:  S_u D_u + p_u ((1 - e^b) D_rest - mean);   other columns:  p_j g
     prefix row, realised column:  -(1 - p) g;                                 other columns:  p_j g
 
-which is scatter(G) - p sum(G) and (onehot - p) sum(G) with G = S (D - D_rest), ordered so that nothing cancels where the rest
-is small.
+which is scatter(G) - p sum(G) and (onehot - p) sum(G) with G = S (D - D_rest), ordered so that nothing
+cancels where the rest is small.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from mkd.xtoken.slices import ChunkSlice, SideRows
 def chains(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] overwrite the student's with
-    scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] overwrite the
+    student's with scale * dL/d(z/T).
 
-    The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
+    The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised
+    token and pair.
     """
     ours = _Entries.of(student, piece.student, piece.pair_chunks, piece.pair_student, call)
     theirs = _Entries.of(teacher, piece.teacher, piece.pair_chunks, piece.pair_teacher, call)
@@ -67,7 +69,9 @@ class _Entries:
     def of(
         cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall
     ) -> _Entries:
-        """Take the entries out of the logits, leaving no probability there, so that sums over the others lose nothing."""
+        """Take the entries out of the logits, leaving no probability there, so that sums over the others lose
+        nothing.
+        """
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
         found = call.scaled(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)

@@ -1,8 +1,10 @@
-"""Triton kernels over the rows of both models' logits, for 1-1 chunks and for chains. `chunk_triton_passes.py` launches them.
+"""Triton kernels over the rows of both models' logits, for 1-1 chunks and for chains.
+`chunk_triton_passes.py` launches them.
 
-Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token, whose twin is in the
-same column of the other model. The support of a row are its common columns, with top-k only those where the teacher's logit is
-not below `lowest`. Lanes, tiles and the running softmax are those of `losses/triton_kernels.py`.
+Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token,
+whose twin is in the same column of the other model. The support of a row are its common columns, with top-k
+only those where the teacher's logit is not below `lowest`. Lanes, tiles and the running softmax are those of
+`losses/triton_kernels.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The chunk losses straight from their definitions, which tests compare with: dense, chunk by chunk, autograd."""
+"""The chunk losses straight from their definitions, which tests compare with: dense, chunk by chunk,
+autograd.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The passes in plain torch: the definition that the Triton kernels follow, and what runs on CPUs.
+"""The passes in plain torch: the definition that the Triton kernels follow, and the code that CPUs run.
 
-Legend: n rows, w_s and w_t local columns of both models, e entries, k parts of the divergence. `codes` [w] int8 are those of
-`LossCall`: 0 is none of the model's rows. "Support": the common columns, with `lowest` [n] only those where the teacher's logit
-is not below it. Normalisers ("totals") are those of z / T over the whole vocabulary. Results are in the compute dtype.
+Legend: n rows, w_s and w_t local columns of both models, e entries, k parts of the divergence. `codes` [w]
+int8 are those of `LossCall`: 0 is none of the model's rows. "Support": the common columns, with `lowest` [n]
+only those where the teacher's logit is not below it. Normalisers ("totals") are those of z / T over the whole
+vocabulary. Results are in the compute dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def write_support_gradient(
 
 
 def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
-    """Return [4, n] at T = 1 on this rank's columns: ln sum exp, entropy of this softmax, largest logit and its first column."""
+    """Return [4, n] at T = 1 on this rank's columns: ln sum exp, entropy of this softmax, largest logit and
+    its first column.
+    """
     parts = []
     for rows in row_chunks(logits):
         values = logits[rows].to(compute_dtype(logits)).masked_fill(codes == 0, LOWEST)
@@ -109,6 +112,8 @@ def _support(teacher: Tensor, lowest: Tensor | None, rows: slice, call: LossCall
 def _logs(
     student: Tensor, teacher: Tensor, totals: tuple[Tensor, Tensor], rows: slice, call: LossCall
 ) -> tuple[Tensor, Tensor]:
-    """Return ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means nothing."""
+    """Return ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means
+    nothing.
+    """
     log_t = call.scaled(teacher[:, : student.shape[1]]) - totals[1][rows, None]
     return log_t, call.scaled(student) - totals[0][rows, None]

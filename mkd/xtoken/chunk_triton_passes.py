@@ -1,7 +1,7 @@
 """The passes as Triton kernels: the same functions as `chunk_torch_passes.py`, fp32 arithmetic.
 
-Each reads its logits once in their own dtype and makes no temporary of their size; no atomics, so results are the same bits in
-every run.
+Each reads its logits once in their own dtype and makes no temporary of their size; no atomics, so results are
+the same bits in every run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LM heads and chunk loss in one: slice by slice of chunks, so that no [t, v] tensor ever exists (see losses/fused_linear)."""
+"""LM heads and chunk loss in one: slice by slice, so that no [t, v] tensor ever exists (see losses/fused_linear.py)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ LOSS_FUNCTIONS = {
 
 @dataclass(frozen=True)
 class ChunkOutput:
-    """Sums over the chunks that this rank owns; the same on every tensor-parallel rank. Only `loss` has a graph.
+    """Sums over the chunks that this rank owns; the same on every tensor-parallel rank.
 
-    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Chunks of weight 0 count nowhere.
+    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Only `loss` has a graph. Chunks of
+    weight 0 count nowhere.
     """
 
     loss: Tensor  # sum of weight * s(T) * D
@@ -70,16 +71,19 @@ def fused_chunk_kd(
     chunk_rows: int | None = None,  # most rows of one model in a slice, unless one chunk has more tokens
     fp32_logits: bool = False,
 ) -> ChunkOutput:
-    """Compute the chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden states and head.
+    """Compute the chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden
+    states and head.
 
-    Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism. As in
-    `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in forward, `loss_gradient` is
-    the factor of `loss` in the caller's backward (then gradients are final, and a weight that has `main_grad` gets its own
-    added there), and in evaluation (no_grad) it stops after the values. The host never waits for the device.
+    Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism.
+    As in `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in
+    forward, `loss_gradient` is the factor of `loss` in the caller's backward (then gradients are final, and a
+    weight that has `main_grad` gets its own added there), and in evaluation (no_grad) it stops after the
+    values. The host never waits for the device.
 
-    Communication: over the tensor-parallel group, per slice, the collectives of the loss and one all-gather of the metrics; for
-    hidden states as `fused_linear_kd`, and over the context-parallel group one all-to-all of each side that has an exchange,
-    and one for the student in backward. A rank without chunks takes part in those of the hidden states.
+    Communication: over the tensor-parallel group, per slice, the collectives of the loss and one all-gather
+    of the metrics; for hidden states as `fused_linear_kd`, and over the context-parallel group one all-to-all
+    of each side that has an exchange, and one for the student in backward. A rank without chunks takes part
+    in those of the hidden states.
     """
     assert teacher.weight.shape[0] == vocabulary.teacher_width, (
         "the teacher's head has the rows of TeacherSlots"
@@ -99,7 +103,9 @@ def fused_chunk_kd(
 
 
 def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
-    """Return the module of passes over the logits of these hidden states: Triton if it has the divergence, else torch."""
+    """Return the module of passes over the logits of these hidden states: Triton if it has the divergence,
+    else torch.
+    """
     if use_triton(hidden, settings.divergence):
         from mkd.xtoken import chunk_triton_passes
 
@@ -125,8 +131,8 @@ def _chunk_rows(
 def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool) -> int:
     """Return the most rows of a slice.
 
-    partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that size in the compute
-    dtype at once, and the dense ones those of all ranks.
+    partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that
+    size in the compute dtype at once, and the dense ones those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
@@ -146,14 +152,18 @@ class _Head:
     loss_gradient: Tensor | None
 
     def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
-        """Return values [c] without the weights; with `scale` overwrite the student's logits with scale * dL/d(z/T)."""
+        """Return values [c] without the weights; with `scale` overwrite the student's logits with scale *
+        dL/d(z/T).
+        """
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
         return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
-        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z; None in evaluation."""
+        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z; None in
+        evaluation.
+        """
         if not self.with_gradient:
             return None
         scale = weights * (self.call.settings.scale / self.call.settings.temperature)

@@ -1,4 +1,4 @@
-"""What a chunk loss computes."""
+"""The settings of a chunk loss."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 class ChunkLossSettings:
     """A chunk's loss is `weight * s(temperature) * D(teacher's chunk, student's chunk)`.
 
-    * `partition_kl`: divergence over {support, rest}; the support is the common tokens for a 1-1 chunk, and the chunk's listed
-      pairs for others.
-    * `prefix_kl`: divergence over common tokens, a token without a twin counts as the common token that it begins with; at the
-      start of every chunk, and for chunks of several tokens partition_kl's of the whole chunk is added.
-    * `p_kl`: divergence over the teacher's vocabulary, the student's probabilities projected on it (X-Token, arXiv 2605.21699).
-    * `gold` (hybrid ULD), `h_kl` (X-Token; the same on strict and relaxed pairs): divergence over {common tokens, rest} plus
-      the L1 distance of the other tokens' sorted probabilities.
+    * `partition_kl`: divergence over {support, rest}; the support is the common tokens for a 1-1 chunk, and the
+      chunk's listed pairs for others.
+    * `prefix_kl`: divergence over common tokens at the start of every chunk; a token without a twin counts as the
+      common token that it begins with. For chunks of several tokens partition_kl of the whole chunk is added.
+    * `p_kl`: divergence over the teacher's vocabulary, the student's probabilities projected on it (X-Token,
+      arXiv 2605.21699).
+    * `gold` (hybrid ULD), `h_kl` (X-Token; the same on strict and relaxed pairs): divergence over
+      {common tokens, rest} plus the L1 distance of the other tokens' sorted probabilities.
     * `uld` (arXiv 2402.12030): the L1 distance of all sorted probabilities; it reads no divergence.
 
     Raises UsageError for a value that makes no loss.
@@ -31,7 +32,7 @@ class ChunkLossSettings:
     divergence: Divergence = KLMixture(forward=1.0, reverse=0.0)  # see `build_divergence`
     temperature: float = 1.0  # logits of both models are divided by it, those of realised tokens too
     temperature_scaling: str = "squared"  # s(T): "squared" or "none"
-    # partition_kl: support of a 1-1 chunk, the teacher's k likeliest common tokens (ties included); None: all common tokens
+    # partition_kl: the support of a 1-1 chunk is the teacher's k likeliest common tokens (ties included); None: all
     top_k: int | None = None
 
     def __post_init__(self) -> None:

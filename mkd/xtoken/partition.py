@@ -1,11 +1,12 @@
 """partition_kl of 1-1 chunks: divergence over {common tokens, rest}.
 
-The twin of a common token is in the same column of the same rank, so this is elementwise work and reductions of scalars. The
-masses of the rest are summed over the other columns, not taken as 1 - sum. With s = softmax(z / T), D and its mean from
-`mkd/losses/divergences.py`: dL/d(z_j / T) = s_j (D_j - mean), D_j = D of the rest for the columns of the rest.
+The twin of a common token is in the same column of the same rank, so this is elementwise work and reductions
+of scalars. The masses of the rest are summed over the other columns, not taken as 1 - sum. With s = softmax(z
+/ T), D and its mean from `mkd/losses/divergences.py`: dL/d(z_j / T) = s_j (D_j - mean), D_j = D of the rest
+for the columns of the rest.
 
-A model all of whose rows are common tokens has no rest. Then the other model's distribution is conditioned on the common
-tokens: for identical tokenizers that is the plain divergence over the vocabulary.
+A model all of whose rows are common tokens has no rest. Then the other model's distribution is conditioned on
+the common tokens: for identical tokenizers that is the plain divergence over the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from mkd.xtoken.loss_call import LossCall, log_split
 
 
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:
-    """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice; with `scale` [c] overwrite the student's with
-    scale * dL/d(z/T).
+    """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice; with `scale` [c] overwrite the
+    student's with scale * dL/d(z/T).
 
-    Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another all-gather of [k, c].
+    Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another
+    all-gather of [k, c].
     """
     passes, lowest = call.passes, _lowest_of_top_k(teacher, call)
     sums = call.gather(sums=passes.support_sums(student, teacher, lowest, call))["sums"].logsumexp(dim=0)

@@ -1,11 +1,13 @@
-"""Divergence of both models' probabilities on common classes: p_kl, and prefix_kl, which reads it where chunks start.
+"""Divergence of both models' probabilities on common classes: p_kl, and prefix_kl, which reads it where
+chunks start.
 
     q_x = mean over the chunk's student rows of sum_u S[u, x] p_s(u);   t_x likewise of its teacher rows, by T
 
-p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the identity. prefix_kl:
-classes are the common tokens, and S and T have a 1 where a token begins with a common one. The rest is what S loses of the
-student's probability, and what the teacher has on classes that S has no value for or loses by T. So both sum to 1 and the value
-is not negative. Where one of them has no rest, the other is conditioned on the supported classes.
+p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the
+identity. prefix_kl: classes are the common tokens, and S and T have a 1 where a token begins with a common
+one. The rest is what S loses of the student's probability, and what the teacher has on classes that S has no
+value for or loses by T. So both sum to 1 and the value is not negative. Where one of them has no rest, the
+other is conditioned on the supported classes.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ClassMap
 def projected(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
 
-    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two all-reduces of a few
-    rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
+    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two
+    all-reduces of a few rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
     """
     projection = call.vocabulary.projection
     with_rest = projection.student_rest and projection.teacher_rest
@@ -71,15 +74,18 @@ def projected(
 def prefix_kl(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
 
-    A token without a twin counts as the common token that it begins with: where the teacher may say " configuration" and the
-    student only " config", the student's " config" is to be as likely as everything that the teacher may say beginning with
-    it. Both sides have read the same bytes where a chunk starts, so every chunk is compared at its first tokens; a chunk of
-    several tokens also by its realised chain, as in partition_kl. The classes cover both vocabularies (control tokens of one
-    side alone are the rest): for identical tokenizers it is the plain divergence.
+    A token without a twin counts as the common token that it begins with: where the teacher may say "
+    configuration" and the student only " config", the student's " config" is to be as likely as everything
+    that the teacher may say beginning with it. Both sides have read the same bytes where a chunk starts, so
+    every chunk is compared at its first tokens; a chunk of several tokens also by its realised chain, as in
+    partition_kl. The classes cover both vocabularies (control tokens of one side alone are the rest): for
+    identical tokenizers it is the plain divergence.
 
-    Tensor-parallel group: the communication of `projected`, and that of `chains` for chunks of several tokens.
+    Tensor-parallel group: the communication of `projected`, and that of `chains` for chunks of several
+    tokens.
     """
     if piece.kind == ONE_TO_ONE:
         return projected(student, teacher, scale, piece, call)
@@ -147,7 +153,9 @@ def _by_columns(classes: ClassMap, by_class: Tensor, by_rest: Tensor, call: Loss
 
 
 def _softmax_gradient(p: Tensor, by_mean: Tensor, side: SideRows, call: LossCall) -> Tensor:
-    """Return p (dL/dp - sum p dL/dp), [n, w_s], where dL/dp of a row is its chunk's divided by the number of its tokens."""
+    """Return p (dL/dp - sum p dL/dp), [n, w_s], where dL/dp of a row is its chunk's divided by the number of
+    its tokens.
+    """
     by_p = (by_mean / _tokens(side, p.dtype)[:, None])[side.chunks]
     inner = call.sum((p * by_p).sum(dim=1))
     return by_p.sub_(inner[:, None]).mul_(p)

@@ -1,7 +1,8 @@
 """Sums by index, with the same bits in every process and every run, and without waiting for the device.
 
-On GPUs `index_add_` adds in the order in which threads arrive, so that tensor-parallel ranks would disagree in the last bit of
-numbers that they all compute, and an accumulating `index_put_` synchronises. Segments of an ascending index are summed in their order.
+On GPUs `index_add_` adds in the order in which threads arrive, so that tensor-parallel ranks would disagree
+in the last bit of numbers that they all compute, and an accumulating `index_put_` synchronises. Segments of
+an ascending index are summed in their order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from torch import Tensor
 
 
 def sum_segments(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending; 0 without any."""
+    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending; 0 without
+    any.
+    """
     return _reduced("sum", _lengths(index, size), values, 0.0)
 
 

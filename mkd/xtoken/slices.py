@@ -17,7 +17,8 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 class SideRows:
     """One model's n tokens of the c chunks of a slice. Rows are counted from the start of the slice.
 
-    The last token of each chunk is the base, whose whole distribution is compared; only p(realised token) of the others counts.
+    The last token of each chunk is the base, whose whole distribution is compared; only p(realised token) of
+    the others counts.
     """
 
     hidden_rows: Tensor  # [n] int64, rows of the hidden states
@@ -104,7 +105,9 @@ class ChunkSlice:
 
 
 def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
-    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side; at least one chunk each."""
+    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side; at least one chunk
+    each.
+    """
     offsets = batch.student.host_offsets, batch.teacher.host_offsets
     for kind in KINDS:
         first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))

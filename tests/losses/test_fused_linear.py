@@ -1,4 +1,6 @@
-"""The fused head against the dense float64 reference on full logits: values, gradients of hidden states and head."""
+"""The fused head against the dense float64 reference on full logits: values, gradients of hidden states and
+head.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BOTH = dict(student_vocab_size=300, teacher_vocab_size=310)
 
 
 def problem(dtype=torch.float64, mask="random", seed=0):
-    """(student hidden, student head, teacher hidden, teacher head, labels, mask)."""
+    """Return (student hidden, student head, teacher hidden, teacher head, labels, mask)."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((ROWS, STUDENT_SIZE), (PADDED, STUDENT_SIZE), (ROWS, TEACHER_SIZE), (PADDED, TEACHER_SIZE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -52,7 +54,9 @@ def heads_of(hidden, weight, teacher_hidden, teacher_weight, labels, mask):
 
 
 def on_rank(case, settings, compact, sequence_parallel, factor):
-    """Return one rank's values, gradient of its hidden states (its part of the sequence) and of its head rows."""
+    """Return one rank's values, gradient of its hidden states (its part of the sequence) and of its head
+    rows.
+    """
     detect()  # Megatron's mappings of sequence parallelism name CUDA
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -118,7 +122,9 @@ def test_no_loss_token_is_zero_with_a_graph(ranks):
 
 
 def with_main_grad(case, shared):
-    """Return a loss whose factor is known in forward and whose weight has an fp32 buffer, as under Megatron's DDP."""
+    """Return a loss whose factor is known in forward and whose weight has an fp32 buffer, as under Megatron's
+    DDP.
+    """
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     weight.main_grad = torch.ones(weight.shape)
@@ -227,7 +233,7 @@ def test_never_a_tensor_of_all_logits():
 
 
 def test_same_result_as_the_loss_on_logits():
-    """Bitwise, when one chunk holds all rows: the fused head is the same passes in another order."""
+    """Both are bitwise equal if one block holds all rows: the fused head is the same passes in another order."""
     case = problem(torch.float32)
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     fused = fused_linear_kd(*heads_of(*case), objective_of(**BOTH), tp_group=None)

@@ -1,4 +1,6 @@
-"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, and what it promises."""
+"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, and what it
+promises.
+"""
 
 from __future__ import annotations
 

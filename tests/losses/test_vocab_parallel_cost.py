@@ -1,4 +1,6 @@
-"""What the vocabulary-parallel loss must not do: extra collectives, waits for the device, big temporaries; and errors."""
+"""The vocabulary-parallel loss has no extra collective, no wait for the device and no big temporary; and its
+errors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ ROWS, WIDTH = 64, 96
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that run, the ones that would wait for a device, and the largest tensor made per dtype."""
+    """Records the operators that run, the ones that would wait for a device, and the largest tensor made per
+    dtype.
+    """
 
     def __init__(self):
         super().__init__()
@@ -52,7 +56,7 @@ def tensors(dtype=torch.float32):
 
 
 def record(group, dtype=torch.float32, **settings):
-    """(recorder of the forward pass, recorder of the backward pass)."""
+    """Return (recorder of the forward pass, recorder of the backward pass)."""
     sizes = dict(student_vocab_size=80, teacher_vocab_size=90)
     arguments = tensors(dtype)
     with Recorder() as forward:

@@ -1,4 +1,6 @@
-"""The fused chunk loss against the dense float64 reference: values, gradients of hidden states and head, on several ranks."""
+"""The fused chunk loss against the dense float64 reference: values, gradients of hidden states and head, on
+several ranks.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_equals_dense_reference(ranks, tp, loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_is_exact_in_float64(loss):
-    """In slices of any size, with the factor of backward announced or not."""
+    """Slices may have any size, and the factor of backward may be announced or not."""
     tolerance = 1e-7 if loss == "p_kl" else 1e-10  # p_kl has a matrix of fp32
     for divergence, chunk_rows in zip(DIVERGENCES, itertools.cycle((None, 1, 7, 1000)), strict=False):
         case, settings = random_case(seed=5), dict(MIXED, loss=loss, divergence=divergence, temperature=1.7)
@@ -101,7 +103,9 @@ def test_no_chunk_or_no_weight_is_zero_with_a_graph(ranks):
 
 
 def context_parallel_parts(case: Case, size: int) -> list[Case]:
-    """Rank r has the r-th part of both models' rows, and the chunks whose last student row it has."""
+    """Return one case a rank: the r-th part of both models' rows, and the chunks whose last student row it
+    has.
+    """
     parts = [-(-len(hidden) // size) for hidden in (case.student_hidden, case.teacher_hidden)]
     batch, offsets = case.chunks, case.chunks.student.host_offsets
     owners = batch.student.rows.numpy()[offsets[1:] - 1] // parts[0]
@@ -138,7 +142,7 @@ def context_parallel_parts(case: Case, size: int) -> list[Case]:
 
 
 def exchanged_side(side: ChunkSide, owners: np.ndarray, rank: int, size: int, part: int) -> ChunkSide:
-    """The tokens of the chunks that `rank` owns; the rows come from everywhere, by source."""
+    """Return the tokens of the chunks that `rank` owns; the rows come from all ranks, by source."""
     counts = np.diff(side.host_offsets)
     rows, owner_of_row = side.rows.numpy(), np.repeat(owners, counts)
     wanted = [

@@ -25,7 +25,7 @@ def call_of(case: Case, **settings) -> LossCall:
 
 
 def run(case: Case, **settings):
-    """(output, gradient of the hidden states, of the head)."""
+    """Return (output, gradient of the hidden states, of the head)."""
     vocabulary, teacher_weight = vocabulary_of(case, {}, 0, 1)
     hidden, weight = (t.clone().requires_grad_() for t in (case.student_hidden, case.student_weight))
     output = fused_chunk_kd(
@@ -43,7 +43,7 @@ def run(case: Case, **settings):
 
 @pytest.mark.parametrize("teacher_rows", [30, 28, 33])
 def test_identical_tokenizers_have_the_plain_divergence_over_the_vocabulary(teacher_rows):
-    """Also where one model has more rows than the other: both are conditioned on the shared ids, as mkd.losses has it."""
+    """If one model has more rows than the other, both are conditioned on the shared ids, as in mkd.losses."""
     relation = relation_of(30, 30, 30)
     relation.common_teacher[:] = relation.common_student
     for divergence in DIVERGENCES:
@@ -99,7 +99,9 @@ def test_teacher_equal_to_student_is_zero_with_zero_gradient(divergence, dtype):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_never_negative(divergence):
-    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions; values and gradients are finite."""
+    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions; values and
+    gradients are finite.
+    """
     generator = torch.Generator().manual_seed(7)
     relation = relation_of(35, 42, 20)
     for counts in ((7000, 0, 0, 0), (0, 1000, 0, 0), (0, 0, 1000, 0), (0, 0, 0, 1000)):

@@ -16,7 +16,7 @@ from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, voca
 
 
 def problem(relation, sizes, counts, divergence="forward_kl"):
-    """(slice, call)."""
+    """Return (slice, call)."""
     settings = chunk_settings_of(loss="prefix_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
     call = LossCall(vocabulary_of(case, dict(loss="prefix_kl"), 0, 1)[0], settings, chunk_torch_passes, None)
@@ -49,7 +49,9 @@ def test_one_vocabulary_gives_the_plain_divergence():
 
 
 def test_a_teacher_of_longer_tokens_is_met_by_their_beginnings():
-    """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin with."""
+    """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin
+    with.
+    """
     relation = relation_of(37, 45, 20)
     piece, call = problem(relation, (37, 48, 45), (1, 0, 0, 0))
     longer = np.flatnonzero(

@@ -16,7 +16,7 @@ from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, voca
 
 
 def problem(relation, sizes, counts, divergence="forward_kl"):
-    """(slice, call)."""
+    """Return (slice, call)."""
     settings = chunk_settings_of(loss="p_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
     call = LossCall(vocabulary_of(case, dict(loss="p_kl"), 0, 1)[0], settings, chunk_torch_passes, None)

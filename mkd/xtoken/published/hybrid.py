@@ -1,10 +1,12 @@
-"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted probabilities.
+"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted
+probabilities.
 
     L = w_c * D({common tokens, rest} of the chunk distributions) + w_u * sorted L1(uncommon tokens of the chunk distributions)
 
-Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two distributions that are on
-the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes both whole: 1 - the sum over common
-tokens, chain probability that is missing included. Where one model has no rest, the other is conditioned on the common tokens.
+Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two
+distributions that are on the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes
+both whole: 1 - the sum over common tokens, chain probability that is missing included. Where one model has no
+rest, the other is conditioned on the common tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from mkd.xtoken.slices import ChunkSlice
 def hybrid(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with scale * dL/d(z/T)."""
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
+    """
     vocabulary = call.vocabulary
     weights = call.settings.hybrid_weights(vocabulary.num_common / vocabulary.num_teacher_rows)
     ours, theirs = chunk_distributions(student, teacher, piece, call)

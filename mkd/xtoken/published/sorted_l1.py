@@ -1,4 +1,6 @@
-"""uld (Boizard et al. 2024, arXiv 2402.12030): the L1 distance of sorted probabilities, which needs no relation of tokens."""
+"""uld (Boizard et al. 2024, arXiv 2402.12030): the L1 distance of sorted probabilities, which needs no
+relation of tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The top-k loss against its dense float64 definition and against the full divergence: value, gradient, promises."""
+"""The top-k loss against its dense float64 definition and against the full divergence: value, gradient,
+promises.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MASKS = ["random", "none", "all", "weights"]
 def batch(
     seed, student_vocab, teacher_vocab, k, mask, temperature, *, rows=24, dtype=torch.float64, spread=3.0
 ):
-    """(student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's logits."""
+    """Return (student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's
+    logits.
+    """
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
     teacher = 0.5 * student + spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
@@ -43,7 +47,7 @@ def values(output) -> dict:
 
 
 def sharded(student, ids, logprobs, labels, mask, settings):
-    """On one rank: all values of the loss and the gradient of this rank's columns (of 2 * loss, to see the factor)."""
+    """Return one rank's values of the loss and the gradient of its columns (of 2 * loss, to see the factor)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
     output = vocab_parallel_topk_kd(
@@ -67,7 +71,7 @@ def assert_close(actual, wanted, tolerance):
 
 
 def configurations():
-    """Tensor parallelism x (student's, teacher's vocabulary) x k x temperature, with ratios, scalings and masks cycling."""
+    """Yield tensor parallelism x vocabularies x k x temperature, with ratios, scalings and masks in turn."""
     index = 0
     for tp in (1, 2, 4):
         for student_vocab, teacher_vocab in ((300, 310), (310, 300), (320, 320), (200, 230)):
@@ -151,7 +155,9 @@ def test_more_ids_come_closer_to_the_full_divergence_from_below():
 
 
 def adversarial(seed):
-    """Logits at every scale; teachers that are the student, certain, flat, or rounded to half precision."""
+    """Return logits at every scale; teachers that are the student, certain, flat, or rounded to half
+    precision.
+    """
     generator = torch.Generator().manual_seed(seed)
     student = [0.0, 1e-3, 1.0, 30.0, 1e4][seed % 5] * torch.randn(8, PADDED, generator=generator)
     teacher = [student, 30.0 * student, torch.zeros_like(student), -student, student + 1e-4][seed // 5 % 5]
@@ -244,7 +250,9 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
 
 
 def test_metrics_shapes_and_chunks():
-    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing; metrics are weighted sums."""
+    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing; metrics are
+    weighted sums.
+    """
     case, teacher = batch(13, 300, 310, 16, "weights", 1.0, rows=4000, dtype=torch.float32)
     log_p = teacher[:, :300].log_softmax(dim=1)
     labels, mask = case[3], case[4]

@@ -1,4 +1,6 @@
-"""gold and h_kl are not negative, and zero for equal models; the published form of the divergence is negative."""
+"""gold and h_kl are not negative, and zero for equal models; the published form of the divergence is
+negative.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, voca
 
 
 def problem(counts, loss, divergence="forward_kl", scale=3.0):
-    """(student logits, teacher logits, slice, call)."""
+    """Return (student logits, teacher logits, slice, call)."""
     relation = relation_of(35, 42, 20)
     case, generator = random_case((1, 0, 0, 0), (37, 48, 45), relation), torch.Generator().manual_seed(1)
     settings = chunk_settings_of(loss=loss, divergence=divergence)
