@@ -82,7 +82,7 @@ class Divergence(ABC):
     def merge(
         self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (value [n], residual) of the whole vocabulary from every shard's cross terms, [tp, n] each."""
+        """Return (value [n], residual) of the whole vocabulary from the shards' cross terms, [tp, n] each."""
         raise NotImplementedError("a divergence with cross terms merges them")
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:

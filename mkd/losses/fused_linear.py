@@ -155,7 +155,7 @@ class _Head:
         mask: Tensor,
         merged: MergedStatistics,
     ) -> Tensor:
-        """Return the gradient [n, w] in `dtype`, written over the student's logits if they have that dtype."""
+        """Return the gradient [n, w] in `dtype`, written over the student's logits if of that dtype."""
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
         weight = mask if self.loss_gradient is None else mask * self.loss_gradient
         write_gradient = passes_for(student, self.objective).write_gradient
@@ -188,7 +188,7 @@ class HeadGradients:
             self.of_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
 
     def add(self, rows: Tensor | slice, hidden: Tensor, logit_gradient: Tensor) -> None:
-        """Add one block: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
+        """Add a block: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
         self.hidden[rows] = torch.mm(logit_gradient, self.weight)
         if self.of_weight is not None:
             add_product(self.of_weight, logit_gradient.t(), hidden)

@@ -184,7 +184,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:
-        """Return shard `rank` of `size` equal shards of `width` columns (Megatron's `VocabUtility` layout)."""
+        """Return shard `rank` of `size` shards of `width` columns (Megatron's `VocabUtility` layout)."""
         start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
         student = min(max(objective.student_vocab_size - start, 0), width)
         shared = min(max(objective.num_shared_ids - start, 0), width)

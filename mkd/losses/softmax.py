@@ -91,7 +91,7 @@ class Normaliser:
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """The normaliser that turns the logits of one shard into probabilities of the whole vocabulary; all [n]."""
+    """The normaliser that turns a shard's logits into probabilities of the whole vocabulary; all [n]."""
 
     maximum: Tensor  # over the whole vocabulary
     log_sum: Tensor  # ln sum exp((z - maximum) / T)

@@ -45,7 +45,7 @@ class MergedStatistics:
 
 
 def gather_statistics(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Gather [k, n] of every shard into [tp, k, n]: all-gather over the tensor-parallel group; no backward."""
+    """Gather [k, n] of every shard: all-gather over the tensor-parallel group to [tp, k, n]; no backward."""
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     if size == 1 or local.shape[1] == 0:
         return local.expand(size, *local.shape)

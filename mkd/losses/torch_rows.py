@@ -24,8 +24,8 @@ from mkd.losses.statistics import MergedStatistics, merge_statistics
 
 __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gradient"]
 
-# Size of one row chunk in the compute dtype: on a CPU its few temporaries stay in cache; on an accelerator it is large
-# enough to hide the launches and small against the logits themselves.
+# Size of one row chunk in the compute dtype. On a CPU its few temporaries stay in cache; on an accelerator it is
+# large enough to hide the launches and small against the logits themselves.
 CPU_CHUNK_BYTES = 2 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
@@ -55,7 +55,7 @@ def divergence_terms(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Compute this shard's part of the terms of a divergence that needs both whole softmaxes first, [k, n]."""
+    """Compute this shard's part [k, n] of the terms of a divergence that needs both whole softmaxes."""
     chunks = []
     for rows in row_chunks(student):
         part = merged.rows(rows)

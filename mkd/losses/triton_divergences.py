@@ -31,7 +31,7 @@ class Formula:
     """The arguments that make a kernel compute one divergence."""
 
     kind: int
-    first: float  # KL: weight of the forward KL; Jensen-Shannon: beta; skewed KLs: share of the teacher in the mixture
+    first: float  # KL: weight of the forward KL; others: share of the teacher in the mixture
     second: float  # KL: weight of the reverse KL; skewed KLs: alpha
     has_first: bool = (
         True  # whether `parts` has a first and a second one; with two KLs, those of non-zero weight
@@ -70,7 +70,7 @@ def formula_of(divergence: Divergence) -> Formula:
 def shard_terms(a, b, first, second, KIND: tl.constexpr):
     """Return each lane's sums over a tile of `Divergence.terms`, divided by ln 2."""
     if KIND == JENSEN_SHANNON:
-        # p log2(p / Q) + (Q - p) / ln 2: over the whole vocabulary Q - p adds nothing; see `divergences.kl_terms`
+        # p log2(p / Q) + (Q - p) / ln 2; over the whole vocabulary Q - p adds nothing: see `kl_terms`
         p_s, p_t, log_q = mixture(a, b, first)
         q = first * p_t + (1.0 - first) * p_s
         one = p_t * (b - log_q) + (q - p_t) * LOG2E

@@ -57,7 +57,7 @@ def chains(
 
 @dataclass(frozen=True)
 class _Entries:
-    """The e entries of one side: the columns of the realised tokens of the prefix, then those of the pairs."""
+    """The e entries of one side: columns of the realised tokens of the prefix, then those of the pairs."""
 
     side: SideRows
     pair_chunks: Tensor  # [p]

@@ -119,7 +119,7 @@ def _partition(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettin
 def _with_rest(
     s: Tensor, t: Tensor, pairs: list[tuple[int, int]], chunk: _Chunk, settings: ChunkLossSettings
 ) -> Tensor:
-    """Return the divergence over {pairs, rest}; conditioned on the pairs if a side's tokens are all in pairs."""
+    """Return the divergence over {pairs, rest}, or on the pairs alone if they hold all tokens of a side."""
     s_ids, t_ids = (list(ids) for ids in zip(*pairs, strict=True))
     has_rest = (len(pairs) < s.shape[0] or len(chunk.s_labels) > 1) and (
         len(pairs) < t.shape[0] or len(chunk.t_labels) > 1
@@ -134,7 +134,7 @@ def _with_rest(
 
 
 def divergence(s: Tensor, t: Tensor, settings: ChunkLossSettings) -> Tensor:
-    """Return the divergence of two distributions [k]; a probability of 0 counts as one too small to matter."""
+    """Return the divergence of two distributions [k]; a probability of 0 is replaced by a tiny one."""
     log_t, log_s = (p.clamp(min=torch.finfo(p.dtype).tiny).log() for p in (t, s))
     return settings.divergence.plain(log_t, log_s)
 

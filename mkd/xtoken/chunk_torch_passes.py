@@ -17,7 +17,7 @@ from mkd.xtoken.loss_call import COMMON, LossCall, log_sum_exp, write_scaled
 
 
 def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: LossCall) -> Tensor:
-    """Return ln sum exp of z / T, [4, n]: of the student's support and its other rows, and of the teacher's."""
+    """Return ln sum exp of z / T, [4, n]: the student's support and its other rows, then the teacher's."""
     parts = []
     for rows in row_chunks(teacher):
         support = _support(teacher[rows], lowest, rows, call)

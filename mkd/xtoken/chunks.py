@@ -29,7 +29,7 @@ class ChunkSide:
     1]).
     """
 
-    rows: Tensor  # [n] int64, position that predicts the token: in this rank's packed row, or among the exchanged rows
+    rows: Tensor  # [n] int64, position that predicts the token, in this rank's packed row or in the exchanged rows
     labels: Tensor  # [n] int64, the token itself, an id of this model's tokenizer
     offsets: Tensor  # [c + 1] int64
     host_offsets: np.ndarray  # [c + 1] int64, the same, for decisions on the host

@@ -55,5 +55,5 @@ class ChunkLossSettings:
         return TEMPERATURE_SCALINGS[self.temperature_scaling](self.temperature)
 
     def hybrid_weights(self, common_share: float) -> tuple[float, float]:
-        """Return the weights of divergence and sorted L1; `common_share`: common tokens / the teacher's rows."""
+        """Return weights of divergence and sorted L1; `common_share` is common tokens / teacher's rows."""
         return (common_share, 1.0 - common_share) if self.loss == "gold" else (1.0, 1.0)

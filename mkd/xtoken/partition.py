@@ -55,7 +55,7 @@ def has_rest(call: LossCall) -> bool:
 
 
 def _lowest_of_top_k(teacher: Tensor, call: LossCall) -> Tensor | None:
-    """Return the k-th largest of the teacher's logits of common tokens, [c]; None if all are in the support."""
+    """Return the teacher's k-th largest logit of a common token, [c]; None if all are in the support."""
     top_k = call.settings.top_k
     if top_k is None or top_k >= call.vocabulary.num_common:
         return None
