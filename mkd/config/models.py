@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
+from mkd.config.divergence import TeacherDivergence
+from mkd.config.field import option
+
 RESIDENCIES = ("device", "host")
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
-
-
-def option(
-    default: Any,
-    help: str,  # noqa: A002
-    *,
-    choices: tuple[str, ...] | None = None,
-    flag: bool = True,
-) -> Any:
-    """Return a documented field of a section; without `flag` it can be set in YAML only."""
-    return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))
-
 
 _LAYOUT = (
     "decoder layers of each pipeline stage: 8,8,7,7 or Megatron's form 'Et*8|t*8|t*7|t*7L'. "
@@ -96,7 +85,7 @@ class XTokenConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
+class TeacherConfig(TeacherDivergence):
     """A frozen model to imitate. The flags are those of the first teacher."""
 
     name: str | None = option(None, "label of the teacher in logs (default: name of its folder)", flag=False)
@@ -126,18 +115,6 @@ class TeacherConfig:
     )
     temperature: float | None = option(
         None, "temperature for this teacher (default: --kd-temperature)", flag=False
-    )
-    divergence: str | None = option(
-        None,
-        "divergence to minimise for this teacher (default: --kd-divergence)",
-        choices=DIVERGENCES,
-        flag=False,
-    )
-    jsd_beta: float | None = option(None, "beta of this teacher's jsd (default: --kd-jsd-beta)", flag=False)
-    mixed_kl_weight: float | None = option(
-        None,
-        "weight of the forward KL in this teacher's mixed_kl (default: --kd-mixed-kl-weight)",
-        flag=False,
     )
     residency: str = option(
         "device",

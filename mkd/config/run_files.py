@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkd.config.models import option
+from mkd.config.field import option
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkd.config.models import (
-    DIVERGENCES,
-    RESIDENCIES,
-    TEACHER_COMBINATIONS,
-    StudentConfig,
-    TeacherConfig,
-    XTokenConfig,
-    option,
-)
+from mkd.config.divergence import KDDivergence
+from mkd.config.field import option
+from mkd.config.models import RESIDENCIES, TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 
 __all__ = [
@@ -103,7 +97,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class KDConfig:
+class KDConfig(KDDivergence):
     """The objective: (1 - kd_ratio) x cross entropy + kd_ratio x divergence from the teacher."""
 
     kd_ratio: float = option(
@@ -120,21 +114,6 @@ class KDConfig:
         "squared",
         "factor on the divergence: squared (temperature squared, which keeps the gradient's size) or none",
         choices=("squared", "none"),
-    )
-    kd_divergence: str = option(
-        "forward_kl",
-        "divergence to minimise. forward_kl is KL(teacher || student), which covers everything the teacher "
-        "says. reverse_kl is KL(student || teacher), which keeps to what the teacher says most. mixed_kl "
-        "and jsd lie between them",
-        choices=DIVERGENCES,
-    )
-    kd_jsd_beta: float = option(
-        0.5,
-        "teacher's weight in the mixture that jsd compares both models with, 0 to 1. "
-        "0 means forward_kl and 1 reverse_kl",
-    )
-    kd_mixed_kl_weight: float = option(
-        0.5, "weight of the forward KL in mixed_kl, 0 to 1. The reverse KL has the rest"
     )
     teacher_combination: str = option(
         "weighted_sum",

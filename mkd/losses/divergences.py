@@ -1,62 +1,120 @@
-"""Divergences D(teacher, student): what each needs from a vocabulary shard, its value and its gradient.
+"""Divergences D(teacher, student): one class each, for vocabulary shards and for the classes of aligned
+chunks.
 
-Notation: a = z_s / T and b = z_t / T over the ids that both models have, p_s and p_t their softmax over the WHOLE
-vocabulary, q_s and q_t their softmax over the columns of one shard, d = (b - max b) - (a - max a).
+Notation: t and s are the probabilities of teacher and student, D = dL/ds up to a constant, which no softmax
+notices. Both losses differentiate by a = z_s / T, where s is a softmax: dL/da = s (D - mean of D under s).
 
-A divergence either gets by with cross terms that travel with the other row statistics (`KLMixture`), or needs one more
-pass over the logits once both softmaxes are known, and one more SUM over ranks (`JensenShannon`).
+    forward KL          D = -t / s
+    reverse KL          D = ln s - ln t
+    JSD(beta)           D = (1 - beta) (ln s - ln Q),       Q = beta t + (1 - beta) s
+    skewed forward KL   D = (1 - alpha) (1 - t / m),        m = alpha t + (1 - alpha) s
+    skewed reverse KL   D = ln s - ln m + alpha (1 - s / m),  m = (1 - alpha) t + alpha s
+
+To add a divergence: declare it in `mkd/config/divergence.py`, write its class here, and name it in
+`IMPLEMENTATIONS`. A class defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then
+take one more pass over the logits and one more SUM over ranks. A class may override that with cross terms
+that travel with the other row statistics (`KLMixture`). Formulas for GPUs are in
+`mkd/losses/triton_divergences.py`; a class without one runs in torch passes there.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mkd.config.divergence import DECLARATIONS, DivergenceSettings
+from mkd.errors import UsageError
 from mkd.losses.softmax import Normaliser, ShardRows, ShardSoftmax
 
+LARGEST_EXPONENT = 80.0  # exp of it is finite in fp32
 
-class Divergence(Protocol):
-    """The plug of a new divergence; `mkd/losses/triton_rows.py` holds the same formulas for GPUs.
 
-    cross_names: cross terms of a shard, [n] each, that travel with the statistics.
-    needs_terms: whether `terms` must run before value and gradient are known.
-    residual: the [n] number of each row that the gradient needs beside both softmaxes (None if it needs none).
+class Divergence(ABC):
+    """A divergence of two distributions given by log-probabilities.
+
+    The first five methods work class by class: `log_t` and `log_s` have one shape, that of the classes, and
+    `sums` [k, ...] are the k parts summed over the classes of each distribution. The others work on the
+    columns of a vocabulary shard.
     """
 
-    cross_names: tuple[str, ...]
-    needs_terms: bool
+    cross_names: tuple[str, ...] = ()
+    """Cross terms of a shard, [n] each, that travel with the row statistics."""
 
-    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]: ...
+    needs_terms: bool = True
+    """Whether value and gradient need `terms`, a second pass over the logits."""
+
+    @abstractmethod
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        """Return the k summands of every class."""
+
+    @abstractmethod
+    def value(self, sums: Tensor) -> Tensor:
+        """Return the divergence, never negative."""
+
+    @abstractmethod
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        """Return the mean of D under s."""
+
+    @abstractmethod
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        """Return D, a new tensor."""
+
+    @abstractmethod
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        """Return the divergence over the last dimension by its plain formula, differentiable by autograd.
+
+        Only the dense references use it, in float64.
+        """
+
+    def mass_slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        """Return s D, a new tensor, finite where s underflows."""
+        return self.slope(log_t, log_s).mul_(log_s.exp())
+
+    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
+        """Return the cross terms of a shard by name."""
+        return {}
 
     def merge(
         self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser
     ) -> tuple[Tensor, Tensor | None]:
-        """(value [n], residual) of the whole vocabulary from every shard's cross terms, [tp, n] each."""
-        ...
+        """Return (value [n], residual) of the whole vocabulary from the shards' cross terms, [tp, n] each."""
+        raise NotImplementedError("a divergence with cross terms merges them")
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
-        """[2, n] sums over the columns of a shard; they add up over shards."""
-        ...
+        """Return [k, n] sums over the columns of a shard; they add up over shards."""
+        log_s, log_t = student.log_probabilities(), teacher.log_probabilities()
+        return torch.stack([part.sum(dim=1) for part in self.parts(log_t, log_s)])
 
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(value [n], residual) from the summed terms."""
-        ...
+        """Return (value [n], residual) from the summed terms; the residual [n] is what else the gradient
+        needs of a row.
+        """
+        return self.value(terms), self.mean_slope(terms)
 
     def gradient(
-        self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
+        self,
+        student: ShardRows,
+        teacher: ShardRows,
+        p_s: Tensor,  # [n, c] the student's probabilities, not modified
+        residual: Tensor | None,  # [n]
     ) -> Tensor:
-        """dD/da on the columns of a shard, [n, c], a new tensor; leaves p_s [n, c]."""
-        ...
+        """Return dL/da on the columns of a shard, [n, c], a new tensor."""
+        slope = self.slope(teacher.log_probabilities(), student.log_probabilities())
+        return slope.sub_(residual[:, None]).mul_(p_s)
 
 
 @dataclass(frozen=True)
-class KLMixture:
-    """forward * KL(p_t || p_s) + reverse * KL(p_s || p_t)."""
+class KLMixture(Divergence):
+    """forward * KL(t || s) + reverse * KL(s || t).
+
+    On shards q_s and q_t are the softmax over the columns of one shard, and d = (b - max b) - (a - max a)
+    with b = z_t / T.
+    """
 
     forward: float
     reverse: float
@@ -64,13 +122,36 @@ class KLMixture:
     needs_terms = False
 
     @property
-    def cross_names(self) -> tuple[str, ...]:
+    def cross_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("forward_cross",) * (self.forward != 0) + ("reverse_cross",) * (self.reverse != 0)
 
-    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
-        """C_t / S_t and C_s / S_s of the shard: the means of d under q_t and of -d under q_s.
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        parts = [kl_terms(log_t, log_s)] if self.forward else []
+        return parts + ([kl_terms(log_s, log_t)] if self.reverse else [])
 
-        Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by an offset.
+    def value(self, sums: Tensor) -> Tensor:
+        weights = [weight for weight in (self.forward, self.reverse) if weight]
+        return sum(weight * part for weight, part in zip(weights, sums, strict=True))
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return self.reverse * sums[-1] - self.forward
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        ratio = log_t - log_s
+        return ratio.clamp(max=LARGEST_EXPONENT).exp().mul_(-self.forward).sub_(ratio, alpha=self.reverse)
+
+    def mass_slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        result = log_t.exp().mul_(-self.forward)
+        return result.addcmul_(log_s.exp(), log_s - log_t, value=self.reverse) if self.reverse else result
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return self.forward * plain_kl(log_t, log_s) + self.reverse * plain_kl(log_s, log_t)
+
+    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
+        """Return C_t / S_t and C_s / S_s of the shard: the means of d under q_t and of -d under q_s.
+
+        Centring both sides first keeps the digits that `b - a` would lose where the models' logits differ by
+        an offset.
         """
         difference = teacher.centred().sub_(student.centred())
         crosses = {}
@@ -83,9 +164,10 @@ class KLMixture:
     def merge(
         self, cross: dict[str, Tensor], student: Normaliser, teacher: Normaliser
     ) -> tuple[Tensor, Tensor | None]:
-        """KL(p_t || p_s) = C_t / S_t - ln S_t + ln S_s, and the other way round.
+        """Return KL(t || s) = C_t / S_t - ln S_t + ln S_s, likewise KL(s || t), which is the residual.
 
-        A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging model.
+        A shard's mean of d moves by the shift of both maxima and counts with its mass under the averaging
+        model.
         """
         shift = teacher.shift - student.shift
         value, residual = 0.0, None
@@ -101,7 +183,7 @@ class KLMixture:
     def gradient(
         self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """forward (p_s - p_t) + reverse p_s (ln p_s - ln p_t - KL(p_s || p_t))."""
+        """Return forward (s - t) + reverse s (ln s - ln t - KL(s || t))."""
         result = None
         if self.forward:
             result = teacher.probabilities()
@@ -116,64 +198,177 @@ class KLMixture:
 
 
 @dataclass(frozen=True)
-class JensenShannon:
-    """beta KL(p_t || Q) + (1 - beta) KL(p_s || Q) with Q = beta p_t + (1 - beta) p_s, 0 < beta < 1.
+class JensenShannon(Divergence):
+    """beta KL(t || Q) + (1 - beta) KL(s || Q) with Q = beta t + (1 - beta) s, 0 < beta < 1.
 
-    The generalised Jensen-Shannon divergence of Agarwal et al. 2024 (On-Policy Distillation of Language Models, section 3).
+    Source: the generalised Jensen-Shannon divergence of Agarwal et al. 2024 (On-Policy Distillation of
+    Language Models, section 3).
     """
 
     beta: float
 
-    needs_terms = True
-    cross_names = ()
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        log_q = self._log_mixture(log_t, log_s)
+        return [kl_terms(log_t, log_q), kl_terms(log_s, log_q)]
 
-    def cross(self, student: ShardSoftmax, teacher: ShardSoftmax) -> dict[str, Tensor]:
-        return {}
+    def value(self, sums: Tensor) -> Tensor:
+        return self.beta * sums[0] + (1.0 - self.beta) * sums[1]
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return (1.0 - self.beta) * sums[1]
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return (log_s - self._log_mixture(log_t, log_s)).mul_(1.0 - self.beta)
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        log_q = self._log_mixture(log_t, log_s)
+        return self.beta * plain_kl(log_t, log_q) + (1.0 - self.beta) * plain_kl(log_s, log_q)
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
-        """This shard's part of KL(p_t || Q) and of KL(p_s || Q)."""
-        log_p_s, log_p_t = student.log_probabilities(), teacher.log_probabilities()
-        log_q = self._log_mixture(log_p_s, log_p_t)
-        return torch.stack([_kl_terms(log_p_t, log_q), _kl_terms(log_p_s, log_q)])
+        """Return this shard's part of KL(t || Q) and of KL(s || Q); only their sum over shards is cut off at
+        0.
+        """
+        log_s, log_t = student.log_probabilities(), teacher.log_probabilities()
+        log_q = self._log_mixture(log_t, log_s)
+        return torch.stack([_signed_kl_terms(log, log_q).sum(dim=1) for log in (log_t, log_s)])
 
-    def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor]:
+    def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
         terms = terms.clamp(min=0.0)  # rounding alone makes them negative
-        return self.beta * terms[0] + (1.0 - self.beta) * terms[1], terms[1]
+        return self.value(terms), terms[1]
 
     def gradient(
         self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """(1 - beta) p_s (ln p_s - ln Q - KL(p_s || Q))."""
-        log_p_s = student.log_probabilities()
-        log_q = self._log_mixture(log_p_s, teacher.log_probabilities())
-        return log_p_s.sub_(log_q).sub_(residual[:, None]).mul_(p_s).mul_(1.0 - self.beta)
+        """Return (1 - beta) s (ln s - ln Q - KL(s || Q)): the residual is subtracted before the factor, not
+        after.
+        """
+        log_s = student.log_probabilities()
+        log_q = self._log_mixture(teacher.log_probabilities(), log_s)
+        return log_s.sub_(log_q).sub_(residual[:, None]).mul_(p_s).mul_(1.0 - self.beta)
 
-    def _log_mixture(self, log_p_s: Tensor, log_p_t: Tensor) -> Tensor:
-        return torch.logaddexp(log_p_t + math.log(self.beta), log_p_s + math.log1p(-self.beta))
+    def _log_mixture(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return log_mixture(log_t, log_s, self.beta)
 
 
-def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Sum over columns of p ln(p / q) + (q - p), [n]; over the whole vocabulary the second part adds nothing.
+@dataclass(frozen=True)
+class SkewedForwardKL(Divergence):
+    """KL(t || m) with m = alpha t + (1 - alpha) s, 0 < alpha < 1.
 
-    With it no summand is negative, and an error that all logarithms of p share (that of its normaliser) no longer counts at
-    first order, which matters where both are alike. Close to p = q the summand is p (x + expm1(-x)), x = ln(p / q).
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. D has the constant 1 - alpha added, with
+    which it vanishes at t = s, so that the gradient does not cancel there. No D is above 1 - alpha or below
+    -(1 - alpha)^2 / alpha.
     """
+
+    alpha: float
+
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        log_m = log_mixture(log_t, log_s, self.alpha)
+        return [kl_terms(log_t, log_m), -log_s.exp() * torch.expm1(log_t - log_m)]
+
+    def value(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return (1.0 - self.alpha) * sums[1]
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return (log_t - log_mixture(log_t, log_s, self.alpha)).expm1_().mul_(self.alpha - 1.0)
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return plain_kl(log_t, log_mixture(log_t, log_s, self.alpha))
+
+
+@dataclass(frozen=True)
+class SkewedReverseKL(Divergence):
+    """KL(s || m) with m = (1 - alpha) t + alpha s, 0 < alpha < 1.
+
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. With x = ln(s / m), at most -ln alpha,
+    D = x - alpha expm1(x), which vanishes at t = s.
+    """
+
+    alpha: float
+
+    def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
+        log_m = self._log_mixture(log_t, log_s)
+        return [kl_terms(log_s, log_m), log_s.exp() * self._slope(log_s - log_m)]
+
+    def value(self, sums: Tensor) -> Tensor:
+        return sums[0]
+
+    def mean_slope(self, sums: Tensor) -> Tensor:
+        return sums[1]  # summed from D itself, so that an error that all logarithms share cancels in D - mean
+
+    def slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return self._slope(log_s - self._log_mixture(log_t, log_s))
+
+    def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return plain_kl(log_s, self._log_mixture(log_t, log_s))
+
+    def _slope(self, x: Tensor) -> Tensor:
+        return x - self.alpha * torch.expm1(x)
+
+    def _log_mixture(self, log_t: Tensor, log_s: Tensor) -> Tensor:
+        return log_mixture(log_t, log_s, 1.0 - self.alpha)
+
+
+def log_mixture(log_t: Tensor, log_s: Tensor, share: float) -> Tensor:
+    """Return ln(share t + (1 - share) s) for 0 < share < 1, a new tensor."""
+    return torch.logaddexp(log_t + math.log(share), log_s + math.log1p(-share))
+
+
+def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return p ln(p / q) + (q - p), never negative; over all classes the second part adds nothing.
+
+    It makes an error that all logarithms of p share (that of its normaliser) vanish at first order, which
+    matters where both distributions are alike. Close to p = q the term is p (x + expm1(-x)), x = ln(p / q):
+    it does not cancel.
+    """
+    return _signed_kl_terms(log_p, log_q).clamp_(min=0.0)
+
+
+def _signed_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return `kl_terms` with the negative numbers that rounding makes where p and q are nearly equal."""
     p, x = log_p.exp(), log_p - log_q
     near = p * (x + torch.expm1(-x))
-    return torch.where(x.abs() < 1.0, near, p * x + (log_q.exp() - p)).sum(dim=1)
+    return torch.where(x.abs() < 1.0, near, p * x + (log_q.exp() - p))
 
 
-def _jsd(beta: float) -> Divergence:
-    """The ends of the scale mean the two KLs by convention: the formula itself vanishes there."""
-    if beta in (0.0, 1.0):
-        return KLMixture(forward=1.0 - beta, reverse=beta)
-    return JensenShannon(beta)
+def plain_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last dimension, by its definition."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
-DIVERGENCES: dict[str, Callable[[float, float], Divergence]] = {
-    "forward_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(1.0, 0.0),
-    "reverse_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(0.0, 1.0),
-    "mixed_kl": lambda jsd_beta, mixed_kl_weight: KLMixture(mixed_kl_weight, 1.0 - mixed_kl_weight),
-    "jsd": lambda jsd_beta, mixed_kl_weight: _jsd(jsd_beta),
+IMPLEMENTATIONS: dict[str, Callable[..., Divergence]] = {
+    "forward_kl": lambda: KLMixture(1.0, 0.0),
+    "reverse_kl": lambda: KLMixture(0.0, 1.0),
+    "mixed_kl": lambda weight: KLMixture(weight, 1.0 - weight),
+    "jsd": JensenShannon,
+    "skewed_forward_kl": SkewedForwardKL,
+    "skewed_reverse_kl": SkewedReverseKL,
 }
-"""Name -> the divergence, from (jsd_beta, mixed_kl_weight)."""
+"""Name -> the divergence, from its parameter if it has one."""
+
+
+def build_divergence(name: str, parameter: float | None = None) -> Divergence:
+    """Return the divergence of this name; its parameter defaults to that of its declaration.
+
+    Raises UsageError for an unknown name, a parameter that the divergence does not have, or one out of range.
+    """
+    if name not in DECLARATIONS:
+        known = ", ".join(sorted(DECLARATIONS))
+        raise UsageError(
+            f"kd-divergence is {name!r}", "mkd has no such divergence", f"choose one of: {known}"
+        )
+    declared = DECLARATIONS[name].parameter
+    if declared is None:
+        if parameter is not None:
+            raise UsageError(
+                f"kd-divergence {name} is given the parameter {parameter}", "it has none", "remove it"
+            )
+        return IMPLEMENTATIONS[name]()
+    parameter = declared.default if parameter is None else parameter
+    if not declared.is_valid(parameter):
+        flag = f"kd-{declared.name.replace('_', '-')}"
+        raise UsageError(f"{flag} is {parameter}", declared.help, f"choose a value {declared.valid}")
+    resolved = DivergenceSettings(name, parameter).resolved()
+    return build_divergence(resolved.name) if resolved.name != name else IMPLEMENTATIONS[name](parameter)

@@ -1,15 +1,18 @@
-"""LM heads and distillation loss in one: hidden states x heads, chunk by chunk, so that no [t, v] tensor ever exists.
+"""LM heads and distillation loss in one: hidden states x heads, block by block, so that no [t, v] tensor ever
+exists.
 
-For every chunk of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the student's logits,
-and from it the gradients of hidden states and head weight. All of that in the forward pass: the backward pass only hands
-the results on. So logits are made once (recomputing them in backward would cost 1.6 times the operations), and rows
-without loss cost nothing.
+For every block of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the
+student's logits, and from it the gradients of hidden states and head weight. All of that happens in the
+forward pass: the backward pass only returns the results. So logits are made once (recomputing them in
+backward would cost 1.6 times the operations), and rows without loss cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,91 +24,79 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
-from mkd.losses.mixture import mixture_logits
-from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
+from mkd.losses.vocab_parallel import passes_for, row_losses
 from mkd.plan.head import head_chunk_rows
 
 
+class HeadInput(NamedTuple):
+    """Final hidden states of one model and its LM head."""
+
+    hidden: Tensor  # [t, h] final hidden states; [t/tp, h] with sequence_parallel
+    weight: Tensor  # [w, h] this rank's rows of the padded LM head
+
+
 def fused_linear_kd(
-    student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
-    student_weight: Tensor,  # [w, h_s] this rank's rows of the padded LM head
-    teacher_hidden: Tensor
-    | Sequence[Tensor]
-    | None,  # [t, h_t] (or [t/tp, h_t]), frozen; None when kd_ratio is 0
-    teacher_weight: Tensor | Sequence[Tensor] | None,  # [w, h_t]
+    student: HeadInput,
+    teachers: Sequence[
+        HeadInput
+    ],  # frozen, heads as wide as the student's; several count as one; none if kd_ratio is 0
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
+    objective: KDObjective,  # of several teachers: with the smallest of their vocabularies
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    student_vocab_size: int,
-    teacher_vocab_size: int | None = None,
-    kd_ratio: float = 0.5,
-    temperature: float = 1.0,
-    temperature_scaling: str = "squared",
-    divergence: str = "forward_kl",
-    jsd_beta: float = 0.5,
-    mixed_kl_weight: float = 0.5,
-    with_ce_metric: bool = False,
+    teacher_shares: Sequence[float] = (1.0,),  # weights of several teachers, adding up to 1
     loss_rows: Tensor | None = None,  # [n] int64, the rows with a non-zero mask; None: all rows are computed
     sequence_parallel: bool = False,
     loss_gradient: Tensor | None = None,  # 0-dim
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
-    teacher_shares: Sequence[float] = (1.0,),  # of several teachers, adding up to 1
 ) -> KDOutput:
-    """`vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and head.
+    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and
+    head.
 
-    Same values, same arguments where the names are the same. Logits have the dtype of the hidden states, or fp32 with
-    `fp32_logits` (bf16 logits put an error of about 3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as one,
-    the weighted mean of their probabilities (see `mixture.py`); their `teacher_vocab_size` is the smallest. Memory beyond
-    the gradients: two chunks of logits, [chunk_rows, w] each.
+    Logits have the dtype of the hidden states, or fp32 with `fp32_logits` (bf16 logits put an error of about
+    3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as the weighted mean of their
+    probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [chunk_rows, w]
+    each.
 
-    `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). When it is given,
-    gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's DDP) gets its gradient added
-    there; a backward with another factor fails. Without it gradients are scaled in backward and returned by autograd.
+    `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
+    it is given, gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's
+    DDP) gets its gradient added there; a backward with another factor fails. Without it gradients are scaled
+    in backward and returned by autograd.
 
-    Communication over the tensor-parallel group: per chunk one all-gather of row statistics (and for `jsd` one all-reduce);
-    for the hidden states an all-gather of the sequence in forward and a reduce-scatter of the gradient in backward with
-    `sequence_parallel`, else an all-reduce in backward. In evaluation (no_grad) it stops after the statistics.
+    Communication over the tensor-parallel group: per block one all-gather of row statistics (and one
+    all-reduce for a divergence that needs a second pass); for the hidden states an all-gather of the sequence
+    in forward and a reduce-scatter of the gradient in backward with `sequence_parallel`, else an all-reduce
+    in backward. In evaluation (no_grad) it stops after the statistics. Raises UsageError if the objective
+    needs a teacher and there is none.
     """
-    objective = KDObjective.of(
-        student_vocab_size,
-        teacher_vocab_size,
-        kd_ratio,
-        temperature,
-        temperature_scaling,
-        divergence,
-        jsd_beta,
-        mixed_kl_weight,
-        with_ce_metric,
-    )
-    objective.require_teacher(None not in (teacher_hidden, teacher_weight, teacher_vocab_size))
-    rows = labels.shape[0] if loss_rows is None else loss_rows.shape[0]
-    shard = VocabShard.of_group(student_weight.shape[0], tp_group, objective)
-    dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
-    chunk_rows = chunk_rows or head_chunk_rows(rows, student_weight.shape[0], dtype.itemsize, labels.is_cuda)
+    objective.require_teacher(len(teachers) > 0)
+    rows, width = labels.shape[0] if loss_rows is None else loss_rows.shape[0], student.weight.shape[0]
+    shard = VocabShard.of_group(width, tp_group, objective)
+    dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
+    chunk_rows = chunk_rows or head_chunk_rows(rows, width, dtype.itemsize, labels.is_cuda)
     head = _Head(
         objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype
     )
-    student_hidden = whole_sequence(student_hidden, tp_group, sequence_parallel)
-    teachers: list[tuple[Tensor, Tensor]] = []
-    if objective.uses_teacher:
-        teachers = _whole_teachers(teacher_hidden, teacher_weight, tp_group, sequence_parallel)
-        assert [len(weight) for _, weight in teachers] == [len(student_weight)] * len(teacher_shares), (
-            "heads of one width"
-        )
-    assert student_hidden.shape[:1] == labels.shape == loss_mask.shape, (
-        "hidden states, labels and mask are of one row"
+    hidden = whole_sequence(student.hidden, tp_group, sequence_parallel)
+    whole = _whole_teachers(teachers, tp_group, sequence_parallel) if objective.uses_teacher else []
+    if whole:
+        assert [len(one.weight) for one in whole] == [width] * len(teacher_shares), "heads of one width"
+    assert hidden.shape[:1] == labels.shape == loss_mask.shape, (
+        "hidden states, labels and mask have one length"
     )
-    tensors = student_hidden, student_weight, labels, loss_mask.to(compute_dtype(student_hidden)), loss_rows
-    loss, sums = _FusedLinearKD.apply(*tensors, teachers, teacher_shares, head)
+    tensors = hidden, student.weight, labels, loss_mask.to(compute_dtype(hidden)), loss_rows
+    loss, sums = _FusedLinearKD.apply(*tensors, whole, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
 
 
 def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """[t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM where nothing was split."""
+    """Return [t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing
+    was split.
+    """
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return hidden
     if sequence_parallel:
@@ -115,21 +106,20 @@ def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_
 
 @torch.no_grad()
 def _whole_teachers(
-    hidden: Tensor | Sequence[Tensor], weight: Tensor | Sequence[Tensor], tp_group, sequence_parallel: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """([t, h], [w, h]) of each teacher."""
-    pairs = [(hidden, weight)] if isinstance(hidden, Tensor) else zip(hidden, weight, strict=True)
-    return [(whole_sequence(states, tp_group, sequence_parallel), head) for states, head in pairs]
+    teachers: Sequence[HeadInput], tp_group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> list[HeadInput]:
+    """Return the teachers with the hidden states of the whole sequence."""
+    return [one._replace(hidden=whole_sequence(one.hidden, tp_group, sequence_parallel)) for one in teachers]
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
-    """Slices of `size` rows that cover all; at least one, empty where there is no row."""
+    """Return slices of `size` rows that cover all rows; at least one slice, empty if there is no row."""
     return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What one call works with, beside its tensors."""
+    """The settings of one call."""
 
     objective: KDObjective
     shard: VocabShard
@@ -143,10 +133,10 @@ class _Head:
         return head_logits(hidden, weight, self.logits_dtype)
 
     def teacher_logits(
-        self, teachers: Sequence[tuple[Tensor, Tensor]], shares: Sequence[float], rows: Tensor | slice
+        self, teachers: Sequence[HeadInput], shares: Sequence[float], rows: Tensor | slice
     ) -> Tensor | None:
-        """[n, w] of the teacher, or of several as one."""
-        logits = (self.logits(hidden[rows], weight) for hidden, weight in teachers)
+        """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
+        logits = (self.logits(one.hidden[rows], one.weight) for one in teachers)
         if len(teachers) < 2:
             return next(logits, None)
         return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
@@ -165,16 +155,16 @@ class _Head:
         mask: Tensor,
         merged: MergedStatistics,
     ) -> Tensor:
-        """[n, w] in `dtype`, over the student's logits where that is their dtype."""
+        """Return the gradient [n, w] in `dtype`, written over the student's logits if of that dtype."""
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
         weight = mask if self.loss_gradient is None else mask * self.loss_gradient
-        write_gradient = passes_for(student).write_gradient
+        write_gradient = passes_for(student, self.objective).write_gradient
         write_gradient(result, student, teacher, labels, mask, weight, merged, self.shard, self.objective)
         return result
 
 
 def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, h], [w, h] -> [n, w] in `dtype`."""
+    """Return hidden [n, h] @ weight [w, h] transposed, [n, w] in `dtype`."""
     if dtype == hidden.dtype:
         return torch.mm(hidden, weight.t())
     if hidden.is_cuda:
@@ -183,7 +173,7 @@ def head_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class HeadGradients:
-    """Gradients of hidden states and head weight, summed up chunk by chunk in forward, handed on in backward."""
+    """Gradients of hidden states and head weight, summed block by block in forward, returned in backward."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
         self.weight = weight
@@ -198,13 +188,16 @@ class HeadGradients:
             self.of_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
 
     def add(self, rows: Tensor | slice, hidden: Tensor, logit_gradient: Tensor) -> None:
-        """One chunk: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
+        """Add a block: `rows` of the sequence, their hidden states [n, h], their logits' gradient [n, w]."""
         self.hidden[rows] = torch.mm(logit_gradient, self.weight)
         if self.of_weight is not None:
             add_product(self.of_weight, logit_gradient.t(), hidden)
 
     def finish(self, loss_gradient: Tensor, announced: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(hidden states', weight's) for autograd, times `loss_gradient` unless it was `announced` and is in them already."""
+        """Return the gradients (of hidden states, of the weight) for autograd.
+
+        They are multiplied by `loss_gradient` here, unless it was `announced` and they contain it already.
+        """
         hidden, weight = self.hidden, self.for_weight()
         if announced is None:
             hidden.mul_(loss_gradient)
@@ -214,19 +207,21 @@ class HeadGradients:
         return hidden, weight if weight is None else weight.to(self.weight.dtype)
 
     def for_weight(self) -> Tensor | None:
-        """What autograd gets for the weight; Megatron's DDP wants something for a weight whose gradient it has already."""
+        """Return the weight's gradient for autograd.
+
+        Megatron's DDP wants a tensor even for a weight whose gradient it has already.
+        """
         if not self.in_main_grad:
             return self.of_weight
         if getattr(self.weight, "zero_out_wgrad", False):
-            return torch.zeros_like(
-                self.weight
-            )  # tied: the embedding's own gradient comes on top, DDP adds the sum
+            # tied: autograd adds the embedding's gradient, and DDP adds the sum to `main_grad`
+            return torch.zeros_like(self.weight)
         self.weight.grad_added_to_main_grad = True  # so DDP does not look at the values
         return torch.empty_like(self.weight)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, accumulated in the dtype of `total` (fp32 for bf16 factors)."""
+    """Add left @ right to `total`, accumulated in the dtype of `total` (fp32 for bf16 factors)."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -235,8 +230,60 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
+def mixture_logits(
+    logits: Iterable[Tensor],  # each [n, w], this rank's columns; overwritten if they have the compute dtype
+    shares: Sequence[float],  # adding up to 1
+    temperature: float,
+    real: int,  # number of columns of this rank, its first ones, that are ids of all models
+    tp_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T), in the dtype of
+    the logits.
+
+    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least.
+    Metrics that read z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not real
+    keep arbitrary values: no loss reads them. Communication: one all-reduce MAX and one SUM of [n] for each
+    teacher.
+    """
+    total = offset = dtype = None
+    for one, share in zip(logits, shares, strict=True):
+        dtype = one.dtype
+        centred, log_sum = _centred(one.to(compute_dtype(one)), temperature, real, tp_group)
+        own = math.log(share) - log_sum
+        if total is None:
+            total, offset = centred, own
+            continue
+        highest = torch.maximum(offset, own)
+        total[:, :real] += offset - highest
+        centred[:, :real] += own - highest
+        total, offset = torch.logaddexp(total, centred), highest
+    return total.mul_(temperature).to(dtype)
+
+
+def _centred(
+    logits: Tensor, temperature: float, real: int, tp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return (logits / T - their maximum, ln of the sum of its exponentials [n, 1]) over the real columns of
+    all ranks.
+
+    The first is written over `logits`.
+    """
+    columns = logits.div_(temperature)[:, :real]
+    is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
+    lowest = torch.finfo(logits.dtype).min
+    maximum = columns.amax(dim=1, keepdim=True) if real else logits.new_full((len(logits), 1), lowest)
+    if is_split:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=tp_group)
+    total = columns.sub_(maximum).exp().sum(dim=1, keepdim=True)
+    if is_split:
+        dist.all_reduce(total, group=tp_group)
+    return logits, total.log()
+
+
 class _FusedLinearKD(torch.autograd.Function):
-    """([t, h_s], [w, h_s], [t], [t], [n] | None, [([t, h_t], [w, h_t])], shares, _Head) -> (loss, rest of `KDOutput`)."""
+    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head) -> (loss, other fields of
+    `KDOutput`).
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head):
@@ -257,7 +304,7 @@ class _FusedLinearKD(torch.autograd.Function):
                 gradient = head.logit_gradient(hidden.dtype, student, teacher, label, mask, merged)
                 gradients.add(rows, own, gradient)
                 del gradient
-            del student, teacher  # before the next chunk's logits are made
+            del student, teacher  # before the next block's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return loss, sums
 

@@ -1,4 +1,6 @@
-"""What a distillation loss computes (`KDObjective`), on which columns (`VocabShard`), what it returns (`KDOutput`)."""
+"""The objective of a distillation loss (`KDObjective`), the columns of a rank (`VocabShard`), the result
+(`KDOutput`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
 from mkd.errors import UsageError
-from mkd.losses.divergences import DIVERGENCES, Divergence
+from mkd.losses.divergences import Divergence, KLMixture
 
 # s(T): "squared" keeps the size of the KD gradient independent of T (Hinton et al. 2015, section 2).
 TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": lambda temperature: 1.0}
@@ -19,62 +21,43 @@ TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": l
 
 @dataclass(frozen=True)
 class KDOutput:
-    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for means.
+    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for
+    means.
 
-    `loss` alone carries a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for fp64
-    logits, else fp32), and the same bits on every tensor-parallel rank. None means: not computed for this objective.
-    `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
+    Only `loss` has a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for
+    fp64 logits, else fp32), with the same bits on every tensor-parallel rank. None means: not computed for
+    this objective. `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
     """
 
     loss: Tensor
-    ce: Tensor | None  # student's cross entropy over its real vocabulary, T = 1, nats
-    kd: Tensor | None  # divergence over the shared ids, times the temperature scaling
-    teacher_ce: (
-        Tensor | None
-    )  # teacher's cross entropy over the shared ids, T = 1, nats; inf if it lacks a label
-    teacher_entropy: Tensor | None  # teacher's entropy over the shared ids, T = 1, nats
-    top1_agreement: (
-        Tensor | None
-    )  # rows where the teacher's first maximum is a maximum of the student, shared ids
-    num_loss_tokens: Tensor  # int64, rows with a non-zero mask
+    # cross entropy of the student over its real vocabulary, T = 1, nats
+    ce: Tensor | None
+    # divergence over the shared ids, times the temperature scaling
+    kd: Tensor | None
+    # cross entropy of the teacher over the shared ids, T = 1, nats; inf if the teacher lacks a label
+    teacher_ce: Tensor | None
+    # entropy of the teacher over the shared ids, T = 1, nats
+    teacher_entropy: Tensor | None
+    # number of rows where the teacher's first maximum is a maximum of the student, shared ids
+    top1_agreement: Tensor | None
+    # int64, rows with a non-zero mask
+    num_loss_tokens: Tensor
 
 
 @dataclass(frozen=True)
 class KDObjective:
     """Per row: `(1 - kd_ratio) * CE + kd_ratio * s(temperature) * divergence(teacher, student)`.
 
-    Raises UsageError for a value that makes no loss.
+    Build it once per teacher and hand it down. Raises UsageError for a value that makes no loss.
     """
 
-    kd_ratio: float
-    temperature: float
-    temperature_scaling: str
-    divergence: str
-    with_ce_metric: bool
     student_vocab_size: int  # real rows; ids beyond are padding
-    teacher_vocab_size: int  # real rows; not read when kd_ratio is 0
-    jsd_beta: float = (
-        0.5  # weight of the teacher in the mixture of `jsd`; 0 and 1 mean forward and reverse KL
-    )
-    mixed_kl_weight: float = 0.5  # weight of the forward KL in `mixed_kl`; the reverse KL has the rest
-
-    @classmethod
-    def of(
-        cls,
-        student_vocab_size: int,
-        teacher_vocab_size: int | None,
-        kd_ratio: float,
-        temperature: float,
-        temperature_scaling: str,
-        divergence: str,
-        jsd_beta: float,
-        mixed_kl_weight: float,
-        with_ce_metric: bool,
-    ) -> KDObjective:
-        """From the arguments that all losses share; without a teacher's vocabulary the student's stands in."""
-        teacher_vocab_size = student_vocab_size if teacher_vocab_size is None else teacher_vocab_size
-        settings = kd_ratio, temperature, temperature_scaling, divergence, with_ce_metric
-        return cls(*settings, student_vocab_size, teacher_vocab_size, jsd_beta, mixed_kl_weight)
+    teacher_vocab_size: int | None = None  # real rows; needed only if kd_ratio is above 0
+    kd_ratio: float = 0.5
+    temperature: float = 1.0
+    temperature_scaling: str = "squared"  # s(T): "squared" or "none"
+    divergence: Divergence = KLMixture(forward=1.0, reverse=0.0)  # see `build_divergence`
+    with_ce_metric: bool = False  # compute CE even if kd_ratio is 1
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.kd_ratio <= 1.0:
@@ -84,28 +67,11 @@ class KDObjective:
                 "choose a value from 0 (cross entropy only) to 1 (distillation only)",
                 code="kd-ratio-out-of-range",
             )
-        if not (math.isfinite(self.temperature) and self.temperature > 0.0):
-            raise UsageError(
-                f"kd-temperature is {self.temperature}",
-                "the logits are divided by it",
-                "choose a finite value above 0; 1 leaves the distributions as they are",
-                code="kd-temperature-out-of-range",
-            )
-        _require_known("kd-temperature-scaling", self.temperature_scaling, TEMPERATURE_SCALINGS)
-        _require_known("kd-divergence", self.divergence, DIVERGENCES)
-        for flag, weight in (("kd-jsd-beta", self.jsd_beta), ("kd-mixed-kl-weight", self.mixed_kl_weight)):
-            if not 0.0 <= weight <= 1.0:
-                why = "it is a weight between two distributions"
-                raise UsageError(
-                    f"{flag} is {weight}",
-                    why,
-                    "choose a value from 0 to 1",
-                    code="divergence-weight-out-of-range",
-                )
+        require_temperature("kd-temperature", self.temperature, self.temperature_scaling)
 
     def require_teacher(self, given: bool) -> None:
-        """Raises UsageError where the objective compares with a teacher and there is none."""
-        if self.uses_teacher and not given:
+        """Raise UsageError if the objective compares with a teacher and there is none."""
+        if self.uses_teacher and not (given and self.teacher_vocab_size is not None):
             raise UsageError(
                 f"kd-ratio is {self.kd_ratio} but there are no teacher logits, or no teacher vocabulary size",
                 "the divergence compares the student with the teacher",
@@ -115,43 +81,52 @@ class KDObjective:
 
     @property
     def uses_teacher(self) -> bool:
+        """Whether the divergence is part of the loss."""
         return self.kd_ratio > 0.0
 
     @property
     def uses_ce(self) -> bool:
-        """Whether cross entropy is part of the loss (not only of the metrics)."""
+        """Whether the cross entropy is part of the loss (not only of the metrics)."""
         return self.kd_ratio < 1.0
 
     @property
     def measures_ce(self) -> bool:
+        """Whether the cross entropy is computed."""
         return self.uses_ce or self.with_ce_metric
 
     @property
     def scale(self) -> float:
-        """s(T)."""
+        """Factor s(T) of the divergence."""
         return TEMPERATURE_SCALINGS[self.temperature_scaling](self.temperature)
-
-    @cached_property
-    def rule(self) -> Divergence:
-        return DIVERGENCES[self.divergence](self.jsd_beta, self.mixed_kl_weight)
 
     @property
     def num_shared_ids(self) -> int:
+        """Number of ids that both models have: the first ones of each."""
+        if self.teacher_vocab_size is None:
+            return self.student_vocab_size
         return min(self.student_vocab_size, self.teacher_vocab_size)
 
     @property
     def ce_reads_kd_softmax(self) -> bool:
-        """Whether CE and KD need one and the same softmax of the student: same temperature, same columns."""
+        """Whether CE and KD read the same softmax of the student: same temperature, same columns."""
         return (
             self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
         )
 
     @cached_property
     def statistic_names(self) -> tuple[str, ...]:
-        """Rows of the [k, n] statistics that a shard contributes (k <= 13), in order; see `mkd/losses/statistics.py`."""
+        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order; see
+        `mkd/losses/statistics.py`.
+        """
         names: tuple[str, ...] = ()
         if self.uses_teacher:
-            names += ("student_max", "student_sum", "teacher_max", "teacher_sum", *self.rule.cross_names)
+            names += (
+                "student_max",
+                "student_sum",
+                "teacher_max",
+                "teacher_sum",
+                *self.divergence.cross_names,
+            )
             names += ("plain_sum",) * (self.temperature != 1.0)
             names += ("plain_mean", "teacher_label", "student_at_teacher_top")
         if self.measures_ce:
@@ -160,16 +135,29 @@ class KDObjective:
         return names
 
 
-def _require_known(flag: str, name: str, table: dict) -> None:
-    if name not in table:
-        known = ", ".join(sorted(table))
+def require_temperature(name: str, temperature: float, scaling: str) -> None:
+    """Raise UsageError unless logits can be divided by `temperature` and `scaling` is one of
+    `TEMPERATURE_SCALINGS`.
+    """
+    if not (math.isfinite(temperature) and temperature > 0.0):
         raise UsageError(
-            f"{flag} is {name!r}", "mkd has no such rule", f"choose one of: {known}", code="kd-rule-unknown"
+            f"{name} is {temperature}",
+            "the logits are divided by it",
+            "choose a finite value above 0; 1 leaves the distributions as they are",
+            code="kd-temperature-out-of-range",
+        )
+    if scaling not in TEMPERATURE_SCALINGS:
+        known = ", ".join(sorted(TEMPERATURE_SCALINGS))
+        raise UsageError(
+            f"{name}-scaling is {scaling!r}",
+            "mkd has no such rule",
+            f"choose one of: {known}",
+            code="kd-rule-unknown",
         )
 
 
 def require_columns(name: str, vocab_size: int, columns: int) -> None:
-    """Raises UsageError where the logits of a vocabulary, of all shards, cannot have `vocab_size` real ids."""
+    """Raise UsageError unless `vocab_size` real ids fit the columns of all shards together."""
     if not 0 < vocab_size <= columns:
         raise UsageError(
             f"{name} is {vocab_size}, the logits have {columns} columns",
@@ -183,7 +171,7 @@ def require_columns(name: str, vocab_size: int, columns: int) -> None:
 class VocabShard:
     """The vocabulary ids of this tensor-parallel rank: local column j is id `start + j`.
 
-    Real columns come first in every shard; a shard may hold none.
+    Real columns come first in every shard; a shard may have none.
     """
 
     rank: int  # in the tensor-parallel group
@@ -193,18 +181,19 @@ class VocabShard:
 
     @classmethod
     def of_group(cls, width: int, tp_group: dist.ProcessGroup | None, objective: KDObjective) -> VocabShard:
-        """This process's shard of `width` columns; None is a vocabulary that is not split.
+        """Return this process's shard of `width` columns; without a group the vocabulary is not split.
 
-        Raises UsageError where a model has more real ids than all shards have columns.
+        Raises UsageError if a model has more real ids than all shards have columns.
         """
         rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
         for name in ("student_vocab_size", "teacher_vocab_size"):
-            require_columns(name, getattr(objective, name), width * size)
+            if (vocab_size := getattr(objective, name)) is not None:
+                require_columns(name, vocab_size, width * size)
         return cls.of(width, rank, size, objective)
 
     @classmethod
     def of(cls, width: int, rank: int, size: int, objective: KDObjective) -> VocabShard:
-        """Shard `rank` of `size` equal ones of `width` columns (Megatron's `VocabUtility` layout)."""
+        """Return shard `rank` of `size` shards of `width` columns (Megatron's `VocabUtility` layout)."""
         start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
         student = min(max(objective.student_vocab_size - start, 0), width)
         shared = min(max(objective.num_shared_ids - start, 0), width)

@@ -1,4 +1,6 @@
-"""What a model says of given tokens: their log-probability, the entropy, the highest probability of each prediction."""
+"""A model's scores of given tokens: their log-probability, the entropy and the highest probability of each
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ BYTES_PER_LOGIT = 9  # at the peak: fp32 logits and their exponentials, and a ma
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of n predictions, at T = 1, in nats, fp32 (fp64 for fp64 hidden states); the same bits on every tensor-parallel rank."""
+    """Scores of n predictions, at T = 1, in nats, fp32 (fp64 for fp64 hidden states).
+
+    They are the same bits on every tensor-parallel rank.
+    """
 
     label: Tensor  # [n] ln p(label)
     entropy: Tensor  # [n]
@@ -30,21 +35,21 @@ class TokenScores:
 def token_scores(
     hidden: Tensor,  # [t, h] final hidden states; [t/tp, h] with sequence_parallel
     weight: Tensor,  # [w, h] this rank's rows of the LM head
-    rows: Tensor,  # [n] int64, positions of `hidden`, or of what `exchange` makes of it; one may come several times
+    rows: Tensor,  # [n] int64, positions of `hidden`, or of the result of `exchange`; positions may repeat
     labels: Tensor,  # [n] int64, rank * w + column: global vocabulary ids where the head is split in order
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    vocab_size: int | None = None,  # the first so many columns of all ranks are real ...
-    real: Tensor | None = None,  # ... or [w] bool: those of this rank that are
+    vocab_size: int | None = None,  # number of real columns, the first ones of all ranks ...
+    real: Tensor | None = None,  # ... or [w] bool: the real columns of this rank
     sequence_parallel: bool = False,
     exchange: Callable[[Tensor], Tensor]
     | None = None,  # [t, h] -> [t', h], rows of other context-parallel ranks
 ) -> TokenScores:
-    """Hidden states x a vocabulary-parallel LM head, chunk by chunk.
+    """Score tokens from hidden states x a vocabulary-parallel LM head, block by block.
 
-    Logits are made in fp32 also from bf16 hidden states: rounding them to bf16 would move a log-probability by 1e-2.
-    Communication over the tensor-parallel group: per chunk one all-reduce MAX of [n] and one all-reduce SUM of [3, n]; with
-    `sequence_parallel` an all-gather of the hidden states. No backward.
+    Logits are made in fp32 also from bf16 hidden states: rounding them to bf16 would move a log-probability
+    by 1e-2. Communication over the tensor-parallel group: per block one all-reduce MAX of [n] and one
+    all-reduce SUM of [3, n]; with `sequence_parallel` an all-gather of the hidden states. No backward.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=tp_group)
@@ -68,7 +73,10 @@ def token_scores(
 def _scores(
     logits: Tensor, columns: Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, w] (overwritten), label's column on this rank or beyond its borders -> ln p(label), entropy, ln of the highest p."""
+    """Return (ln p(label), entropy, ln of the highest p) of logits [n, w], which are overwritten.
+
+    `columns` [n] are the labels' columns, outside [0, w) if on another rank.
+    """
     is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
     highest = logits.amax(dim=1)
     if is_split:

@@ -1,8 +1,9 @@
 """Softmax over a vocabulary that is split across tensor-parallel ranks: the local part and the merge.
 
-The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax (Milakov and Gimelshein
-2018, section 3). Ranks merge by rescaling to the common maximum. A shard's own softmax times its SHARE of the total
-mass is the global softmax on its columns, so the gradient pass needs one number per row and no communication.
+The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax (Milakov and
+Gimelshein 2018, section 3). Ranks merge by rescaling to the common maximum. A shard's own softmax times its
+SHARE of the total mass is the global softmax on its columns, so the gradient pass needs one number per row
+and no communication.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Stands for minus infinity where a difference of two of them must stay finite.
+# Replaces minus infinity where the difference of two of them must stay finite.
 LOWEST = -1e30
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
-    """fp64 stays fp64; everything else is computed in fp32."""
+    """Return fp64 for fp64 logits, else fp32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def real_columns(logits: Tensor, count: int) -> Tensor:
-    """The first `count` columns of [n, w] in the compute dtype (a view when no cast is needed).
+    """Return the first `count` columns of [n, w] in the compute dtype (a view when no cast is needed).
 
     A shard of padding alone (count 0) gets one column of LOWEST: its share of any softmax is exactly zero.
     """
@@ -50,13 +51,13 @@ class ShardSoftmax:
         )
 
     def centred(self) -> Tensor:
-        """(logits - maximum) / temperature, [n, c], a new tensor."""
+        """Return (logits - maximum) / temperature, [n, c], a new tensor."""
         difference = self.logits - self.maximum[:, None]
         return difference if self.temperature == 1.0 else difference.div_(self.temperature)
 
 
 def local_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) over the given columns, [n, c], a new tensor."""
+    """Return softmax(logits / temperature) over the given columns, [n, c], a new tensor."""
     return torch.softmax(logits if temperature == 1.0 else logits / temperature, dim=1)
 
 
@@ -71,7 +72,7 @@ class Normaliser:
 
     @classmethod
     def merge(cls, maxima: Tensor, totals: Tensor, temperature: float) -> Normaliser:
-        """maxima, totals: [tp, n] of the shards."""
+        """Merge the maxima and totals [tp, n] of the shards."""
         maximum = maxima.amax(dim=0)
         shift = (maxima - maximum) / temperature
         mass = totals * shift.exp()
@@ -79,7 +80,9 @@ class Normaliser:
         return cls(maximum, total.log(), mass / total, shift)
 
     def mean_centred(self, local_means: Tensor) -> Tensor:
-        """Mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred logits [tp, n]."""
+        """Return the mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred
+        logits [tp, n].
+        """
         return (self.share * (local_means + self.shift)).sum(dim=0)
 
     def of_rank(self, rank: int) -> RowSoftmax:
@@ -88,11 +91,11 @@ class Normaliser:
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """What turns the logits of one shard into probabilities of the whole vocabulary; all [n]."""
+    """The normaliser that turns a shard's logits into probabilities of the whole vocabulary; all [n]."""
 
     maximum: Tensor  # over the whole vocabulary
     log_sum: Tensor  # ln sum exp((z - maximum) / T)
-    share: Tensor | None  # probability mass of this shard; None: all of it, or never asked for
+    share: Tensor | None  # probability mass of this shard; None: 1, or not needed
 
     def rows(self, rows: slice) -> RowSoftmax:
         return RowSoftmax(
@@ -109,12 +112,12 @@ class ShardRows:
     row: RowSoftmax
 
     def probabilities(self) -> Tensor:
-        """The whole vocabulary's softmax on these columns, [n, c], a new tensor."""
+        """Return the whole vocabulary's softmax on these columns, [n, c], a new tensor."""
         own = local_softmax(self.logits, self.temperature)
         return own if self.row.share is None else own.mul_(self.row.share[:, None])
 
     def log_probabilities(self) -> Tensor:
-        """Its logarithm, [n, c], a new tensor; finite also where the probability underflows."""
+        """Return its logarithm, [n, c], a new tensor; finite even if the probability underflows."""
         centred = self.logits - self.row.maximum[:, None]
         if self.temperature != 1.0:
             centred.div_(self.temperature)

@@ -1,8 +1,8 @@
-"""What every row of a loss knows after one pass over its logits, and the merge over vocabulary shards.
+"""Statistics of every row after one pass over its logits, and their merge over vocabulary shards.
 
-A shard contributes [k, n] statistics (`KDObjective.statistic_names`), one all-gather brings them together, and
-`merge_statistics` makes row values of the whole vocabulary from them. The same for logits that exist in full and for a
-head that makes them chunk by chunk, for torch's and for Triton's passes.
+A shard contributes [k, n] statistics (`KDObjective.statistic_names`), one all-gather brings them together,
+and `merge_statistics` makes row values of the whole vocabulary from them. This holds for logits that exist in
+full and for a head that makes them block by block, for torch passes and for Triton passes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from mkd.losses.softmax import Normaliser, RowSoftmax
 
 @dataclass(frozen=True)
 class MergedStatistics:
-    """Row values of the whole vocabulary, all [n] in the compute dtype; None where the objective does not need them."""
+    """Row values of the whole vocabulary, all [n] in the compute dtype; None if the objective does not need
+    them.
+    """
 
     ce: Tensor | None = None
     kd: Tensor | None = None  # without the temperature scaling
-    residual: Tensor | None = None  # what the divergence's gradient needs beside both softmaxes
+    residual: Tensor | None = None  # number that the divergence's gradient needs beside both softmaxes
     teacher_ce: Tensor | None = None
     teacher_entropy: Tensor | None = None
     top1_agreement: Tensor | None = None  # 0 or 1
@@ -34,6 +36,8 @@ class MergedStatistics:
     )
 
     def rows(self, rows: slice) -> MergedStatistics:
+        """Return the values of some rows."""
+
         def cut(value):
             return None if value is None else value[rows] if isinstance(value, Tensor) else value.rows(rows)
 
@@ -41,7 +45,7 @@ class MergedStatistics:
 
 
 def gather_statistics(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """[k, n] of every shard -> [tp, k, n]: all-gather over the tensor-parallel group; no backward."""
+    """Gather [k, n] of every shard: all-gather over the tensor-parallel group to [tp, k, n]; no backward."""
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
     if size == 1 or local.shape[1] == 0:
         return local.expand(size, *local.shape)
@@ -60,9 +64,9 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
         teacher = Normaliser.merge(named["teacher_max"], named["teacher_sum"], objective.temperature)
         merged |= _teacher_metrics(named, student, teacher, objective)
         merged["student"], merged["teacher"] = student.of_rank(shard.rank), teacher.of_rank(shard.rank)
-        if not objective.rule.needs_terms:
-            cross = {name: named[name] for name in objective.rule.cross_names}
-            merged["kd"], merged["residual"] = objective.rule.merge(cross, student, teacher)
+        if not objective.divergence.needs_terms:
+            cross = {name: named[name] for name in objective.divergence.cross_names}
+            merged["kd"], merged["residual"] = objective.divergence.merge(cross, student, teacher)
     if objective.measures_ce:
         plain = student
         if not objective.ce_reads_kd_softmax:
@@ -73,8 +77,10 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
 
 
 def add_terms(merged: MergedStatistics, terms: Tensor, objective: KDObjective) -> MergedStatistics:
-    """`merged` with the value of a divergence that needed a second pass; `terms` [2, n] summed over shards."""
-    kd, residual = objective.rule.from_terms(terms)
+    """Return `merged` with the value of a divergence that needed a second pass; `terms` [k, n] are summed
+    over shards.
+    """
+    kd, residual = objective.divergence.from_terms(terms)
     return replace(merged, kd=kd, residual=residual)
 
 
@@ -94,14 +100,16 @@ def _teacher_metrics(
 
 
 def _cross_entropy(normaliser: Normaliser, label_logits: Tensor) -> Tensor:
-    """ln S - (z_y - max z), [n], from each rank's label logit [tp, n]."""
+    """Return ln S - (z_y - max z), [n], from each rank's label logit [tp, n]."""
     return normaliser.log_sum - (label_logits.amax(dim=0) - normaliser.maximum)
 
 
 def weighted_sums(
     merged: MergedStatistics, loss_mask: Tensor, objective: KDObjective
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """(the loss, the other fields of `KDOutput`) from row values and row weights [n]; a row of weight 0 may hold NaN."""
+    """Return (the loss, the other fields of `KDOutput`) from row values and row weights [n]; a row of weight
+    0 may hold NaN.
+    """
     names = ("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement")
     present = [name for name in names if getattr(merged, name) is not None]
     is_loss_row = loss_mask != 0

@@ -1,13 +1,15 @@
-"""The passes over logits in plain torch: the definition that the Triton kernels follow, and what runs on CPUs.
+"""The passes over logits in plain torch: the definition that the Triton kernels follow, and the code that
+CPUs run.
 
-Each function works through its rows in chunks that fit the cache, so that no [n, w] tensor in the compute dtype ever
-exists. None of them modifies its arguments (but `write_gradient` its result). Legend: n rows, w local columns, k
-statistics.
+Each function works through its rows in chunks that fit the cache, so that no [n, w] tensor in the compute
+dtype ever exists. None of them modifies its arguments (except `result` of `write_gradient`). Legend: n rows,
+w local columns, k statistics.
 
-The cross-entropy side follows Megatron's `VocabParallelCrossEntropy`: its rule for targets of other shards, and its
-`prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot. Its forward helpers are
-not called: `calculate_logits_max` rounds fp64 to fp32, `calculate_predicted_logits` overwrites the logits that the
-divergence still reads, and in sequence they take a collective each where one is enough.
+The cross-entropy side follows Megatron's `VocabParallelCrossEntropy`: its rule for targets of other shards,
+and its `prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot. Its
+forward helpers are not called: `calculate_logits_max` rounds fp64 to fp32, `calculate_predicted_logits`
+overwrites the logits that the divergence still reads, and in sequence they take a collective each where one
+is enough.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from mkd.losses.statistics import MergedStatistics, merge_statistics
 
 __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gradient"]
 
-# Size of one row chunk in the compute dtype: on a CPU its few temporaries stay in cache; on an accelerator it is large
-# enough to hide the launches and small against the logits themselves.
+# Size of one row chunk in the compute dtype. On a CPU its few temporaries stay in cache; on an accelerator it is
+# large enough to hide the launches and small against the logits themselves.
 CPU_CHUNK_BYTES = 2 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
@@ -37,7 +39,7 @@ def local_statistics(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """This shard's statistics `objective.statistic_names`, [k, n] in the compute dtype."""
+    """Compute this shard's statistics `objective.statistic_names`, [k, n] in the compute dtype."""
     chunks = []
     for rows in row_chunks(student):
         named = _statistics(student[rows], _rows(teacher, rows), labels[rows], shard, objective)
@@ -53,7 +55,7 @@ def divergence_terms(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """This shard's part of the terms of a divergence that needs both whole softmaxes first, [2, n]."""
+    """Compute this shard's part [k, n] of the terms of a divergence that needs both whole softmaxes."""
     chunks = []
     for rows in row_chunks(student):
         part = merged.rows(rows)
@@ -62,7 +64,7 @@ def divergence_terms(
             ShardRows(logits, objective.temperature, row)
             for logits, row in zip(columns, (part.student, part.teacher), strict=True)
         ]
-        chunks.append(objective.rule.terms(*models))
+        chunks.append(objective.divergence.terms(*models))
     terms = torch.cat(chunks, dim=1)
     return terms if shard.shared else torch.zeros_like(terms)
 
@@ -78,7 +80,9 @@ def write_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
-    """d loss / d student logits into every column of `result`; zero in padding columns and in rows of mask 0."""
+    """Write d loss / d student logits into every column of `result`; zero in padding columns and in rows of
+    mask 0.
+    """
     no_loss = loss_mask == 0
     for rows in row_chunks(student):
         chunk = _gradient(
@@ -96,16 +100,19 @@ def write_gradient(
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Slices that cover the rows of [n, w] (at least one slice), each of about the chunk size of the device."""
+    """Return slices that cover the rows of [n, w] (at least one slice), each of about the chunk size of the
+    device.
+    """
     budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
     return [slice(first, first + height) for first in range(0, max(1, logits.shape[0]), height)]
 
 
 def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Zeros in the rows [n] bool of [n, w] fp32 or fp64, whatever they hold, in place; returns `tensor`.
+    """Set the rows [n] bool of [n, w] fp32 or fp64 to zero in place, whatever they hold; return `tensor`.
 
-    By a mask over the bits, which waits for no device and takes a CPU a twentieth of the time of `masked_fill_`.
+    A mask over the bits does not wait for the device, and takes a CPU a twentieth of the time of
+    `masked_fill_`.
     """
     bits = torch.int64 if tensor.dtype == torch.float64 else torch.int32
     tensor.view(bits).bitwise_and_(rows.logical_not().to(bits).neg_()[:, None])  # -1 has all bits
@@ -143,7 +150,7 @@ def _kd_statistics(
         "student_sum": student.total,
         "teacher_max": teacher.maximum,
         "teacher_sum": teacher.total,
-        **objective.rule.cross(student, teacher),
+        **objective.divergence.cross(student, teacher),
         "plain_sum": plain.total,
         "plain_mean": plain.centred().mul_(plain.probabilities).sum(dim=1),
         "teacher_label": _label_logit(teacher_logits, labels, shard.start, shard.shared),
@@ -152,10 +159,10 @@ def _kd_statistics(
 
 
 def first_maximum(logits: Tensor) -> Tensor:
-    """Where the first maximum of each row [n, c] is, [n, 1].
+    """Return the column of the first maximum of each row [n, c], [n, 1].
 
-    The maximum of every block of columns first, then the place in the first block that has it: on a CPU argmax takes
-    twenty times as long as amax.
+    Find the maximum of every block of columns first, then its place in the first block that has it: on a CPU
+    argmax takes twenty times as long as amax.
     """
     columns, block = logits.shape[1], ARGMAX_COLUMNS
     if columns <= block:
@@ -167,19 +174,21 @@ def first_maximum(logits: Tensor) -> Tensor:
     start = torch.cat(largest, dim=1).argmax(dim=1, keepdim=True) * block
     start.clamp_(
         max=columns - block
-    )  # the last block may be short: what comes before it in the window is smaller
+    )  # the last block may be short: the columns before it in the window are smaller
     window = logits.gather(1, start + torch.arange(block, device=logits.device))
     return start + window.argmax(dim=1, keepdim=True)
 
 
 def _foreign_labels(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """(mask [n] of labels outside [start, start + count), local index [n], 0 where outside)."""
+    """Return (mask [n] of labels outside [start, start + count), local index [n], 0 where outside)."""
     outside = (labels < start) | (labels >= start + count)
     return outside, (labels - start).masked_fill(outside, 0)
 
 
 def _label_logit(logits: Tensor, labels: Tensor, start: int, count: int) -> Tensor:
-    """The label's logit where this shard owns the label, else -inf (the maximum over ranks finds the owner)."""
+    """Return the label's logit if this shard owns the label, else -inf (the maximum over ranks finds the
+    owner).
+    """
     outside, index = _foreign_labels(labels, start, count)
     return logits.gather(1, index[:, None]).squeeze(1).masked_fill(outside, float("-inf"))
 
@@ -193,7 +202,8 @@ def _gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """The gradient on the first columns, compute dtype; every column beyond the returned ones has zero.
+    """Return the gradient on the first columns, compute dtype; every column beyond the returned ones has
+    zero.
 
     Row by row: w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da].
     """
@@ -203,7 +213,9 @@ def _gradient(
         target = ShardRows(real_columns(teacher, shard.shared), objective.temperature, merged.teacher)
         probabilities = own.probabilities()
         weight = row_weight * (objective.kd_ratio * objective.scale / objective.temperature)
-        result = objective.rule.gradient(own, target, probabilities, merged.residual).mul_(weight[:, None])
+        result = objective.divergence.gradient(own, target, probabilities, merged.residual).mul_(
+            weight[:, None]
+        )
     if objective.uses_ce and shard.student:
         if not objective.ce_reads_kd_softmax:
             probabilities = ShardRows(
@@ -217,7 +229,9 @@ def _gradient(
 
 
 def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:
-    """weight * (softmax - one-hot) by Megatron's helpers; writes over `probabilities` [n, shard.student]."""
+    """Return weight * (softmax - one-hot) by Megatron's helpers, written over `probabilities` [n,
+    shard.student].
+    """
     outside, index = _foreign_labels(labels, shard.start, shard.student)
     helper = VocabParallelCrossEntropy
     flat, row_index, one_hot, operand = helper.prepare_gradient_calculation_operands(probabilities, outside)

@@ -1,8 +1,9 @@
-"""Triton kernels over the rows of vocabulary-sharded logits. `triton_rows.py` launches them; formulas: `divergences.py`.
+"""Triton kernels over the rows of vocabulary-sharded logits, launched by `triton_rows.py`.
 
-A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns (maximum and
-sums relative to it), so that the loop needs no communication between threads; lanes merge once, at the end of the row,
-by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima m' and f = e^((m - m') / T):
+A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns
+(maximum and sums relative to it), so that the loop needs no communication between threads; lanes merge once,
+at the end of the row, by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima
+m' and f = e^((m - m') / T):
 
     S <- S f + sum e^((z - m') / T)
     C_t <- (C_t + S_t delta) f_t + sum e^((z_t - m_t') / T) d',    delta = (m_t - m_t') - (m_s - m_s')
@@ -15,18 +16,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from mkd.losses.triton_divergences import LN2, LOG2E, shard_gradient, shard_terms
+
 LOWEST = tl.constexpr(-1e30)
 NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit
 def load_tile(row, columns, width, count, PARTIAL: tl.constexpr):
-    """fp32 logits of a tile. A PARTIAL one has LOWEST from column `count` on; `width` (loadable columns, a multiple of the
-    vector size) keeps its loads wide."""
+    """Return the fp32 logits of a tile.
+
+    A PARTIAL tile has LOWEST from column `count` on; `width` (loadable columns, a multiple of the vector
+    size) keeps its loads wide.
+    """
     if PARTIAL:
         values = tl.load(row + columns, mask=columns < width, other=LOWEST).to(tl.float32)
         return tl.where(columns < count, values, LOWEST)
@@ -35,7 +38,7 @@ def load_tile(row, columns, width, count, PARTIAL: tl.constexpr):
 
 @triton.jit
 def add_to_softmax(maximum, total, tile, scale):
-    """One model's running (maximum, total) of every lane after one more tile; `scale` is log2(e) / T."""
+    """Add a tile to one model's running (maximum, total) of every lane; `scale` is log2(e) / T."""
     new = tl.maximum(maximum, tl.max(tile, axis=1))
     centred = tile - new[:, None]
     exps = tl.exp2(centred * scale)
@@ -48,11 +51,15 @@ def _add_tile(
     state, student, teacher, first, tile, width, shared, scale,
     HOT: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The running state of both models' lanes after the tile that begins at column `first`."""
+    """Return the running state of both models' lanes after the tile that begins at column `first`."""
     old_m_s, old_s_s, old_m_t, old_s_t, c_t, c_s, plain_s, plain_t, mean_t, top = state
     columns = first + tile
-    m_s, s_s, u_s, e_s, f_s = add_to_softmax(old_m_s, old_s_s, load_tile(student, columns, width, shared, PARTIAL), scale)
-    m_t, s_t, u_t, e_t, f_t = add_to_softmax(old_m_t, old_s_t, load_tile(teacher, columns, width, shared, PARTIAL), scale)
+    m_s, s_s, u_s, e_s, f_s = add_to_softmax(
+        old_m_s, old_s_s, load_tile(student, columns, width, shared, PARTIAL), scale
+    )
+    m_t, s_t, u_t, e_t, f_t = add_to_softmax(
+        old_m_t, old_s_t, load_tile(teacher, columns, width, shared, PARTIAL), scale
+    )
     top = tl.where(m_t > old_m_t, first, top)
     d = u_t - u_s
     delta = (old_m_t - m_t) - (old_m_s - m_s)
@@ -78,7 +85,9 @@ def _store_kd_statistics(
     out, n, state, student, teacher, label, shared, lane, inverse_temperature,
     HOT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge the lanes of a row and store what concerns the teacher; returns where the next statistic goes."""
+    """Merge the lanes of a row, store the statistics of the divergence, and return where the next statistic
+    goes.
+    """
     m_s, s_s, m_t, s_t, c_t, c_s, _, plain_t, mean_t, top = state
     if not HOT:
         plain_t = s_t
@@ -115,7 +124,7 @@ def _store_kd_statistics(
 
 @triton.jit
 def _store_label_logit(out, logits, label, count):
-    """The label's logit where this shard owns the label, else -inf."""
+    """Store the label's logit if this shard owns the label, else -inf."""
     owned = (label >= 0) & (label < count)
     tl.store(out, tl.load(logits + label, mask=owned, other=float("-inf")).to(tl.float32))
 
@@ -131,7 +140,7 @@ def statistics_kernel(
     HAS_KD: tl.constexpr, HAS_CE: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr,
     HOT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: all statistics of this shard in one pass."""
+    """Compute all statistics of this shard in one pass, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     student, teacher = student_pointer + row * student_stride, teacher_pointer + row * teacher_stride
     out = out_pointer + row
@@ -148,14 +157,50 @@ def statistics_kernel(
         whole = shared // (LANES * WIDTH) * (LANES * WIDTH)
         for first in range(0, whole, LANES * WIDTH):
             state = _add_tile(
-                state, student, teacher, first, tile, width, shared, scale, HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, False
+                state,
+                student,
+                teacher,
+                first,
+                tile,
+                width,
+                shared,
+                scale,
+                HOT,
+                OWN_CE_SOFTMAX,
+                FORWARD,
+                REVERSE,
+                False,
             )
         if whole < shared:
             state = _add_tile(
-                state, student, teacher, whole, tile, width, shared, scale, HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, True
+                state,
+                student,
+                teacher,
+                whole,
+                tile,
+                width,
+                shared,
+                scale,
+                HOT,
+                OWN_CE_SOFTMAX,
+                FORWARD,
+                REVERSE,
+                True,
             )
         out = _store_kd_statistics(
-            out, n, state, student, teacher, label, shared, lane, inverse_temperature, HOT, FORWARD, REVERSE, WIDTH
+            out,
+            n,
+            state,
+            student,
+            teacher,
+            label,
+            shared,
+            lane,
+            inverse_temperature,
+            HOT,
+            FORWARD,
+            REVERSE,
+            WIDTH,
         )
         m_s, plain_s = state[0], state[6] if HOT else state[1]
     if HAS_CE:
@@ -194,11 +239,13 @@ def terms_kernel(
     width,
     shared,
     inverse_temperature,
-    beta,
+    first_number,  # of the divergence's `Formula`
+    second_number,
+    KIND: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program per row: this shard's part of KL(p_t || Q) and KL(p_s || Q), Q = beta p_t + (1 - beta) p_s."""
+    """Compute this shard's part of `Divergence.terms`, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     student = student_pointer + row * student_stride
     teacher = teacher_pointer + row * teacher_stride
@@ -207,52 +254,23 @@ def terms_kernel(
     m_t, l_t = tl.load(teacher_max_pointer + row), tl.load(teacher_log_sum_pointer + row)
     scale, l_s, l_t = inverse_temperature * LOG2E, l_s * LOG2E, l_t * LOG2E
     tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    to_teacher = tl.zeros((LANES,), tl.float32)
-    to_student = tl.zeros((LANES,), tl.float32)
+    one = tl.zeros((LANES,), tl.float32)
+    two = tl.zeros((LANES,), tl.float32)
     whole = shared // (LANES * WIDTH) * (LANES * WIDTH)
     for first in range(0, whole, LANES * WIDTH):
         a = (load_tile(student, first + tile, width, shared, False) - m_s) * scale - l_s
         b = (load_tile(teacher, first + tile, width, shared, False) - m_t) * scale - l_t
-        in_t, in_s = _mixture_terms(a, b, beta)
-        to_teacher += in_t
-        to_student += in_s
+        of_tile, also = shard_terms(a, b, first_number, second_number, KIND)
+        one += of_tile
+        two += also
     if whole < shared:
         a = (load_tile(student, whole + tile, width, shared, True) - m_s) * scale - l_s
         b = (load_tile(teacher, whole + tile, width, shared, True) - m_t) * scale - l_t
-        in_t, in_s = _mixture_terms(a, b, beta)
-        to_teacher += in_t
-        to_student += in_s
-    tl.store(out_pointer + row, tl.sum(to_teacher, axis=0) * LN2)
-    tl.store(out_pointer + n + row, tl.sum(to_student, axis=0) * LN2)
-
-
-@triton.jit
-def _mixture_terms(a, b, beta):
-    """Each lane's sums of p log2(p / Q) + (Q - p) / ln 2 for p_t and p_s, from a = log2 p_s and b = log2 p_t.
-
-    Over the whole vocabulary Q - p adds nothing; see `divergences._kl_terms`.
-    """
-    p_s, p_t, log_q = mixture(a, b, beta)
-    q = beta * p_t + (1.0 - beta) * p_s
-    to_teacher = p_t * (b - log_q) + (q - p_t) * LOG2E
-    return tl.sum(to_teacher, axis=1), tl.sum(p_s * (a - log_q) + (q - p_s) * LOG2E, axis=1)
-
-
-@triton.jit
-def mixture(a, b, beta):
-    """(p_s, p_t, log2(beta p_t + (1 - beta) p_s)) from a = log2 p_s and b = log2 p_t.
-
-    The larger probability is factored out: the fast logarithm then sees values between min(beta, 1 - beta) and 1 only, where
-    its error is absolute, below 2e-7.
-    """
-    teacher_leads = b >= a
-    larger = tl.maximum(a, b)
-    ratio = tl.exp2(tl.minimum(a, b) - larger)
-    p_larger = tl.exp2(larger)
-    p_smaller = p_larger * ratio
-    weight = tl.where(teacher_leads, beta, 1.0 - beta)
-    log_q = larger + libdevice.fast_log2f(weight + (1.0 - weight) * ratio)
-    return tl.where(teacher_leads, p_smaller, p_larger), tl.where(teacher_leads, p_larger, p_smaller), log_q
+        of_tile, also = shard_terms(a, b, first_number, second_number, KIND)
+        one += of_tile
+        two += also
+    tl.store(out_pointer + row, tl.sum(one, axis=0) * LN2)
+    tl.store(out_pointer + n + row, tl.sum(two, axis=0) * LN2)
 
 
 @triton.jit
@@ -270,12 +288,12 @@ def gradient_kernel(
     student_stride, teacher_stride, out_stride, width, start, shared, student_columns, inverse_temperature,
     kd_weight,
     ce_weight,
-    forward,  # weight of the forward KL; beta of Jensen-Shannon
-    reverse,
+    first_number,  # of the divergence's `Formula`
+    second_number,
     HAS_KD: tl.constexpr, HAS_CE: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr,
-    FORWARD: tl.constexpr, REVERSE: tl.constexpr, JENSEN_SHANNON: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns."""
+    """Compute the gradient of the logits, one program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     loadable = columns < width
@@ -287,23 +305,24 @@ def gradient_kernel(
     z_s = tl.load(student_pointer + row * student_stride + columns, mask=loadable, other=0.0).to(tl.float32)
     gradient = tl.zeros((BLOCK,), tl.float32)
     if HAS_KD:
-        z_t = tl.load(teacher_pointer + row * teacher_stride + columns, mask=loadable, other=0.0).to(tl.float32)
+        z_t = tl.load(teacher_pointer + row * teacher_stride + columns, mask=loadable, other=0.0).to(
+            tl.float32
+        )
         scale = inverse_temperature * LOG2E
-        a = (z_s - tl.load(student_max_pointer + row)) * scale - tl.load(student_log_sum_pointer + row) * LOG2E
-        b = (z_t - tl.load(teacher_max_pointer + row)) * scale - tl.load(teacher_log_sum_pointer + row) * LOG2E
-        if JENSEN_SHANNON:
-            p_s, p_t, log_q = mixture(a, b, forward)
-            gradient += (1.0 - forward) * p_s * ((a - log_q) * LN2 - tl.load(residual_pointer + row))
-        else:
-            p_s, p_t = tl.exp2(a), tl.exp2(b)
-        if FORWARD:
-            gradient += forward * (p_s - p_t)
-        if REVERSE:
-            gradient += reverse * p_s * ((a - b) * LN2 - tl.load(residual_pointer + row))
+        a = (z_s - tl.load(student_max_pointer + row)) * scale - tl.load(
+            student_log_sum_pointer + row
+        ) * LOG2E
+        b = (z_t - tl.load(teacher_max_pointer + row)) * scale - tl.load(
+            teacher_log_sum_pointer + row
+        ) * LOG2E
+        residual = tl.load(residual_pointer + row)
+        gradient, p_s = shard_gradient(a, b, residual, first_number, second_number, KIND, FIRST, SECOND)
         gradient = tl.where(columns < shared, gradient * (weight * kd_weight), 0.0)
     if HAS_CE:
         if OWN_CE_SOFTMAX:
-            p_s = tl.exp2((z_s - tl.load(plain_max_pointer + row) - tl.load(plain_log_sum_pointer + row)) * LOG2E)
+            p_s = tl.exp2(
+                (z_s - tl.load(plain_max_pointer + row) - tl.load(plain_log_sum_pointer + row)) * LOG2E
+            )
         label = tl.load(label_pointer + row) - start
         ce = p_s - tl.where(columns == label, 1.0, 0.0)
         gradient += tl.where(columns < student_columns, ce * (weight * ce_weight), 0.0)

@@ -1,8 +1,8 @@
 """The passes over logits as Triton kernels: the same three functions as `torch_rows.py`, fp32 arithmetic.
 
-Statistics read both logits once, the gradient reads them once more and writes once: five passes over one model's logits
-in all, seven with the second pass of the Jensen-Shannon divergence. No temporary of the logits' size, no atomics: results
-are the same bits in every run. Rows of mask 0 are not read.
+Statistics read both logits once, the gradient reads them once more and writes once: five passes over one
+model's logits in all, seven with the second pass that some divergences need. No temporary of the logits'
+size, no atomics: results are the same bits in every run. Rows of mask 0 are not read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from mkd.losses.divergences import JensenShannon, KLMixture
 from mkd.losses.kd_objective import KDObjective, VocabShard
 from mkd.losses.softmax import RowSoftmax
 from mkd.losses.statistics import MergedStatistics
+from mkd.losses.triton_divergences import KL, Formula, formula_of
 from mkd.losses.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel
 from mkd.losses.triton_merge import merge_kernel
 
@@ -34,7 +34,7 @@ MERGED = (
     ),
     *("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement"),
 )
-"""Rows of what `merge_kernel` writes."""
+"""Names of the rows that `merge_kernel` writes."""
 
 
 def local_statistics(
@@ -45,7 +45,7 @@ def local_statistics(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """As `torch_rows.local_statistics`; what rows of mask 0 hold has no meaning."""
+    """Do as `torch_rows.local_statistics`; rows of mask 0 hold meaningless numbers."""
     n = student.shape[0]
     result = torch.empty(len(objective.statistic_names), n, dtype=torch.float32, device=student.device)
     if n:
@@ -74,11 +74,10 @@ def local_statistics(
 
 
 def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective) -> MergedStatistics:
-    """As `statistics.merge_statistics`, in one launch; the gradient kernel needs no shares."""
+    """Do as `statistics.merge_statistics`, in one launch; the gradient kernel needs no shares."""
     tp, k, n = gathered.shape
     result = torch.empty(len(MERGED), n, dtype=torch.float32, device=gathered.device)
-    rule = objective.rule
-    weights = (rule.forward, rule.reverse) if isinstance(rule, KLMixture) else (0.0, 0.0)
+    formula, divergence = _formula(objective), objective.divergence
     if n:
         merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
             gathered,
@@ -86,7 +85,8 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
             k,
             n,
             1.0 / objective.temperature,
-            *weights,
+            formula.first,
+            formula.second,
             **_switches(objective),
             TP=tp,
             BLOCK=MERGE_BLOCK,
@@ -94,9 +94,9 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
     row = dict(zip(MERGED, result.unbind(), strict=True))
     kd = ce = {}
     if objective.uses_teacher:
-        names = ("teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (not rule.needs_terms)
+        names = ("teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (not divergence.needs_terms)
         kd = {name: row[name] for name in names}
-        kd["residual"] = row["residual"] if "reverse_cross" in rule.cross_names else None
+        kd["residual"] = row["residual"] if "reverse_cross" in divergence.cross_names else None
         kd["student"] = RowSoftmax(row["student_max"], row["student_log_sum"], None)
         kd["teacher"] = RowSoftmax(row["teacher_max"], row["teacher_log_sum"], None)
     if objective.measures_ce:
@@ -104,8 +104,15 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
     return MergedStatistics(**kd, **ce)
 
 
+def _formula(objective: KDObjective) -> Formula:
+    """Return the formula of the divergence; one that computes nothing if there is no teacher."""
+    if objective.uses_teacher:
+        return formula_of(objective.divergence)
+    return Formula(KL.value, 0.0, 0.0, False, False)
+
+
 def _switches(objective: KDObjective) -> dict[str, bool]:
-    """What the statistics hold, for the kernels that write and read them."""
+    """Return which statistics there are, for the kernels that write and read them."""
     return dict(
         HAS_KD=objective.uses_teacher,
         HAS_CE=objective.measures_ce,
@@ -124,8 +131,8 @@ def divergence_terms(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """As `torch_rows.divergence_terms`, of the Jensen-Shannon divergence; rows of mask 0 hold zeros."""
-    n = student.shape[0]
+    """Do as `torch_rows.divergence_terms`; rows of mask 0 hold zeros."""
+    n, formula = student.shape[0], _formula(objective)
     result = torch.empty(2, n, dtype=torch.float32, device=student.device)
     if n:
         student, teacher = _unit_stride(student), _unit_stride(teacher)
@@ -141,7 +148,9 @@ def divergence_terms(
             student.shape[1],
             shard.shared,
             1.0 / objective.temperature,
-            objective.rule.beta,
+            formula.first,
+            formula.second,
+            KIND=formula.kind,
             LANES=LANES,
             WIDTH=WIDTH,
             num_warps=WARPS,
@@ -160,7 +169,7 @@ def write_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
-    """As `torch_rows.write_gradient`."""
+    """Do as `torch_rows.write_gradient`."""
     n, width = student.shape
     if n == 0:
         return
@@ -168,7 +177,7 @@ def write_gradient(
     teacher = source if teacher is None else _unit_stride(teacher)
     unused = row_weight
     kd, ce = objective.uses_teacher, objective.uses_ce
-    rule = objective.rule
+    formula = _formula(objective)
     own, target, plain = merged.student, merged.teacher, merged.student_plain
     gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
         source,
@@ -190,13 +199,12 @@ def write_gradient(
         1.0 / objective.temperature,
         objective.kd_ratio * objective.scale / objective.temperature,
         1.0 - objective.kd_ratio,
-        *((rule.forward, rule.reverse) if isinstance(rule, KLMixture) else (rule.beta, 0.0)),
+        formula.first,
+        formula.second,
         HAS_KD=kd,
         HAS_CE=ce,
         OWN_CE_SOFTMAX=ce and not objective.ce_reads_kd_softmax,
-        FORWARD=isinstance(rule, KLMixture) and rule.forward != 0.0,
-        REVERSE=isinstance(rule, KLMixture) and rule.reverse != 0.0,
-        JENSEN_SHANNON=isinstance(rule, JensenShannon),
+        **formula.switches,
         BLOCK=GRADIENT_BLOCK,
         num_warps=GRADIENT_WARPS,
     )

@@ -1,72 +1,63 @@
 """Cross entropy + distillation on logits that are split over the vocabulary.
 
-Communication: forward, one all-gather of [k, n] row statistics over the tensor-parallel group (k <= 13, n rows), and for
-`jsd` one all-reduce of [2, n]; backward, none. The loss is replicated: each rank's backward gives the gradient of its own
-columns, with no factor of the group's size. Nothing waits for the device.
+Communication: forward, one all-gather of [k, n] row statistics over the tensor-parallel group (k <= 13, n
+rows), and one all-reduce of [<= 2, n] for a divergence that needs a second pass; backward, none. The loss is
+replicated: each rank's backward gives the gradient of its own columns, with no factor of the group's size.
+Nothing waits for the device.
 
-Memory: both logits are kept until backward (the teacher's too: they are the target). Temporaries are a few row chunks,
-never a [n, w] tensor in the compute dtype. Chunks are looped over inside one autograd node: under autograd every
-slice's backward would rebuild a full-size gradient.
+Memory: both logits are kept until backward (the teacher's too: they are the target). Temporaries are a few
+row chunks, never a [n, w] tensor in the compute dtype. Chunks are looped over inside one autograd node: under
+autograd every slice's backward would rebuild a full-size gradient.
 """
 
 from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mkd.losses import torch_rows
+from mkd.losses.divergences import Divergence
 from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
-from mkd.losses.rows import passes_for, row_losses
 from mkd.losses.softmax import compute_dtype
-from mkd.losses.statistics import weighted_sums
+from mkd.losses.statistics import MergedStatistics, add_terms, gather_statistics, weighted_sums
 
 
 def vocab_parallel_kd(
     student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
-    teacher_logits: Tensor | None,  # [..., w], same shape and columns, frozen; not read when kd_ratio is 0
+    teacher_logits: Tensor | None,  # [..., w], same shape and columns, frozen; not read if kd_ratio is 0
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
+    objective: KDObjective,
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    student_vocab_size: int,
-    teacher_vocab_size: int | None = None,
-    kd_ratio: float = 0.5,
-    temperature: float = 1.0,
-    temperature_scaling: str = "squared",
-    divergence: str = "forward_kl",
-    jsd_beta: float = 0.5,
-    mixed_kl_weight: float = 0.5,
-    with_ce_metric: bool = False,
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
-    """Sum over rows of `mask * [(1 - r) CE + r s(T) KD]`, differentiable by the student's logits, and metric sums.
+    """Sum `mask * [(1 - r) CE + r s(T) KD]` over rows, differentiable by the student's logits; return metric
+    sums too.
 
     CE is over the student's real ids at T = 1. KD is over the ids that both models have, the first
-    `min(student_vocab_size, teacher_vocab_size)`, both distributions renormalised there. The sizes are REAL rows;
-    columns beyond are padding: never read, gradient zero. Both models are padded to one width: an id is on one rank.
+    `min(student_vocab_size, teacher_vocab_size)`, both distributions renormalised there. The sizes are REAL
+    rows; columns beyond are padding: never read, gradient zero. Both models are padded to one width: an id is
+    on one rank.
 
-    Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits and labels hold. Loss rows
-    need finite logits; a label that is no real id of the student makes `ce` infinite. With kd_ratio 1 CE is computed
-    only if `with_ce_metric`. The caller normalises: multiply `loss` by a 0-dim tensor 1 / (global count).
+    Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits and labels hold.
+    Loss rows need finite logits; a label that is no real id of the student makes `ce` infinite. With kd_ratio
+    1 CE is computed only if `with_ce_metric`. The caller normalises: multiply `loss` by a 0-dim tensor 1 /
+    (global count).
 
-    The gradient has the student's dtype; `overwrite_student_logits=True` writes it over the logits' storage (where they
-    are contiguous), for callers that read them no more. A second backward through that graph then raises.
+    The gradient has the student's dtype; `overwrite_student_logits=True` writes it over the logits' storage
+    (where they are contiguous), for callers that do not read them again. A second backward through that graph
+    then raises.
 
-    Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
+    Raises UsageError if the objective needs a teacher and there is none.
     """
-    objective = KDObjective.of(
-        student_vocab_size,
-        teacher_vocab_size,
-        kd_ratio,
-        temperature,
-        temperature_scaling,
-        divergence,
-        jsd_beta,
-        mixed_kl_weight,
-        with_ce_metric,
-    )
-    objective.require_teacher(None not in (teacher_logits, teacher_vocab_size))
+    objective.require_teacher(teacher_logits is not None)
     teacher = teacher_logits if objective.uses_teacher else None
     _check_shapes(student_logits, teacher, labels, loss_mask)
     width = student_logits.shape[-1]
@@ -98,7 +89,9 @@ def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_
 
 
 class _VocabParallelKD(torch.autograd.Function):
-    """([n, w], [n, w] | None, [n], [n], ...) -> (loss, other fields of `KDOutput`)."""
+    """([n, w], [n, w] | None, [n], [n], shard, objective, group, overwrite) -> (loss, other fields of
+    `KDOutput`).
+    """
 
     @staticmethod
     def forward(ctx, student, teacher, labels, loss_mask, shard, objective, tp_group, overwrite):
@@ -113,6 +106,58 @@ class _VocabParallelKD(torch.autograd.Function):
         student, teacher, labels, loss_mask = ctx.saved_tensors
         result = student.detach() if ctx.overwrite else torch.empty_like(student)
         weights = loss_mask, loss_mask * loss_gradient
-        write_gradient = passes_for(student).write_gradient
+        write_gradient = passes_for(student, ctx.objective).write_gradient
         write_gradient(result, student, teacher, labels, *weights, ctx.merged, ctx.shard, ctx.objective)
         return result, None, None, None, None, None, None, None
+
+
+def row_losses(
+    student: Tensor,  # [n, w], this shard's logits
+    teacher: Tensor | None,  # [n, w]; None if the objective has no teacher
+    labels: Tensor,  # [n] int64
+    loss_mask: Tensor,  # [n] compute dtype
+    shard: VocabShard,
+    objective: KDObjective,
+    tp_group: dist.ProcessGroup | None,
+) -> MergedStatistics:
+    """Return row values of the whole vocabulary.
+
+    Communication: one all-gather over the tensor-parallel group; for a divergence that needs a second pass
+    also one all-reduce SUM of [<= 2, n]. No backward.
+    """
+    passes = passes_for(student, objective)
+    local = passes.local_statistics(student, teacher, labels, loss_mask, shard, objective)
+    merged = passes.merge_statistics(gather_statistics(local, tp_group), shard, objective)
+    if objective.uses_teacher and objective.divergence.needs_terms:
+        terms = passes.divergence_terms(student, teacher, loss_mask, merged, shard, objective)
+        if tp_group is not None and dist.get_world_size(tp_group) > 1 and terms.shape[1]:
+            dist.all_reduce(terms, group=tp_group)
+        merged = add_terms(merged, terms, objective)
+    return merged
+
+
+def passes_for(logits: Tensor, objective: KDObjective) -> ModuleType:
+    """Return the module whose `local_statistics`, `merge_statistics`, `divergence_terms` and `write_gradient`
+    to use.
+    """
+    if use_triton(logits, objective.divergence if objective.uses_teacher else None):
+        from mkd.losses import triton_rows
+
+        return triton_rows
+    return torch_rows
+
+
+def use_triton(logits: Tensor, divergence: Divergence | None) -> bool:
+    """Return whether Triton kernels, whose arithmetic is fp32, run on these logits and compute this
+    divergence.
+    """
+    if not (logits.is_cuda and logits.dtype != torch.float64 and _has_triton()):
+        return False
+    from mkd.losses.triton_divergences import FORMULAS
+
+    return divergence is None or type(divergence) in FORMULAS
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

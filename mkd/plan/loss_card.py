@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mkd.config.divergence import DivergenceSettings
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.plan.model_shape import ModelShape
 
-FORMULAS = {
-    "forward_kl": "KL(p_t || p_s)",
-    "reverse_kl": "KL(p_s || p_t)",
-    "mixed_kl": "({w:g} KL(p_t || p_s) + {v:g} KL(p_s || p_t))",
-    "jsd": "({b:g} KL(p_t || m) + {c:g} KL(p_s || m)), m = {b:g} p_t + {c:g} p_s",
-}
 _XTOKEN = {
     "partition_kl": "over the tokens that both sides can spell, and the rest",
     "prefix_kl": "over the common tokens, another counting as the one it begins with, and the rest",
@@ -35,9 +30,7 @@ class Term:
 
     temperature: float
     scaling: str  # squared or none
-    divergence: str
-    jsd_beta: float
-    mixed_kl_weight: float
+    divergence: DivergenceSettings
     xtoken: str | None = None  # the loss between tokenizers
 
     @property
@@ -46,10 +39,7 @@ class Term:
         return self.temperature**2 if self.scaling == "squared" else 1.0
 
     def formula(self) -> str:
-        b, w = self.jsd_beta, self.mixed_kl_weight
-        text = FORMULAS[self.divergence].format(b=b, c=1 - b, w=w, v=1 - w)
-        if self.divergence == "jsd" and b in (0.0, 1.0):  # the ends mean the two KLs
-            text = FORMULAS["reverse_kl" if b else "forward_kl"]
+        text = self.divergence.formula()
         if self.xtoken == "uld":
             text = "sum |sorted p_t - sorted p_s|"
         elif self.xtoken:
@@ -59,16 +49,13 @@ class Term:
 
     @classmethod
     def of(cls, kd: KDConfig, teacher: TeacherConfig | None) -> Term:
-        """What a teacher's settings say goes before what `kd` says."""
-
-        def own(field: str):
-            value = getattr(teacher, field) if teacher else None
-            return getattr(kd, f"kd_{field}") if value is None else value
-
-        fields = ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
-        xtoken = teacher.xtoken.loss if teacher and teacher.xtoken else None
+        """Return the term of a teacher, whose own settings override those of `kd`."""
+        own = teacher.temperature if teacher else None
         return cls(
-            scaling=kd.kd_temperature_scaling, xtoken=xtoken, **{field: own(field) for field in fields}
+            temperature=kd.kd_temperature if own is None else own,
+            scaling=kd.kd_temperature_scaling,
+            divergence=DivergenceSettings.from_config(kd, teacher),
+            xtoken=teacher.xtoken.loss if teacher and teacher.xtoken else None,
         )
 
 
@@ -162,7 +149,7 @@ def _elsewhere(
     sampling).
     """
     ratio, term = config.kd.kd_ratio, Term.of(config.kd, config.teachers[0])
-    names = ("ModelOpt", "NeMo Automodel", "TRL GKD")
+    names, divergence = ("ModelOpt", "NeMo Automodel", "TRL GKD"), term.divergence.resolved()
     reason = _without_counterpart(config, student, teachers)
     if reason:
         yield "same in other engines", f"nothing: {reason}"
@@ -172,20 +159,20 @@ def _elsewhere(
         "kd_ratio: {:.6g}, KDLoss temperature: {:g}",
     )
     for name, scale, text in zip(names, (1.0, term.temperature**2), settings, strict=False):
-        if term.divergence == "forward_kl":
+        if divergence.name == "forward_kl":
             share, factor = rescaled(ratio, term.scale, scale)
             times = "" if abs(factor - 1) < 1e-12 else f"; this loss is {factor:.6g} x that one"
             yield f"same in {name}", text.format(share, term.temperature) + times
         else:
-            yield f"same in {name}", f"nothing: its configuration has forward KL only, not {term.divergence}"
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": term.jsd_beta}.get(term.divergence)
+            yield f"same in {name}", f"nothing: its configuration has forward KL only, not {divergence.name}"
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": divergence.parameter}.get(divergence.name)
     if ratio < 1 or term.temperature != 1 or beta is None:
         why = (
             "it has no cross entropy"
             if ratio < 1
             else "its loss is at T = 1"
             if beta is not None
-            else "it has no mixed_kl"
+            else f"it has no {divergence.name}"
         )
         yield f"same in {names[2]}", f"nothing: {why}"
     else:

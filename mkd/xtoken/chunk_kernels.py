@@ -1,8 +1,10 @@
-"""Triton kernels over the rows of both models' logits, for 1-1 chunks and for chains. `triton_passes.py` launches them.
+"""Triton kernels over the rows of both models' logits, for 1-1 chunks and for chains.
+`chunk_triton_passes.py` launches them.
 
-Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token, whose twin is in the
-same column of the other model. The support of a row are its common columns, with top-k only those where the teacher's logit is
-not below `lowest`. Lanes, tiles and the running softmax are those of `losses/triton_kernels.py`.
+Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token,
+whose twin is in the same column of the other model. The support of a row are its common columns, with top-k
+only those where the teacher's logit is not below `lowest`. Lanes, tiles and the running softmax are those of
+`losses/triton_kernels.py`.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_kernels import LN2, LOG2E, LOWEST, NOWHERE, add_to_softmax, mixture
+from mkd.losses.triton_divergences import LN2, LOG2E, class_mass_slope, class_parts
+from mkd.losses.triton_kernels import LOWEST, NOWHERE, add_to_softmax
 
 OTHER, COMMON = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _load(row, columns, width):
-    """fp32 logits of a tile, LOWEST beyond the row."""
+    """Return the fp32 logits of a tile, LOWEST beyond the row."""
     return tl.load(row + columns, mask=columns < width, other=LOWEST).to(tl.float32)
 
 
@@ -28,7 +31,7 @@ def _codes(codes, columns, width):
 
 @triton.jit
 def _store_log_sum(out, maximum, total, scale):
-    """ln sum exp of all lanes, of z / T; about LOWEST where there is no column."""
+    """Store ln sum exp of z / T over all lanes; about LOWEST if there is no column."""
     largest = tl.max(maximum, axis=0)
     total = tl.sum(total * tl.exp2((maximum - largest) * scale), axis=0)
     tl.store(out, tl.where(largest == LOWEST, LOWEST, (largest * scale + tl.log2(total)) * LN2))
@@ -44,7 +47,7 @@ def support_sums_kernel(
     student_stride, teacher_stride, n, student_width, teacher_width, inverse_temperature,
     TOP_K: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: ln sum exp of z / T."""
+    """Compute ln sum exp of z / T, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     student, teacher = student_pointer + row * student_stride, teacher_pointer + row * teacher_stride
     tile = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -74,23 +77,9 @@ def support_sums_kernel(
 
 @triton.jit
 def _logs(student, teacher, columns, width, teacher_width, student_total, teacher_total, scale):
-    """(log2 p_s, log2 p_t, the teacher's logits) of a tile of the student's columns."""
+    """Return (log2 p_s, log2 p_t, the teacher's logits) of a tile of the student's columns."""
     z_s, z_t = _load(student, columns, width), _load(teacher, columns, teacher_width)
     return z_s * scale - student_total * LOG2E, z_t * scale - teacher_total * LOG2E, z_t
-
-
-@triton.jit
-def _kl_terms(a, b):
-    """p ln(p / q) + (q - p) from a = log2 p and b = log2 q, as `class_rules.kl_terms`: nothing cancels near p = q.
-
-    There it is p (x + expm1(-x)), x = ln(p / q), by the series of the exponential: at |x| < 1 its next term is below 1e-9.
-    """
-    p, x = tl.exp2(a), (a - b) * LN2
-    y = tl.where(tl.abs(x) < 1.0, x, 0.0)
-    tail = 1.0 / 5040 - y * (1.0 / 40320 - y * (1.0 / 362880 - y * (1.0 / 3628800 - y / 39916800)))
-    series = y * y * (0.5 - y * (1.0 / 6 - y * (1.0 / 24 - y * (1.0 / 120 - y * (1.0 / 720 - y * tail)))))
-    far = p * x + (tl.exp2(b) - p)
-    return tl.maximum(tl.where(tl.abs(x) < 1.0, p * series, far), 0.0)
 
 
 @triton.jit
@@ -99,11 +88,11 @@ def support_parts_kernel(
     student_total_pointer, teacher_total_pointer,  # [n] fp32, normalisers of z / T over the whole vocabulary
     out_pointer,  # [k, n] fp32
     student_stride, teacher_stride, n, student_width, teacher_width, inverse_temperature,
-    beta,  # of Jensen-Shannon
-    TOP_K: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, JENSEN_SHANNON: tl.constexpr,
+    first_number, second_number,  # of the divergence's `Formula`
+    TOP_K: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the sums over its support that `ClassRule.parts` names."""
+    """Sum `Divergence.parts` over the support, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     student, teacher = student_pointer + row * student_stride, teacher_pointer + row * teacher_stride
     student_total, teacher_total = tl.load(student_total_pointer + row), tl.load(teacher_total_pointer + row)
@@ -119,19 +108,14 @@ def support_parts_kernel(
         if TOP_K:
             support = support & (z_t >= tl.load(lowest_pointer + row))
         a, b = tl.where(support, a, 0.0), tl.where(support, b, 0.0)  # equal: all terms 0
-        if JENSEN_SHANNON:
-            _p, _q, log_q = mixture(a, b, beta)
-            first_part += tl.sum(_kl_terms(b, log_q), axis=1)
-            second_part += tl.sum(_kl_terms(a, log_q), axis=1)
-        if FORWARD:
-            first_part += tl.sum(_kl_terms(b, a), axis=1)
-        if REVERSE:
-            second_part += tl.sum(_kl_terms(a, b), axis=1)
+        one, two = class_parts(a, b, first_number, second_number, KIND, FIRST, SECOND)
+        first_part += tl.sum(one, axis=1)
+        second_part += tl.sum(two, axis=1)
     out = out_pointer + row
-    if FORWARD or JENSEN_SHANNON:
+    if FIRST:
         tl.store(out, tl.sum(first_part, axis=0))
         out += n
-    if REVERSE or JENSEN_SHANNON:
+    if SECOND:
         tl.store(out, tl.sum(second_part, axis=0))
 
 
@@ -142,11 +126,10 @@ def support_gradient_kernel(
     scale_pointer,  # [n] fp32: rows of 0 become 0
     support_factor_pointer, rest_factor_pointer,  # [n] fp32, of p_s in the support and beside it
     student_stride, teacher_stride, student_width, teacher_width, inverse_temperature,
-    forward, reverse,  # weights of the two KLs
-    beta,
-    TOP_K: tl.constexpr, JENSEN_SHANNON: tl.constexpr, BLOCK: tl.constexpr,
+    first_number, second_number,  # of the divergence's `Formula`
+    TOP_K: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns: (s D in the support + factor p_s) * scale."""
+    """Write (s D in the support + factor p_s) * scale, one program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     student, teacher = student_pointer + row * student_stride, teacher_pointer + row * teacher_stride
@@ -167,11 +150,7 @@ def support_gradient_kernel(
             support = support & (z_t >= tl.load(lowest_pointer + row))
         a, b = tl.where(code == 0, LOWEST, a), tl.where(support, b, LOWEST)
         p_s = tl.exp2(a)
-        if JENSEN_SHANNON:
-            _p, _q, log_q = mixture(a, b, beta)
-            slope = p_s * (a - log_q) * LN2 * (1.0 - beta)
-        else:
-            slope = reverse * p_s * (a - b) * LN2 - forward * tl.exp2(b)
+        slope = class_mass_slope(a, b, p_s, first_number, second_number, KIND)
         factor = tl.where(support, tl.load(support_factor_pointer + row), tl.load(rest_factor_pointer + row))
         result = (tl.where(support, slope, 0.0) + p_s * factor) * weight
     tl.store(student + columns, result.to(student_pointer.dtype.element_ty), mask=columns < student_width)
@@ -185,7 +164,7 @@ def token_statistics_kernel(
     stride, n, width, inverse_temperature,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, over the columns whose code is not 0."""
+    """Compute statistics over the columns whose code is not 0, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     logits, out = pointer + row * stride, out_pointer + row
     lane = tl.arange(0, LANES)
@@ -218,12 +197,12 @@ def token_statistics_kernel(
 @triton.jit
 def scatter_kernel(
     pointer,  # [n, width], modified
-    rows, columns,  # [e] int64; columns from `width` on are other ranks' and left alone
+    rows, columns,  # [e] int64; columns from `width` on are other ranks' and skipped
     values,  # [e] fp32
     stride, count, width,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logits[rows, columns] = values."""
+    """Set logits[rows, columns] = values."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < count
     row, column = tl.load(rows + index, mask=exists, other=0), tl.load(columns + index, mask=exists, other=0)
@@ -240,7 +219,7 @@ def softmax_gradient_kernel(
     stride, width, inverse_temperature,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns: p * factor, 0 where the code is."""
+    """Write p * factor, 0 where the code is 0, one program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_pointer + row)

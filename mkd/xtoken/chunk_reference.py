@@ -1,4 +1,6 @@
-"""The chunk losses straight from their definitions: dense, chunk by chunk, gradients by autograd. What tests compare with."""
+"""The chunk losses straight from their definitions, which tests compare with: dense, chunk by chunk,
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,8 @@ class DenseRelation:
     common: list[tuple[int, int]]  # (student id, teacher id)
     paired: list[tuple[int, int]]  # of the hybrid losses: `common`, for h_kl with relaxed pairs
     projection: Tensor | None  # [v_s, v_t]
-    beginnings: tuple[Tensor, Tensor] | None = (
-        None  # [v_s], [v_t]: what each begins with, see VocabularyRelation
-    )
+    # [v_s], [v_t]: the common token that each begins with, see VocabularyRelation
+    beginnings: tuple[Tensor, Tensor] | None = None
 
 
 def dense_chunk_kd(
@@ -30,7 +31,7 @@ def dense_chunk_kd(
     relation: DenseRelation,
     settings: ChunkLossSettings,
 ) -> dict[str, Tensor]:
-    """The fields of `ChunkOutput`, differentiable by the student's logits."""
+    """Return the fields of `ChunkOutput`, differentiable by the student's logits."""
     names = (
         "kd",
         "teacher_ce",
@@ -49,8 +50,7 @@ def dense_chunk_kd(
             chunks.student.labels[of_student].tolist(),
             chunks.teacher.labels[of_teacher].tolist(),
         )
-        is_pair = (s_labels[0], t_labels[0]) in relation.common and len(s_labels) == len(t_labels) == 1
-        if chunks.weights[i] == 0 or (settings.exact_token_match_only and not is_pair):
+        if chunks.weights[i] == 0:
             continue
         z, y = (
             student_logits[chunks.student.rows[of_student]],
@@ -98,8 +98,8 @@ def _value(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettings) 
         return value if chunk.is_one_to_one else value + _partition(chunk, relation, settings)
     if settings.loss == "p_kl":
         return _projected(chunk, relation, settings)
-    s = _chunk_distribution(chunk.s, chunk.s_labels, settings.chain_base)
-    t = _chunk_distribution(chunk.t, chunk.t_labels, settings.chain_base)
+    s = _chunk_distribution(chunk.s, chunk.s_labels)
+    t = _chunk_distribution(chunk.t, chunk.t_labels)
     if settings.loss == "uld":
         return _sorted_l1(s, t)
     return _hybrid(chunk, s, t, relation, settings)
@@ -111,15 +111,15 @@ def _partition(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettin
         pairs = relation.common
         if settings.top_k is not None and settings.top_k < len(pairs):
             pairs = sorted(pairs, key=lambda pair: -float(chunk.t[0, pair[1]]))[: settings.top_k]
-    s = _chunk_distribution(chunk.s, chunk.s_labels, "last")
-    t = _chunk_distribution(chunk.t, chunk.t_labels, "last")
+    s = _chunk_distribution(chunk.s, chunk.s_labels)
+    t = _chunk_distribution(chunk.t, chunk.t_labels)
     return _with_rest(s, t, pairs, chunk, settings)
 
 
 def _with_rest(
     s: Tensor, t: Tensor, pairs: list[tuple[int, int]], chunk: _Chunk, settings: ChunkLossSettings
 ) -> Tensor:
-    """Divergence over {pairs, rest}; conditioned on the pairs where a side's tokens are all in pairs."""
+    """Return the divergence over {pairs, rest}, or on the pairs alone if they hold all tokens of a side."""
     s_ids, t_ids = (list(ids) for ids in zip(*pairs, strict=True))
     has_rest = (len(pairs) < s.shape[0] or len(chunk.s_labels) > 1) and (
         len(pairs) < t.shape[0] or len(chunk.t_labels) > 1
@@ -134,27 +134,16 @@ def _with_rest(
 
 
 def divergence(s: Tensor, t: Tensor, settings: ChunkLossSettings) -> Tensor:
-    """Of two distributions [k]."""
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum()
-
-    if settings.divergence == "jsd" and 0 < settings.jsd_beta < 1:
-        beta = settings.jsd_beta
-        q = beta * t + (1 - beta) * s
-        return beta * kl(t, q) + (1 - beta) * kl(s, q)
-    forward = {
-        "forward_kl": 1.0,
-        "reverse_kl": 0.0,
-        "mixed_kl": settings.mixed_kl_weight,
-        "jsd": 1 - settings.jsd_beta,
-    }
-    weight = forward[settings.divergence]
-    return weight * kl(t, s) + (1 - weight) * kl(s, t)
+    """Return the divergence of two distributions [k]; a probability of 0 is replaced by a tiny one."""
+    log_t, log_s = (p.clamp(min=torch.finfo(p.dtype).tiny).log() for p in (t, s))
+    return settings.divergence.plain(log_t, log_s)
 
 
 def _beginning(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettings) -> Tensor:
-    """Divergence of the first rows over the common tokens that tokens begin with; control tokens of a side are the rest."""
+    """Return the divergence of the first rows over the common tokens that tokens begin with.
+
+    Control tokens of a side are the rest.
+    """
     classes, common = [], [s for s, _ in relation.common]
     for row, of in zip((chunk.s[0], chunk.t[0]), relation.beginnings, strict=True):
         masses = torch.stack([row[of == c].sum() for c in common])
@@ -179,13 +168,11 @@ def _projected(chunk: _Chunk, relation: DenseRelation, settings: ChunkLossSettin
     return divergence(s_classes, t_classes, settings)
 
 
-def _chunk_distribution(p: Tensor, labels: list[int], base: str) -> Tensor:
-    """[v]: the base row's probabilities times those of the other rows' tokens."""
-    row = len(labels) - 1 if base == "last" else 0
-    result = p[row]
-    for other, label in enumerate(labels):
-        if other != row:
-            result = result * p[other, label]
+def _chunk_distribution(p: Tensor, labels: list[int]) -> Tensor:
+    """Return the last row's probabilities times those of the other rows' tokens, [v]."""
+    result = p[len(labels) - 1]
+    for row, label in enumerate(labels[:-1]):
+        result = result * p[row, label]
     return result
 
 

@@ -1,8 +1,9 @@
-"""The passes in plain torch: the definition that the Triton kernels follow, and what runs on CPUs.
+"""The passes in plain torch: the definition that the Triton kernels follow, and the code that CPUs run.
 
-Legend: n rows, w_s and w_t local columns of both models, e entries, k parts of the divergence. `codes` [w] int8 are those of
-`LossCall`: 0 is none of the model's rows. "Support": the common columns, with `lowest` [n] only those where the teacher's logit
-is not below it. Normalisers ("totals") are those of z / T over the whole vocabulary. Results are in the compute dtype.
+Legend: n rows, w_s and w_t local columns of both models, e entries, k parts of the divergence. `codes` [w]
+int8 are those of `LossCall`: 0 is none of the model's rows. "Support": the common columns, with `lowest` [n]
+only those where the teacher's logit is not below it. Normalisers ("totals") are those of z / T over the whole
+vocabulary. Results are in the compute dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mkd.xtoken.loss_call import COMMON, LossCall, log_sum_exp, write_scaled
 
 
 def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: LossCall) -> Tensor:
-    """ln sum exp of z / T, [4, n]: of the student's support and its other rows, and of the teacher's."""
+    """Return ln sum exp of z / T, [4, n]: the student's support and its other rows, then the teacher's."""
     parts = []
     for rows in row_chunks(teacher):
         support = _support(teacher[rows], lowest, rows, call)
@@ -32,11 +33,11 @@ def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: 
 def support_parts(
     student: Tensor, teacher: Tensor, lowest: Tensor | None, totals: tuple[Tensor, Tensor], call: LossCall
 ) -> Tensor:
-    """This rank's sums of `ClassRule.parts` over the support, [k, n]."""
+    """Return this rank's sums of `Divergence.parts` over the support, [k, n]."""
     parts = []
     for rows in row_chunks(teacher):
         outside = ~_support(teacher[rows], lowest, rows, call)
-        of_columns = call.rule.parts(*_logs(student[rows], teacher[rows], totals, rows, call))
+        of_columns = call.settings.divergence.parts(*_logs(student[rows], teacher[rows], totals, rows, call))
         parts.append(torch.stack([part.masked_fill_(outside, 0.0).sum(dim=1) for part in of_columns]))
     return torch.cat(parts, dim=1)
 
@@ -50,17 +51,20 @@ def write_support_gradient(
     scale: Tensor,  # [n]
     call: LossCall,
 ) -> None:
+    """Overwrite the student's logits with their gradient."""
     for rows in row_chunks(teacher):
         support = _support(teacher[rows], lowest, rows, call)
         log_t, log_s = _logs(student[rows], teacher[rows], totals, rows, call)
         factor = torch.where(support, factors[0][rows, None], factors[1][rows, None])
-        result = call.rule.mass_slope(log_t, log_s).masked_fill_(~support, 0.0)
+        result = call.settings.divergence.mass_slope(log_t, log_s).masked_fill_(~support, 0.0)
         result.add_(log_s.exp_().mul_(factor).masked_fill_(call.student_codes == 0, 0.0))
         write_scaled(student[rows], result, scale[rows])
 
 
 def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
-    """At T = 1 on this rank's columns, [4, n]: ln sum exp, entropy of this softmax, largest logit and its first column."""
+    """Return [4, n] at T = 1 on this rank's columns: ln sum exp, entropy of this softmax, largest logit and
+    its first column.
+    """
     parts = []
     for rows in row_chunks(logits):
         values = logits[rows].to(compute_dtype(logits)).masked_fill(codes == 0, LOWEST)
@@ -73,17 +77,17 @@ def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, codes: Tensor) -> Tensor:
-    """The largest logit, [n]."""
+    """Return the largest logit, [n]."""
     return logits.masked_fill(codes == 0, torch.finfo(logits.dtype).min).amax(dim=1).to(compute_dtype(logits))
 
 
 def log_sums(logits: Tensor, codes: Tensor, call: LossCall) -> Tensor:
-    """ln sum exp of z / T, [n]."""
+    """Return ln sum exp of z / T, [n]."""
     return torch.cat([log_sum_exp(call.scaled(logits[rows]), codes != 0) for rows in row_chunks(logits)])
 
 
 def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    """logits[rows, columns] = values, all [e]; columns from w on are other ranks' and left alone."""
+    """Set logits[rows, columns] = values, all [e]; columns from w on are other ranks' and skipped."""
     width = logits.shape[1]
     places, foreign = (rows, columns.clamp(max=width - 1)), columns == width
     for summand in (-logits[places], values.to(logits.dtype)):  # x - x is 0, and then a sum is exact
@@ -93,14 +97,14 @@ def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
 def write_softmax_gradient(
     logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall
 ) -> None:
-    """logits = p * factor, with `totals` and `factor` [n]."""
+    """Overwrite the logits with p * factor; `totals` and `factor` are [n]."""
     for rows in row_chunks(logits):
         p = call.scaled(logits[rows]).sub(totals[rows, None]).exp_().masked_fill_(codes == 0, 0.0)
         write_scaled(logits[rows], p, factor[rows])
 
 
 def _support(teacher: Tensor, lowest: Tensor | None, rows: slice, call: LossCall) -> Tensor:
-    """[w_s] or [n, w_s] bool."""
+    """Return the mask of the support, [w_s] or [n, w_s] bool."""
     common = call.student_codes == COMMON
     return common if lowest is None else common & (teacher[:, : len(common)] >= lowest[rows, None])
 
@@ -108,6 +112,8 @@ def _support(teacher: Tensor, lowest: Tensor | None, rows: slice, call: LossCall
 def _logs(
     student: Tensor, teacher: Tensor, totals: tuple[Tensor, Tensor], rows: slice, call: LossCall
 ) -> tuple[Tensor, Tensor]:
-    """ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means nothing."""
+    """Return ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means
+    nothing.
+    """
     log_t = call.scaled(teacher[:, : student.shape[1]]) - totals[1][rows, None]
     return log_t, call.scaled(student) - totals[0][rows, None]

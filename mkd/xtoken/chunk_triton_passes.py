@@ -1,7 +1,7 @@
-"""The passes as Triton kernels: the same functions as `torch_passes.py`, fp32 arithmetic.
+"""The passes as Triton kernels: the same functions as `chunk_torch_passes.py`, fp32 arithmetic.
 
-Each reads its logits once in their own dtype and makes no temporary of their size; no atomics, so results are the same bits in
-every run.
+Each reads its logits once in their own dtype and makes no temporary of their size; no atomics, so results are
+the same bits in every run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mkd.losses.triton_divergences import formula_of
 from mkd.losses.triton_rows import GRADIENT_BLOCK, GRADIENT_WARPS, LANES, WARPS, WIDTH
 from mkd.xtoken.chunk_kernels import (
     scatter_kernel,
@@ -19,7 +20,6 @@ from mkd.xtoken.chunk_kernels import (
     support_sums_kernel,
     token_statistics_kernel,
 )
-from mkd.xtoken.class_rules import KLRule
 from mkd.xtoken.loss_call import LossCall
 
 TILE = dict(LANES=LANES, WIDTH=WIDTH, num_warps=WARPS)
@@ -51,9 +51,8 @@ def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: 
 def support_parts(
     student: Tensor, teacher: Tensor, lowest: Tensor | None, totals: tuple[Tensor, Tensor], call: LossCall
 ) -> Tensor:
-    n, (forward, reverse, beta) = len(student), _weights(call)
-    count = 2 if beta is not None else bool(forward) + bool(reverse)
-    result = student.new_empty(count, n, dtype=torch.float32)
+    n, formula = len(student), formula_of(call.settings.divergence)
+    result = student.new_empty(formula.has_first + formula.has_second, n, dtype=torch.float32)
     if n:
         support_parts_kernel[(n,)](
             student,
@@ -67,11 +66,10 @@ def support_parts(
             student.shape[1],
             teacher.shape[1],
             1.0 / call.settings.temperature,
-            beta or 0.0,
+            formula.first,
+            formula.second,
             TOP_K=lowest is not None,
-            FORWARD=bool(forward),
-            REVERSE=bool(reverse),
-            JENSEN_SHANNON=beta is not None,
+            **formula.switches,
             **TILE,
         )
     return result
@@ -86,7 +84,7 @@ def write_support_gradient(
     scale: Tensor,
     call: LossCall,
 ) -> None:
-    (n, width), (forward, reverse, beta) = student.shape, _weights(call)
+    (n, width), formula = student.shape, formula_of(call.settings.divergence)
     if n:
         support_gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
             student,
@@ -98,11 +96,10 @@ def write_support_gradient(
             width,
             teacher.shape[1],
             1.0 / call.settings.temperature,
-            forward,
-            reverse,
-            beta or 0.0,
+            formula.first,
+            formula.second,
             TOP_K=lowest is not None,
-            JENSEN_SHANNON=beta is not None,
+            KIND=formula.kind,
             **BLOCK,
         )
 
@@ -161,12 +158,6 @@ def write_softmax_gradient(
         )
 
 
-def _weights(call: LossCall) -> tuple[float, float, float | None]:
-    """Weights of the forward and the reverse KL, and Jensen-Shannon's beta or None."""
-    rule = call.rule
-    return (rule.forward, rule.reverse, None) if isinstance(rule, KLRule) else (0.0, 0.0, rule.beta)
-
-
 def _numbers(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors of one number a row, as the kernels read them: without gaps."""
+    """Return tensors of one number a row as the kernels read them: contiguous."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Aligned chunks of a micro-batch as index tensors: what the loader hands to the chunk losses."""
+"""Aligned chunks of a micro-batch as index tensors, which the loader hands to the chunk losses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from torch import Tensor
 
-ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
+KINDS = ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
 """Kind of a chunk by its number of student and teacher tokens."""
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Rows of hidden states that context-parallel ranks send each other, so that every chunk's rows are on its owner."""
+    """Rows of hidden states that context-parallel ranks send each other, so that every chunk's rows are on
+    its owner.
+    """
 
     send_rows: Tensor  # [sum of send_counts] int64, rows of this rank, by destination
     send_counts: tuple[int, ...]  # rows for each rank of the group, this one included
@@ -23,9 +25,11 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class ChunkSide:
-    """One model's tokens of the chunks, chunk after chunk: chunk i has the tokens [offsets[i], offsets[i + 1])."""
+    """One model's tokens of the chunks, chunk after chunk: chunk i has the tokens [offsets[i], offsets[i +
+    1]).
+    """
 
-    rows: Tensor  # [n] int64, position that predicts the token: in this rank's packed row, or among the exchanged rows
+    rows: Tensor  # [n] int64, position that predicts the token, in this rank's packed row or in the exchanged rows
     labels: Tensor  # [n] int64, the token itself, an id of this model's tokenizer
     offsets: Tensor  # [c + 1] int64
     host_offsets: np.ndarray  # [c + 1] int64, the same, for decisions on the host
@@ -36,9 +40,9 @@ class ChunkSide:
 class ChunkBatch:
     """The chunks that this rank owns, sorted by kind.
 
-    Chunks other than 1-1 list their support: pairs (student id, teacher id) of last tokens that spell the same bytes after the
-    realised tokens before them. The realised pair is one of them; within a chunk no id comes twice on its side. The support of
-    a 1-1 chunk is the whole common vocabulary, and is not listed.
+    Chunks other than 1-1 list their support: pairs (student id, teacher id) of last tokens that spell the
+    same bytes after the realised tokens before them. The realised pair is one of them; within a chunk no id
+    comes twice on its side. The support of a 1-1 chunk is the whole common vocabulary, and is not listed.
     """
 
     student: ChunkSide
@@ -53,7 +57,7 @@ class ChunkBatch:
     num_chunks: int  # of the whole packed row, those of other context-parallel ranks included
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ChunkBatch:
-        """The batch with `change` applied to every tensor: a copy to a device, pinned memory."""
+        """Return the batch with `change` applied to every tensor: a copy to a device, pinned memory."""
         return _mapped(self, change)
 
 

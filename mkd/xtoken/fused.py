@@ -1,26 +1,27 @@
-"""LM heads and chunk loss in one: slice by slice of chunks, so that no [t, v] tensor ever exists (see losses/fused_linear)."""
+"""LM heads and chunk loss in one: slice by slice, so that no [t, v] tensor ever exists (see losses/fused_linear.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.losses.fused_linear import HeadGradients, head_logits, whole_sequence
+from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
+from mkd.losses.vocab_parallel import use_triton
 from mkd.parallel.exchange import exchange_rows
 from mkd.plan.head import head_chunk_rows
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.chains import chains
-from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
-from mkd.xtoken.class_rules import rule_of
+from mkd.xtoken.chunks import ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.loss_call import LossCall
 from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.partition import one_to_one
-from mkd.xtoken.prefix import prefix_kl
-from mkd.xtoken.projected import projected
+from mkd.xtoken.projected import prefix_kl, projected
 from mkd.xtoken.published.hybrid import hybrid
 from mkd.xtoken.published.sorted_l1 import uld
 from mkd.xtoken.slices import ChunkSlice, slice_ranges
@@ -39,30 +40,26 @@ LOSS_FUNCTIONS = {
 
 @dataclass(frozen=True)
 class ChunkOutput:
-    """Sums over the chunks that this rank owns; the same on every tensor-parallel rank. `loss` alone carries a graph.
+    """Sums over the chunks that this rank owns; the same on every tensor-parallel rank.
 
-    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Chunks of weight 0 count nowhere, and with
-    `exact_token_match_only` neither do those that are no common pair: the denominator is then the sum of `num_chunks` over the
-    global batch, not what the loader announced.
+    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Only `loss` has a graph. Chunks of
+    weight 0 count nowhere.
     """
 
     loss: Tensor  # sum of weight * s(T) * D
     kd: Tensor  # the same number
     teacher_ce: Tensor  # sum over the chunks' teacher tokens of -ln p_t, T = 1, nats
     teacher_entropy: Tensor  # sum over the same rows, T = 1, nats
-    top1_agreement: (
-        Tensor  # 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
-    )
+    # number of 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
+    top1_agreement: Tensor
     num_chunks: Tensor
-    num_one_to_one: Tensor  # what `top1_agreement` is out of
-    num_teacher_tokens: Tensor  # what `teacher_ce` and `teacher_entropy` are out of
+    num_one_to_one: Tensor  # denominator of `top1_agreement`
+    num_teacher_tokens: Tensor  # denominator of `teacher_ce` and `teacher_entropy`
 
 
 def fused_chunk_kd(
-    student_hidden: Tensor,  # [t, h_s] final hidden states; [t/tp, h_s] with sequence_parallel
-    student_weight: Tensor,  # [w_s, h_s] this rank's rows of the padded LM head
-    teacher_hidden: Tensor,  # [t', h_t] (or [t'/tp, h_t]), frozen
-    teacher_weight: Tensor,  # [w_t, h_t], this rank's rows in slot order (TeacherSlots)
+    student: HeadInput,  # hidden [t, h_s] and weight [w_s, h_s]
+    teacher: HeadInput,  # frozen, hidden [t', h_t] and weight [w_t, h_t] in slot order (TeacherSlots)
     chunks: ChunkBatch,  # on the device, the same on every tensor-parallel rank
     *,
     vocabulary: ChunkVocabulary,  # on the device
@@ -71,36 +68,49 @@ def fused_chunk_kd(
     cp_group: dist.ProcessGroup | None,  # None: the sequence is not split; then no side has an exchange
     loss_gradient: Tensor | None = None,  # 0-dim, what the caller multiplies `loss` by before backward
     sequence_parallel: bool = False,
-    chunk_rows: int
-    | None = None,  # most rows of one model in a slice; one chunk of more tokens is a slice of its own
+    chunk_rows: int | None = None,  # most rows of one model in a slice, unless one chunk has more tokens
     fp32_logits: bool = False,
 ) -> ChunkOutput:
-    """The chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden states and head.
+    """Compute the chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden
+    states and head.
 
-    Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism. As in
-    `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in forward, `loss_gradient` is
-    the factor of `loss` in the caller's backward (then gradients are final, and a weight that has `main_grad` gets its own
-    added there), and in evaluation (no_grad) it stops after the values. Nothing waits for the device.
+    Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism.
+    As in `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in
+    forward, `loss_gradient` is the factor of `loss` in the caller's backward (then gradients are final, and a
+    weight that has `main_grad` gets its own added there), and in evaluation (no_grad) it stops after the
+    values. The host never waits for the device.
 
-    Communication: over the tensor-parallel group per slice what the loss says and one all-gather of the metrics; for hidden
-    states as `fused_linear_kd`, and over the context-parallel group one all-to-all of each side that has an exchange, backward
-    one for the student. A rank without chunks takes part in those of the hidden states.
+    Communication: over the tensor-parallel group, per slice, the collectives of the loss and one all-gather
+    of the metrics; for hidden states as `fused_linear_kd`, and over the context-parallel group one all-to-all
+    of each side that has an exchange, and one for the student in backward. A rank without chunks takes part
+    in those of the hidden states.
     """
-    assert teacher_weight.shape[0] == vocabulary.teacher_width, (
+    assert teacher.weight.shape[0] == vocabulary.teacher_width, (
         "the teacher's head has the rows of TeacherSlots"
     )
-    assert student_weight.shape[0] == vocabulary.student_width, (
+    assert student.weight.shape[0] == vocabulary.student_width, (
         "the student's head is the one that the slots were made for"
     )
-    dtype = compute_dtype(student_hidden) if fp32_logits else student_hidden.dtype
-    call = LossCall(vocabulary, settings, rule_of(settings), tp_group)
-    most_rows = _most_rows(chunks, call, dtype, student_hidden.is_cuda, chunk_rows)
-    student_hidden = _chunk_rows(student_hidden, chunks.student, tp_group, cp_group, sequence_parallel)
+    dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
+    call = LossCall(vocabulary, settings, passes_for(student.hidden, settings), tp_group)
+    most_rows = chunk_rows or _most_rows(chunks, call, dtype, student.hidden.is_cuda)
+    hidden = _chunk_rows(student.hidden, chunks.student, tp_group, cp_group, sequence_parallel)
     with torch.no_grad():
-        teacher_hidden = _chunk_rows(teacher_hidden, chunks.teacher, tp_group, cp_group, sequence_parallel)
+        teacher_hidden = _chunk_rows(teacher.hidden, chunks.teacher, tp_group, cp_group, sequence_parallel)
     head = _Head(call, chunks, most_rows, dtype, torch.is_grad_enabled(), loss_gradient)
-    loss, sums = _FusedChunkKD.apply(student_hidden, student_weight, teacher_hidden, teacher_weight, head)
+    loss, sums = _FusedChunkKD.apply(hidden, student.weight, teacher_hidden, teacher.weight, head)
     return ChunkOutput(loss=loss, **sums)
+
+
+def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
+    """Return the module of passes over the logits of these hidden states: Triton if it has the divergence,
+    else torch.
+    """
+    if use_triton(hidden, settings.divergence):
+        from mkd.xtoken import chunk_triton_passes
+
+        return chunk_triton_passes
+    return chunk_torch_passes
 
 
 def _chunk_rows(
@@ -110,7 +120,7 @@ def _chunk_rows(
     cp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
 ) -> Tensor:
-    """The hidden states that `side.rows` counts in."""
+    """Return the hidden states that `side.rows` counts in."""
     hidden = whole_sequence(hidden, tp_group, sequence_parallel)
     if side.exchange is None:
         return hidden
@@ -118,53 +128,42 @@ def _chunk_rows(
     return exchange_rows(hidden, plan.send_rows, plan.send_counts, plan.receive_counts, cp_group)
 
 
-def _most_rows(
-    batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool, limit: int | None
-) -> dict[int, int]:
-    """Most rows of a slice for each kind of chunk that counts.
+def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bool) -> int:
+    """Return the most rows of a slice.
 
-    partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that size in the compute
-    dtype at once, and the dense ones those of all ranks.
+    partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that
+    size in the compute dtype at once, and the dense ones those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
     tensors = 1 if call.settings.loss == "partition_kl" else 4 * ranks
-    most = limit or head_chunk_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
-    kinds = (
-        (ONE_TO_ONE,)
-        if call.settings.exact_token_match_only
-        else (ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY)
-    )
-    return dict.fromkeys(kinds, most)
+    return head_chunk_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What one call works with, beside its hidden states and heads."""
+    """The settings of one call."""
 
     call: LossCall
     chunks: ChunkBatch
-    most_rows: dict[int, int]
+    most_rows: int
     dtype: torch.dtype
     with_gradient: bool
     loss_gradient: Tensor | None
 
-    def weights(self, piece: ChunkSlice, dtype: torch.dtype) -> Tensor:
-        """[c]; 0 also for what `exact_token_match_only` leaves out."""
-        weights = piece.weights.to(dtype)
-        if not self.call.settings.exact_token_match_only:
-            return weights
-        return weights * self.call.vocabulary.is_common_pair(piece.student.places, piece.teacher.places)
-
     def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
-        """[c] without the weights; with `scale` the student's logits become the gradient by z / T, times scale."""
+        """Return values [c] without the weights; with `scale` overwrite the student's logits with scale *
+        dL/d(z/T).
+        """
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
         return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
-        """[c], d(loss) / d(value) / T, which makes a gradient by z of one by z / T."""
+        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z; None in
+        evaluation.
+        """
         if not self.with_gradient:
             return None
         scale = weights * (self.call.settings.scale / self.call.settings.temperature)
@@ -183,11 +182,11 @@ class _FusedChunkKD(torch.autograd.Function):
         )
         sums = _no_sums(hidden)
         for chunks in slice_ranges(head.chunks, head.most_rows):
-            piece = ChunkSlice.of(head.chunks, chunks, head.call.settings.base, head.call.vocabulary)
+            piece = ChunkSlice.of(head.chunks, chunks, head.call.vocabulary)
             own = hidden[piece.student.hidden_rows]
             student = head_logits(own, weight, head.dtype)
             teacher = head_logits(teacher_hidden[piece.teacher.hidden_rows], teacher_weight, head.dtype)
-            weights = head.weights(piece, compute_dtype(student))
+            weights = piece.weights.to(compute_dtype(student))
             counts = weights != 0
             metrics = slice_metrics(student, teacher, counts, piece, head.call)
             values = head.values(student, teacher, piece, head.scale(weights))
@@ -208,7 +207,7 @@ class _FusedChunkKD(torch.autograd.Function):
 
 
 def _no_sums(hidden: Tensor) -> dict[str, Tensor]:
-    """Zeros: the fields of `ChunkOutput` but the loss."""
+    """Return zeros for the fields of `ChunkOutput` except the loss."""
     number, count = (
         hidden.new_zeros((), dtype=compute_dtype(hidden)),
         torch.zeros((), dtype=torch.int64, device=hidden.device),

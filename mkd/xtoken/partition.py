@@ -1,11 +1,12 @@
 """partition_kl of 1-1 chunks: divergence over {common tokens, rest}.
 
-The twin of a common token is in the same column of the same rank, so this is elementwise work and reductions of scalars. The
-masses of the rest are summed over the other columns, not taken as 1 - sum. With s = softmax(z / T), D and its mean from
-`class_rules`: dL/d(z_j / T) = s_j (D_j - mean), D_j = D of the rest for the columns of the rest.
+The twin of a common token is in the same column of the same rank, so this is elementwise work and reductions
+of scalars. The masses of the rest are summed over the other columns, not taken as 1 - sum. With s = softmax(z
+/ T), D and its mean from `mkd/losses/divergences.py`: dL/d(z_j / T) = s_j (D_j - mean), D_j = D of the rest
+for the columns of the rest.
 
-A model all of whose rows are common tokens has no rest. Then the other model's distribution is conditioned on the common
-tokens: for identical tokenizers that is the plain divergence over the vocabulary.
+A model all of whose rows are common tokens has no rest. Then the other model's distribution is conditioned on
+the common tokens: for identical tokenizers that is the plain divergence over the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,41 +18,44 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
 from mkd.losses.torch_rows import row_chunks
-from mkd.xtoken.chunk_passes import passes_for
 from mkd.xtoken.loss_call import LossCall, log_split
 
 
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:
-    """Values [c] from the logits [c, w_s] and [c, w_t] of a slice; with `scale` [c] the student's become scale * dL/d(z/T).
+    """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice; with `scale` [c] overwrite the
+    student's with scale * dL/d(z/T).
 
-    Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another all-gather of [k, c].
+    Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another
+    all-gather of [k, c].
     """
-    passes, lowest = passes_for(student), _lowest_of_top_k(teacher, call)
+    passes, lowest = call.passes, _lowest_of_top_k(teacher, call)
     sums = call.gather(sums=passes.support_sums(student, teacher, lowest, call))["sums"].logsumexp(dim=0)
     masses = _Masses.of(sums, call)
     normalisers = masses.student_total, masses.teacher_total
     totals = call.sum(passes.support_parts(student, teacher, lowest, normalisers, call))
     if has_rest(call):
-        totals = totals + torch.stack(call.rule.parts(masses.teacher_rest, masses.student_rest))
+        totals = totals + torch.stack(
+            call.settings.divergence.parts(masses.teacher_rest, masses.student_rest)
+        )
     if scale is not None:
-        mean = call.rule.mean_slope(totals) + torch.zeros_like(normalisers[0])
+        mean = call.settings.divergence.mean_slope(totals) + torch.zeros_like(normalisers[0])
         beside = (
-            call.rule.slope(masses.teacher_rest, masses.student_rest) - mean
+            call.settings.divergence.slope(masses.teacher_rest, masses.student_rest) - mean
             if has_rest(call)
             else torch.zeros_like(mean)
         )
         passes.write_support_gradient(student, teacher, lowest, normalisers, (-mean, beside), scale, call)
-    return call.rule.value(totals)
+    return call.settings.divergence.value(totals)
 
 
 def has_rest(call: LossCall) -> bool:
-    """Whether both models have a rest; otherwise both are conditioned on the support."""
+    """Return whether both models have a rest; otherwise both are conditioned on the support."""
     top_k = call.settings.top_k
     return call.vocabulary.both_have_rest or (top_k is not None and top_k < call.vocabulary.num_common)
 
 
 def _lowest_of_top_k(teacher: Tensor, call: LossCall) -> Tensor | None:
-    """[c], the k-th largest of the teacher's logits of common tokens; None: all are in the support."""
+    """Return the teacher's k-th largest logit of a common token, [c]; None if all are in the support."""
     top_k = call.settings.top_k
     if top_k is None or top_k >= call.vocabulary.num_common:
         return None
@@ -76,7 +80,7 @@ class _Masses:
 
     @classmethod
     def of(cls, sums: Tensor, call: LossCall) -> _Masses:
-        """From [4, n]: ln sum exp of the student's support and rest, and of the teacher's."""
+        """Merge [4, n]: ln sum exp of the student's support and rest, and of the teacher's."""
         if not has_rest(call):
             return cls(sums[0], sums[2], sums[1], sums[3])
         totals = torch.logaddexp(sums[0], sums[1]), torch.logaddexp(sums[2], sums[3])

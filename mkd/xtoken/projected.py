@@ -1,11 +1,13 @@
-"""Divergence of both models' probabilities on common classes: p_kl, and the part of prefix_kl where chunks start.
+"""Divergence of both models' probabilities on common classes: p_kl, and prefix_kl, which reads it where
+chunks start.
 
     q_x = mean over the chunk's student rows of sum_u S[u, x] p_s(u);   t_x likewise of its teacher rows, by T
 
-p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the identity. prefix_kl:
-classes are the common tokens, and S and T have a 1 where a token begins with a common one. The rest is what S loses of the
-student's probability, and what the teacher has on classes that S has no value for or loses by T. So both sum to 1 and the value
-is not negative. Where one of them has no rest, the other is conditioned on the supported classes.
+p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the
+identity. prefix_kl: classes are the common tokens, and S and T have a 1 where a token begins with a common
+one. The rest is what S loses of the student's probability, and what the teacher has on classes that S has no
+value for or loses by T. So both sum to 1 and the value is not negative. Where one of them has no rest, the
+other is conditioned on the supported classes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.xtoken.chains import chains
+from mkd.xtoken.chunks import ONE_TO_ONE
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_sum_exp, write_scaled
 from mkd.xtoken.segments import sum_segments
 from mkd.xtoken.slices import ChunkSlice, SideRows
@@ -23,10 +27,11 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ClassMap
 def projected(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
 
-    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two all-reduces of a few
-    rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
+    Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two
+    all-reduces of a few rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
     """
     projection = call.vocabulary.projection
     with_rest = projection.student_rest and projection.teacher_rest
@@ -46,29 +51,60 @@ def projected(
     log_s, log_t = _log(ours), _log(theirs)
     if not with_rest:
         log_s, log_t = log_s - kept.log(), log_t - their_kept.log()
-    parts = [part.masked_fill_(~supported, 0.0).sum(dim=0) for part in call.rule.parts(log_t, log_s)]
+    parts = [
+        part.masked_fill_(~supported, 0.0).sum(dim=0) for part in call.settings.divergence.parts(log_t, log_s)
+    ]
     totals = call.sum(torch.stack(parts))
     if with_rest:
-        totals = totals + torch.stack(call.rule.parts(_log(their_rest), _log(lost)))
+        totals = totals + torch.stack(call.settings.divergence.parts(_log(their_rest), _log(lost)))
     if scale is not None:
-        mean = call.rule.mean_slope(totals)
-        by_class = (call.rule.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
+        mean = call.settings.divergence.mean_slope(totals)
+        by_class = (call.settings.divergence.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
         by_rest = (
-            call.rule.slope(_log(their_rest), _log(lost)) - mean if with_rest else torch.zeros_like(mean)
+            call.settings.divergence.slope(_log(their_rest), _log(lost)) - mean
+            if with_rest
+            else torch.zeros_like(mean)
         )
         by_class = by_class if with_rest else by_class / kept
         by_mean = _by_columns(projection.student, by_class, by_rest, call)
         write_scaled(student, _softmax_gradient(p, by_mean, piece.student, call), scale[piece.student.chunks])
-    return call.rule.value(totals)
+    return call.settings.divergence.value(totals)
+
+
+def prefix_kl(
+    student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
+) -> Tensor:
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
+
+    A token without a twin counts as the common token that it begins with: where the teacher may say "
+    configuration" and the student only " config", the student's " config" is to be as likely as everything
+    that the teacher may say beginning with it. Both sides have read the same bytes where a chunk starts, so
+    every chunk is compared at its first tokens; a chunk of several tokens also by its realised chain, as in
+    partition_kl. The classes cover both vocabularies (control tokens of one side alone are the rest): for
+    identical tokenizers it is the plain divergence.
+
+    Tensor-parallel group: the communication of `projected`, and that of `chains` for chunks of several
+    tokens.
+    """
+    if piece.kind == ONE_TO_ONE:
+        return projected(student, teacher, scale, piece, call)
+    starts = piece.student.starts
+    own = student[starts]  # a copy, that `projected` may overwrite
+    values = projected(own, teacher[piece.teacher.starts], scale, piece.at_starts(), call)
+    values = values + chains(student, teacher, scale, piece, call)
+    if scale is not None:
+        student[starts] += own
+    return values
 
 
 def _probabilities(values: Tensor, sums: Tensor, real: Tensor) -> Tensor:
-    """[n, w] of z / T [n, w] and the ranks' ln sum exp [tp, n]."""
+    """Return probabilities [n, w] from z / T [n, w] and the ranks' ln sum exp [tp, n]."""
     return values.sub(sums.logsumexp(dim=0)[:, None]).exp_().masked_fill_(~real, 0.0)
 
 
 def _chunk_means(rows: Tensor, side: SideRows) -> Tensor:
-    """[n, w] -> [c, w]."""
+    """Return the mean of each chunk's rows, [n, w] -> [c, w]."""
     if not len(side.others):
         return rows
     means = sum_segments(side.chunks, rows, len(side.base))
@@ -76,7 +112,7 @@ def _chunk_means(rows: Tensor, side: SideRows) -> Tensor:
 
 
 def _tokens(side: SideRows, dtype: torch.dtype) -> Tensor:
-    """[c], tokens of each chunk."""
+    """Return the number of tokens of each chunk, [c]."""
     one = torch.ones((), dtype=dtype, device=side.chunks.device)
     return sum_segments(side.chunks, one.expand(len(side.chunks)), len(side.base))
 
@@ -86,14 +122,14 @@ def _log(masses: Tensor) -> Tensor:
 
 
 def _sparse_product(matrix: Tensor, dense: Tensor) -> Tensor:
-    """[a, b] sparse CSR fp32 @ [b, c] -> [a, c]."""
+    """Multiply [a, b] sparse CSR fp32 by [b, c] -> [a, c]."""
     return torch.sparse.mm(
         matrix if dense.dtype == matrix.dtype else matrix.to(dense.dtype), dense.contiguous()
     )
 
 
 def _on_classes(means: Tensor, classes: ClassMap | None, call: LossCall) -> tuple[Tensor, Tensor]:
-    """Means [c, w] -> (this rank's classes [k, c], what this rank's columns lose [c])."""
+    """Map means [c, w] to (this rank's classes [k, c], the mass that this rank's columns lose [c])."""
     if classes is None:
         return means.t(), means.new_zeros(len(means))
     parts = _sparse_product(classes.forward, means.t())
@@ -101,7 +137,7 @@ def _on_classes(means: Tensor, classes: ClassMap | None, call: LossCall) -> tupl
 
 
 def _reduce_scatter(parts: Tensor, call: LossCall) -> Tensor:
-    """[tp * k, c], summed over the ranks -> this rank's [k, c]; no backward."""
+    """Sum [tp * k, c] over the ranks and return this rank's [k, c]; no backward."""
     if not call.is_split:
         return parts
     own = parts.new_empty(parts.shape[0] // dist.get_world_size(call.tp_group), parts.shape[1])
@@ -110,14 +146,16 @@ def _reduce_scatter(parts: Tensor, call: LossCall) -> Tensor:
 
 
 def _by_columns(classes: ClassMap, by_class: Tensor, by_rest: Tensor, call: LossCall) -> Tensor:
-    """dL/d(mean of p_s), [c, w_s], from this rank's dL/dq [k, c] and that of the rest [c]."""
+    """Return dL/d(mean of p_s), [c, w_s], from this rank's dL/dq [k, c] and that of the rest [c]."""
     of_all = call.gather(by_class=by_class)["by_class"].flatten(0, 1)
     result = _sparse_product(classes.backward, of_all)
     return result.addcmul_(classes.lost.to(result.dtype)[:, None], by_rest).t()
 
 
 def _softmax_gradient(p: Tensor, by_mean: Tensor, side: SideRows, call: LossCall) -> Tensor:
-    """p (dL/dp - sum p dL/dp), [n, w_s], where dL/dp of a row is its chunk's over the number of its tokens."""
+    """Return p (dL/dp - sum p dL/dp), [n, w_s], where dL/dp of a row is its chunk's divided by the number of
+    its tokens.
+    """
     by_p = (by_mean / _tokens(side, p.dtype)[:, None])[side.chunks]
     inner = call.sum((p * by_p).sum(dim=1))
     return by_p.sub_(inner[:, None]).mul_(p)

@@ -1,7 +1,8 @@
 """Sums by index, with the same bits in every process and every run, and without waiting for the device.
 
-On GPUs `index_add_` adds in the order in which threads arrive, so that tensor-parallel ranks would disagree in the last bit of
-what they all compute, and an accumulating `index_put_` synchronises. Segments of an ascending index are summed in their order.
+On GPUs `index_add_` adds in the order in which threads arrive, so that tensor-parallel ranks would disagree
+in the last bit of numbers that they all compute, and an accumulating `index_put_` synchronises. Segments of
+an ascending index are summed in their order.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from torch import Tensor
 
 
 def sum_segments(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """[size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending; 0 without any."""
+    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending; 0 without
+    any.
+    """
     return _reduced("sum", _lengths(index, size), values, 0.0)
 
 
 def sum_by(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """[size, ...]: `sum_segments` for an index [n] in any order."""
+    """Return [size, ...]: `sum_segments` for an index [n] in any order."""
     index, order = index.sort(stable=True)
     return sum_segments(index, values[order], size)
 
 
 def log_sum_exp_by(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """[size]: ln sum exp of the `values` [n] with each `index` [n], in any order; -inf without any."""
+    """Return [size]: ln sum exp of the `values` [n] with each `index` [n], in any order; -inf without any."""
     index, order = index.sort(stable=True)
     lengths, values = _lengths(index, size), values[order]
     maximum = _reduced("max", lengths, values, torch.finfo(values.dtype).min)
@@ -34,7 +37,7 @@ def _lengths(index: Tensor, size: int) -> Tensor:
 
 
 def _reduced(how: str, lengths: Tensor, values: Tensor, initial: float) -> Tensor:
-    """`unsafe` leaves out a check of the lengths, for which the host would wait."""
+    """Reduce segments; `unsafe` skips a check of the lengths, for which the host would wait."""
     return torch.segment_reduce(
         values.contiguous(), how, lengths=lengths, axis=0, unsafe=True, initial=initial
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+from mkd.xtoken.chunks import KINDS, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 
@@ -17,7 +17,8 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 class SideRows:
     """One model's n tokens of the c chunks of a slice. Rows are counted from the start of the slice.
 
-    Of each chunk one token is the base, whose distribution is compared; of the others only p(realised token) counts.
+    The last token of each chunk is the base, whose whole distribution is compared; only p(realised token) of
+    the others counts.
     """
 
     hidden_rows: Tensor  # [n] int64, rows of the hidden states
@@ -29,28 +30,31 @@ class SideRows:
     other_chunks: Tensor  # [n - c] int64
 
     @classmethod
-    def of(cls, side: ChunkSide, chunks: range, base: str, places: Tensor | None) -> SideRows:
-        """`places` of the ids, None where an id is its place. No transfer from the device: sizes come from `host_offsets`."""
+    def of(cls, side: ChunkSide, chunks: range, places: Tensor | None) -> SideRows:
+        """Cut out these chunks; `places` of the ids, None if an id is its place.
+
+        There is no transfer from the device: sizes come from `host_offsets`.
+        """
         first, last = (int(side.host_offsets[i]) for i in (chunks.start, chunks.stop))
         offsets = side.offsets[chunks.start : chunks.stop + 1] - first
         counts, index = offsets.diff(), torch.arange(len(chunks), device=offsets.device)
         labels = side.labels[first:last]
         others = last - first - len(chunks)
         other_chunks = index.repeat_interleave(counts - 1, output_size=others)
-        # Token i of those that are no base has one base before it for each earlier chunk, and its own if the first is the base.
-        other_rows = torch.arange(others, device=offsets.device) + other_chunks + (base == "first")
+        # Token i of those that are no base has one base before it for each earlier chunk.
+        other_rows = torch.arange(others, device=offsets.device) + other_chunks
         return cls(
             side.rows[first:last],
             labels if places is None else places[labels],
             index.repeat_interleave(counts, output_size=last - first),
             offsets[:-1],
-            offsets[:-1] if base == "first" else offsets[1:] - 1,
+            offsets[1:] - 1,
             other_rows,
             other_chunks,
         )
 
     def at_starts(self) -> SideRows:
-        """The first token of each chunk alone."""
+        """Return the first token of each chunk alone."""
         index, none = torch.arange(len(self.starts), device=self.starts.device), self.others[:0]
         return SideRows(
             self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none
@@ -71,25 +75,28 @@ class ChunkSlice:
 
     @property
     def student_is_single(self) -> bool:
+        """Whether each chunk is one token of the student."""
         return self.kind in (ONE_TO_ONE, ONE_TO_MANY)
 
     @property
     def teacher_is_single(self) -> bool:
+        """Whether each chunk is one token of the teacher."""
         return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
 
     def at_starts(self) -> ChunkSlice:
-        """The first tokens of each chunk alone."""
+        """Return the first tokens of each chunk alone."""
         return replace(
             self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts()
         )
 
     @classmethod
-    def of(cls, batch: ChunkBatch, chunks: range, base: str, vocabulary: ChunkVocabulary) -> ChunkSlice:
+    def of(cls, batch: ChunkBatch, chunks: range, vocabulary: ChunkVocabulary) -> ChunkSlice:
+        """Cut out these chunks, all of one kind."""
         pairs = slice(*(int(batch.support_offsets[i]) for i in (chunks.start, chunks.stop)))
         return cls(
             int(batch.kinds[chunks.start]),
-            SideRows.of(batch.student, chunks, base, None),
-            SideRows.of(batch.teacher, chunks, base, vocabulary.teacher_places),
+            SideRows.of(batch.student, chunks, None),
+            SideRows.of(batch.teacher, chunks, vocabulary.teacher_places),
             batch.weights[chunks.start : chunks.stop],
             batch.support_chunks[pairs] - chunks.start,
             batch.support_student[pairs],
@@ -97,13 +104,17 @@ class ChunkSlice:
         )
 
 
-def slice_ranges(batch: ChunkBatch, most_rows: dict[int, int]) -> Iterator[range]:
-    """Ranges of chunks of one kind with at most `most_rows[kind]` tokens on either side; at least one chunk each."""
+def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
+    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side; at least one chunk
+    each.
+    """
     offsets = batch.student.host_offsets, batch.teacher.host_offsets
-    for kind, most in most_rows.items():
+    for kind in KINDS:
         first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))
         while first < end:
-            fitting = (int(np.searchsorted(side, side[first] + most, side="right")) - 1 for side in offsets)
+            fitting = (
+                int(np.searchsorted(side, side[first] + most_rows, side="right")) - 1 for side in offsets
+            )
             last = min(end, max(first + 1, min(fitting)))
             yield range(first, last)
             first = last

@@ -1,11 +1,12 @@
-"""How sure the teacher is of the chunks' tokens, and how often the student's first choice is the teacher's."""
+"""Metrics of the teacher: how sure it is of the chunks' tokens, and how often the student's first choice
+agrees.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mkd.xtoken.chunk_passes import passes_for
 from mkd.xtoken.chunks import ONE_TO_ONE
 from mkd.xtoken.loss_call import LossCall, at_columns
 from mkd.xtoken.slices import ChunkSlice
@@ -14,7 +15,8 @@ from mkd.xtoken.slices import ChunkSlice
 def slice_metrics(
     student: Tensor, teacher: Tensor, counts: Tensor, piece: ChunkSlice, call: LossCall
 ) -> dict[str, Tensor]:
-    """Sums over the chunks with `counts` [c] bool, named as in `ChunkOutput`, from the logits [n, w_s], [m, w_t].
+    """Return sums over the chunks with `counts` [c] bool, named as in `ChunkOutput`, from the logits [n,
+    w_s], [m, w_t].
 
     Tensor-parallel group: one all-gather of [<= 6, m].
     """
@@ -39,10 +41,13 @@ def slice_metrics(
 
 
 def _local(student: Tensor, teacher: Tensor, piece: ChunkSlice, call: LossCall) -> dict[str, Tensor]:
-    """This rank's part at T = 1. [m] each: ln sum exp, entropy of the shard's own softmax, logit of the token (LOWEST on other
-    ranks). For 1-1 chunks also both models' largest logit, and the student's at the teacher's first maximum, -inf if that is no
-    common token."""
-    passes = passes_for(teacher)
+    """Return this rank's part at T = 1.
+
+    [m] each: ln sum exp, entropy of the shard's own softmax, logit of the token (LOWEST on other ranks). For
+    1-1 chunks also both models' largest logit, and the student's at the teacher's first maximum, -inf if that
+    is no common token.
+    """
+    passes = call.passes
     sums, entropy, maximum, column = passes.token_statistics(teacher, call.teacher_codes)
     label = at_columns(teacher, call.local_columns(piece.teacher.places, teacher.shape[1])).to(sums.dtype)
     local = {"sums": sums, "entropy": entropy, "label": label}

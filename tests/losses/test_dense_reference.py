@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from mkd.losses import KDObjective
 from mkd.losses.dense_reference import dense_kd
 
 # Probabilities over two shared ids and one id of the student alone: the teacher says (3/4, 1/4), the student
@@ -19,7 +20,9 @@ KL = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
 def run(student=STUDENT, teacher=TEACHER, label=1, mask=1.0, **settings):
     student = student.clone().requires_grad_()
     sizes = dict(student_vocab_size=3, teacher_vocab_size=2)
-    output = dense_kd(student, teacher, torch.tensor([label]), torch.tensor([mask]), **sizes, **settings)
+    output = dense_kd(
+        student, teacher, torch.tensor([label]), torch.tensor([mask]), KDObjective(**sizes, **settings)
+    )
     output.loss.backward()
     return output, student.grad[0].tolist()
 

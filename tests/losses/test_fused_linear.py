@@ -1,4 +1,6 @@
-"""The fused head against the dense float64 reference on full logits: values, gradients of hidden states and head."""
+"""The fused head against the dense float64 reference on full logits: values, gradients of hidden states and
+head.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkd.losses import fused_linear_kd, vocab_parallel_kd
+from mkd.config.divergence import DIVERGENCES
+from mkd.losses import HeadInput, fused_linear_kd, vocab_parallel_kd
 from mkd.losses.dense_reference import dense_kd
 from mkd.platform import detect
+from tests.losses.objectives import MIXED, objective_of
 from tests.losses.test_vocab_parallel import assert_close, values
 from tests.losses.test_vocab_parallel_cost import Recorder
 
 ROWS, STUDENT_SIZE, TEACHER_SIZE, PADDED = 24, 12, 20, 320
 BOTH = dict(student_vocab_size=300, teacher_vocab_size=310)
-DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 
 
 def problem(dtype=torch.float64, mask="random", seed=0):
-    """(student hidden, student head, teacher hidden, teacher head, labels, mask)."""
+    """Return (student hidden, student head, teacher hidden, teacher head, labels, mask)."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((ROWS, STUDENT_SIZE), (PADDED, STUDENT_SIZE), (ROWS, TEACHER_SIZE), (PADDED, TEACHER_SIZE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -32,17 +35,28 @@ def problem(dtype=torch.float64, mask="random", seed=0):
 
 
 def expected(hidden, weight, teacher_hidden, teacher_weight, labels, mask, **settings):
-    """Values and gradients of (hidden, weight), float64, whole vocabulary."""
+    """Return values and gradients of (hidden, weight), float64, whole vocabulary."""
     hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
     output = dense_kd(
-        hidden @ weight.T, teacher_hidden.double() @ teacher_weight.double().T, labels, mask, **settings
+        hidden @ weight.T,
+        teacher_hidden.double() @ teacher_weight.double().T,
+        labels,
+        mask,
+        objective_of(**settings),
     )
     output.loss.backward()
     return values(output), hidden.grad, weight.grad
 
 
+def heads_of(hidden, weight, teacher_hidden, teacher_weight, labels, mask):
+    """Return the positional arguments of `fused_linear_kd` before the objective."""
+    return HeadInput(hidden, weight), [HeadInput(teacher_hidden, teacher_weight)], labels, mask
+
+
 def on_rank(case, settings, compact, sequence_parallel, factor):
-    """On one rank: values, the gradient of this rank's hidden states (its part of the sequence) and head rows."""
+    """Return one rank's values, gradient of its hidden states (its part of the sequence) and of its head
+    rows.
+    """
     detect()  # Megatron's mappings of sequence parallelism name CUDA
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -50,17 +64,15 @@ def on_rank(case, settings, compact, sequence_parallel, factor):
         hidden, teacher_hidden = hidden.chunk(size)[rank], teacher_hidden.chunk(size)[rank]
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight.chunk(size)[rank]))
     output = fused_linear_kd(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight.chunk(size)[rank],
+        HeadInput(hidden, weight),
+        [HeadInput(teacher_hidden, teacher_weight.chunk(size)[rank])],
         labels,
         mask,
+        objective_of(**settings),
         tp_group=group,
         sequence_parallel=sequence_parallel,
         loss_rows=mask.nonzero().squeeze(1) if compact else None,
         chunk_rows=5,
-        **settings,
     )
     (factor * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, hidden.grad, weight.grad
@@ -83,7 +95,7 @@ def assert_equals_reference(results, wanted, sequence_parallel, factor, toleranc
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_equals_dense_reference(ranks, tp, divergence, temperature):
-    settings = dict(BOTH, divergence=divergence, temperature=temperature, jsd_beta=0.3, mixed_kl_weight=0.7)
+    settings = dict(BOTH, **MIXED, divergence=divergence, temperature=temperature)
     for seed, (dtype, tolerance, mask) in enumerate(
         ((torch.float64, 1e-11, "weights"), (torch.float32, 1e-5, "random"))
     ):
@@ -110,7 +122,9 @@ def test_no_loss_token_is_zero_with_a_graph(ranks):
 
 
 def with_main_grad(case, shared):
-    """Gradients when the factor is known in forward and the weight has an fp32 buffer, as under Megatron's DDP."""
+    """Return a loss whose factor is known in forward and whose weight has an fp32 buffer, as under Megatron's
+    DDP.
+    """
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     weight.main_grad = torch.ones(weight.shape)
@@ -118,16 +132,14 @@ def with_main_grad(case, shared):
     weight.zero_out_wgrad = shared
     scale = torch.tensor(0.25)
     output = fused_linear_kd(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
+        HeadInput(hidden, weight),
+        [HeadInput(teacher_hidden, teacher_weight)],
         labels,
         mask,
+        objective_of(**BOTH),
         tp_group=None,
         loss_gradient=scale,
         chunk_rows=7,
-        **BOTH,
     )
     return output.loss, scale, hidden, weight
 
@@ -158,7 +170,7 @@ def test_evaluation_makes_no_gradient():
     case = problem()
     wanted = expected(*case, **BOTH)[0]
     with torch.no_grad(), Recorder() as recorder:
-        output = fused_linear_kd(*case, tp_group=None, **BOTH)
+        output = fused_linear_kd(*heads_of(*case), objective_of(**BOTH), tp_group=None)
     assert not output.loss.requires_grad
     assert_close(output.loss, wanted["loss"], 1e-11)
     assert recorder.largest[torch.float64] <= ROWS * PADDED
@@ -170,7 +182,9 @@ def test_fp32_logits_of_bf16_states():
     wanted = expected(*case, **BOTH)[0]["kd"]
     errors = {}
     for fp32_logits in (False, True):
-        output = fused_linear_kd(*case, tp_group=None, fp32_logits=fp32_logits, **BOTH)
+        output = fused_linear_kd(
+            *heads_of(*case), objective_of(**BOTH), tp_group=None, fp32_logits=fp32_logits
+        )
         errors[fp32_logits] = abs(float(output.kd - wanted) / float(wanted))
     assert errors[True] < 1e-5 < errors[False]
 
@@ -181,16 +195,13 @@ def counted_collectives(case, divergence):
     hidden, weight = hidden.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
     with Recorder() as forward:
         output = fused_linear_kd(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight.chunk(2)[rank],
+            HeadInput(hidden, weight),
+            [HeadInput(teacher_hidden, teacher_weight.chunk(2)[rank])],
             labels,
             mask,
+            objective_of(divergence=divergence, **BOTH),
             tp_group=group,
             chunk_rows=ROWS // 3,
-            divergence=divergence,
-            **BOTH,
         )
     with Recorder() as backward:
         output.loss.backward()
@@ -216,16 +227,22 @@ def test_never_a_tensor_of_all_logits():
     case = problem(torch.float32)
     hidden, weight = case[0].clone().requires_grad_(), case[1].clone().requires_grad_()
     with Recorder() as recorder:
-        fused_linear_kd(hidden, weight, *case[2:], tp_group=None, chunk_rows=6, **BOTH).loss.backward()
+        arguments = *heads_of(hidden, weight, *case[2:]), objective_of(**BOTH)
+        fused_linear_kd(*arguments, tp_group=None, chunk_rows=6).loss.backward()
     assert recorder.largest[torch.float32] == max(6 * PADDED, weight.numel(), TEACHER_SIZE * PADDED)
 
 
 def test_same_result_as_the_loss_on_logits():
-    """Bitwise, when one chunk holds all rows: the fused head is the same passes in another order."""
+    """Both are bitwise equal if one block holds all rows: the fused head is the same passes in another order."""
     case = problem(torch.float32)
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
-    fused = fused_linear_kd(*case, tp_group=None, **BOTH)
+    fused = fused_linear_kd(*heads_of(*case), objective_of(**BOTH), tp_group=None)
     plain = vocab_parallel_kd(
-        hidden @ weight.T, teacher_hidden @ teacher_weight.T, labels, mask, tp_group=None, **BOTH
+        hidden @ weight.T,
+        teacher_hidden @ teacher_weight.T,
+        labels,
+        mask,
+        objective_of(**BOTH),
+        tp_group=None,
     )
     assert all(torch.equal(values(fused)[name], value) for name, value in values(plain).items())

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mkd.losses import fused_linear_kd
+from mkd.losses import HeadInput, fused_linear_kd
 from mkd.losses.dense_reference import dense_kd
-from mkd.losses.mixture import mixture_logits
+from mkd.losses.fused_linear import mixture_logits
+from tests.losses.objectives import objective_of
 
 SHARES = (0.2, 0.5, 0.3)
 VOCAB, WIDTH, ROWS = 37, 40, 11
@@ -49,26 +51,20 @@ def test_probabilities_are_the_weighted_mean(temperature):
 
 
 def sharded(settings):
-    """Values and the student's gradients of fused_linear_kd on this rank's columns."""
-    import torch.distributed as dist
-
+    """Return values and the student's gradients of fused_linear_kd on this rank's columns."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden, weight, teachers, labels, mask = tensors()
     hidden.requires_grad_()
     own = weight.chunk(size)[rank].clone().requires_grad_()
-    heads = [whole.chunk(size)[rank] for _, whole in teachers]
     output = fused_linear_kd(
-        hidden,
-        own,
-        [states for states, _ in teachers],
-        heads,
+        HeadInput(hidden, own),
+        [HeadInput(states, whole.chunk(size)[rank]) for states, whole in teachers],
         labels,
         mask,
+        objective_of(**SETTINGS, **settings),
         tp_group=dist.group.WORLD,
         teacher_shares=SHARES,
         chunk_rows=4,
-        **SETTINGS,
-        **settings,
     )
     output.loss.backward()
     return output.loss.detach(), output.kd, hidden.grad, own.grad
@@ -82,7 +78,7 @@ def test_loss_and_gradients(size, settings, ranks):
     hidden, weight, teachers, labels, mask = tensors()
     hidden.requires_grad_(), weight.requires_grad_()
     teacher = dense_mixture(teachers, settings.get("temperature", 1.0))
-    expected = dense_kd(hidden @ weight.T, teacher, labels, mask, **SETTINGS, **settings)
+    expected = dense_kd(hidden @ weight.T, teacher, labels, mask, objective_of(**SETTINGS, **settings))
     expected.loss.backward()
     results = ranks.run(sharded, size, settings)
     for loss, kd, of_hidden, _ in results:

@@ -12,7 +12,9 @@ NAMES = ("label", "entropy", "highest")
 
 
 def inputs(dtype: torch.dtype):
-    """Hidden states, padded head, rows (unordered, some twice) and labels; more rows than one chunk has."""
+    """Return hidden states, padded head, rows (unordered, some twice) and labels; more rows than one block
+    has.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
     weight = torch.randn(PADDED, WIDTH, generator=generator).to(dtype)
@@ -21,7 +23,7 @@ def inputs(dtype: torch.dtype):
 
 
 def dense(hidden, weight, rows, labels):
-    """By name, in float64; `weight` without rows that are not real."""
+    """Return the scores by name, in float64; `weight` has real rows only."""
     log_p = (hidden[rows].double() @ weight.double().t()).log_softmax(-1)
     label = log_p.gather(1, labels[:, None]).squeeze(1)
     return dict(label=label, entropy=-(log_p.exp() * log_p).sum(1), highest=log_p.amax(1))
@@ -33,7 +35,7 @@ def assert_close(scores, expected, allowed):
 
 
 def sharded(tp: int, dtype: torch.dtype, sequence_parallel: bool):
-    """(scores of this rank's shards, scores of no row)."""
+    """Return (scores of this rank's shards, scores of no row)."""
     import torch.distributed as dist
 
     from mkd.platform import detect
@@ -69,7 +71,9 @@ def test_one_process_needs_no_group():
 
 
 def on_slots(tp: int):
-    """Of a head whose real columns lie anywhere, on exchanged rows; all of the last rank's columns are empty."""
+    """Return scores of a head whose real columns lie anywhere, on exchanged rows; the last rank has no real
+    column.
+    """
     import torch.distributed as dist
 
     hidden, weight, places, order, rows, labels = slots(tp)
@@ -91,7 +95,7 @@ def on_slots(tp: int):
 
 
 def slots(tp: int):
-    """Hidden states, head by id, place of each id, the rows that are exchanged, rows of those, labels."""
+    """Return hidden states, head by id, place of each id, the rows that are exchanged, rows of those, labels."""
     hidden, weight, _, _ = inputs(torch.float64)
     generator = torch.Generator().manual_seed(1)
     filled = PADDED - PADDED // tp if tp > 1 else PADDED

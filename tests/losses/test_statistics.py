@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mkd.config.divergence import DIVERGENCES
 from mkd.losses.kd_objective import KDObjective, VocabShard
-from mkd.losses.rows import row_losses
 from mkd.losses.torch_rows import local_statistics, merge_statistics, write_gradient
+from mkd.losses.vocab_parallel import row_losses
+from tests.losses.objectives import divergence_of
 
 ROWS, WIDTH = 12, 16
-DIVERGENCES = ["forward_kl", "reverse_kl", "mixed_kl", "jsd"]
 
 
 def objective(ratio=0.5, temperature=2.5, divergence="forward_kl", sizes=(13, 14)) -> KDObjective:
-    return KDObjective(ratio, temperature, "squared", divergence, False, *sizes)
+    return KDObjective(*sizes, ratio, temperature, divergence=divergence_of(divergence))
 
 
 def problem(dtype=torch.float64):
@@ -51,7 +52,9 @@ def test_gradient_may_be_written_over_the_logits():
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_rows_are_named_by_the_objective_alone(divergence):
-    """Also by a shard that holds padding alone, and merged values are the same on every shard."""
+    """Names do not depend on the shard, even if it is padding alone; merged values are the same on every
+    shard.
+    """
     rule = objective(divergence=divergence, sizes=(6, 5))
     student, teacher, labels, mask = problem()
     shards = [VocabShard.of(WIDTH // 4, rank, 4, rule) for rank in range(4)]
@@ -68,7 +71,9 @@ def test_rows_are_named_by_the_objective_alone(divergence):
     merged = [merge_statistics(gathered, shard, rule) for shard in shards]
     whole = VocabShard.of(WIDTH, 0, 1, rule)
     wanted = row_losses(student, teacher, labels % 5, mask, whole, rule, None)
-    for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (divergence != "jsd"):
+    for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (
+        not rule.divergence.needs_terms
+    ):
         for values in merged:
             torch.testing.assert_close(getattr(values, name), getattr(wanted, name), rtol=1e-12, atol=1e-12)
 

@@ -10,7 +10,8 @@ import torch
 from mkd.losses import torch_rows, vocab_parallel_kd
 from mkd.losses.dense_reference import dense_kd
 from mkd.losses.kd_objective import KDObjective, VocabShard
-from mkd.losses.rows import passes_for
+from mkd.losses.vocab_parallel import passes_for
+from tests.losses.objectives import divergence_of, objective_of
 
 pytestmark = pytest.mark.gpu
 VOCABULARIES = [(30000, 30000), (30000, 30100), (30100, 29990), (9001, 30208)]
@@ -21,12 +22,14 @@ DIVERGENCES = [
     ("jsd", 0.5),
     ("jsd", 0.1),
     ("jsd", 1.0),
+    ("skewed_forward_kl", 0.1),
+    ("skewed_reverse_kl", 0.1),
 ]
 ROWS, WIDTH = 40, 30208
 
 
 def problem(dtype, student_vocab, teacher_vocab, seed=0):
-    """(student, teacher, labels, mask) on the GPU; NaN in masked rows, garbage in padding columns."""
+    """Return (student, teacher, labels, mask) on the GPU; NaN in masked rows, garbage in padding columns."""
     generator = torch.Generator("cuda").manual_seed(seed)
     student, noise = (3 * torch.randn(ROWS, WIDTH, device="cuda", generator=generator) for _ in range(2))
     teacher = 0.5 * student + noise
@@ -39,14 +42,15 @@ def problem(dtype, student_vocab, teacher_vocab, seed=0):
 
 
 def errors(dtype, settings, student_vocab, teacher_vocab) -> tuple[float, float]:
-    """Relative errors of (the gradient, the worst value) to float64 on the same logits."""
+    """Return the relative errors of (the gradient, the worst value) to float64 on the same logits."""
     student, teacher, labels, mask = problem(dtype, student_vocab, teacher_vocab)
     sizes = dict(student_vocab_size=student_vocab, teacher_vocab_size=teacher_vocab, **settings)
     logits = student.clone().requires_grad_()
-    output = vocab_parallel_kd(logits, teacher, labels, mask, tp_group=None, with_ce_metric=True, **sizes)
+    objective = objective_of(with_ce_metric=True, **sizes)
+    output = vocab_parallel_kd(logits, teacher, labels, mask, objective, tp_group=None)
     output.loss.backward()
     exact = student.double().requires_grad_()
-    wanted = dense_kd(exact, teacher, labels, mask, **sizes)
+    wanted = dense_kd(exact, teacher, labels, mask, objective)
     wanted.loss.backward()
     assert torch.count_nonzero(logits.grad[mask == 0]) == 0
     assert torch.count_nonzero(logits.grad[:, student_vocab:]) == 0
@@ -63,7 +67,12 @@ def errors(dtype, settings, student_vocab, teacher_vocab) -> tuple[float, float]
 def test_equals_float64(student_vocab, teacher_vocab, dtype, temperature):
     for (divergence, beta), ratio in product(DIVERGENCES, (0.0, 0.5, 1.0)):
         settings = dict(
-            divergence=divergence, jsd_beta=beta, mixed_kl_weight=0.3, kd_ratio=ratio, temperature=temperature
+            divergence=divergence,
+            jsd_beta=beta,
+            skew_alpha=0.1,
+            mixed_kl_weight=0.3,
+            kd_ratio=ratio,
+            temperature=temperature,
         )
         gradient, value = errors(dtype, settings, student_vocab, teacher_vocab)
         assert value <= 1e-5, settings
@@ -71,17 +80,21 @@ def test_equals_float64(student_vocab, teacher_vocab, dtype, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("divergence", ["forward_kl", "mixed_kl", "jsd"])
+@pytest.mark.parametrize(
+    "divergence", ["forward_kl", "mixed_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
+)
 @pytest.mark.parametrize("vocabularies", [(30000, 30100), (9001, 30208), (30100, 7000)])
 def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
-    """Statistics of four shards (the last one may be padding alone), merged by the kernel and by torch."""
-    objective = KDObjective(0.5, temperature, "squared", divergence, True, *vocabularies)
+    """Kernel and torch merge the statistics of four shards alike; the last shard may be padding alone."""
+    objective = KDObjective(
+        *vocabularies, 0.5, temperature, divergence=divergence_of(divergence), with_ce_metric=True
+    )
     student, teacher, labels, _ = problem(torch.float32, *vocabularies)
     student, teacher = student.nan_to_num(0.0, 0.0, 0.0), teacher.nan_to_num(0.0, 0.0, 0.0)
     mask = torch.ones(ROWS, device="cuda")
     shards = [VocabShard.of(WIDTH // 4, rank, 4, objective) for rank in range(4)]
     parts = list(zip(student.chunk(4, 1), teacher.chunk(4, 1), shards, strict=True))
-    passes = passes_for(student)
+    passes = passes_for(student, objective)
     assert passes is not torch_rows
     kernel = torch.stack(
         [passes.local_statistics(s, t, labels, mask, shard, objective) for s, t, shard in parts]
@@ -100,7 +113,7 @@ def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
                 torch.testing.assert_close(
                     getattr(ours, name).double(), getattr(wanted, name), rtol=1e-5, atol=1e-5
                 )
-        if objective.rule.needs_terms:
+        if objective.divergence.needs_terms:
             terms = passes.divergence_terms(student_part, teacher_part, mask, ours, shard, objective)
             exact = torch_rows.divergence_terms(
                 student_part.double(), teacher_part.double(), mask, wanted, shard, objective
@@ -116,10 +129,8 @@ def test_teacher_equal_to_student_gives_exactly_nothing():
         logits.detach().clone(),
         labels,
         torch.ones(ROWS, device="cuda"),
+        KDObjective(30000, 30000, kd_ratio=1.0),
         tp_group=None,
-        student_vocab_size=30000,
-        teacher_vocab_size=30000,
-        kd_ratio=1.0,
     )
     output.loss.backward()
     assert output.kd == 0.0
@@ -136,10 +147,8 @@ def test_same_bits_in_every_run():
             teacher,
             labels,
             mask,
+            KDObjective(30000, 30100, divergence=divergence_of("jsd")),
             tp_group=None,
-            student_vocab_size=30000,
-            teacher_vocab_size=30100,
-            divergence="jsd",
         )
         output.loss.backward()
         results.append((output.loss.detach(), logits.grad))

@@ -1,4 +1,6 @@
-"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, and what it promises."""
+"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, and what it
+promises.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mkd.config.divergence import DIVERGENCES
 from mkd.losses import KDOutput, torch_rows, vocab_parallel_kd
 from mkd.losses.dense_reference import dense_kd
+from tests.losses.objectives import objective_of
 
 PADDED = 320  # columns of both heads; on 4 ranks of 80 the last one starts at id 240
 TINY = 1e-30  # below this a value of a saturated softmax is zero in fp32
@@ -19,7 +23,7 @@ MASKS = ["random", "none", "all", "weights"]
 def batch(
     seed, student_vocab, teacher_vocab, mask, *, rows=24, padded=PADDED, dtype=torch.float64, spread=3.0
 ):
-    """(student, teacher, labels, mask), the logits [rows, padded] with garbage in the padding columns."""
+    """Return (student, teacher, labels, mask), the logits [rows, padded] with garbage in the padding columns."""
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, padded, generator=generator, dtype=torch.float64)
     teacher = 0.5 * student + spread * torch.randn(rows, padded, generator=generator, dtype=torch.float64)
@@ -41,26 +45,28 @@ def values(output: KDOutput) -> dict:
 
 
 def sharded(student, teacher, labels, mask, settings):
-    """On one rank: all values of the loss and the gradient of this rank's columns (of 2 * loss, to see the factor)."""
+    """Return one rank's values of the loss and the gradient of its columns (of 2 * loss, to see the factor)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
     teacher = None if teacher is None else teacher.chunk(size, dim=-1)[rank]
-    output = vocab_parallel_kd(student, teacher, labels, mask, tp_group=dist.group.WORLD, **settings)
+    output = vocab_parallel_kd(
+        student, teacher, labels, mask, objective_of(**settings), tp_group=dist.group.WORLD
+    )
     (2.0 * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, student.grad
 
 
 def whole(student, teacher, labels, mask, **settings):
-    """In this process: the loss and its gradient."""
+    """Return the loss and its gradient, computed in this process."""
     student = student.clone().requires_grad_()
-    output = vocab_parallel_kd(student, teacher, labels, mask, tp_group=None, **settings)
+    output = vocab_parallel_kd(student, teacher, labels, mask, objective_of(**settings), tp_group=None)
     output.loss.backward()
     return output, student.grad
 
 
 def expected(student, teacher, labels, mask, settings):
     student = student.double().requires_grad_()
-    output = dense_kd(student, teacher, labels, mask, **settings)
+    output = dense_kd(student, teacher, labels, mask, objective_of(**settings))
     output.loss.backward()
     return values(output), student.grad
 
@@ -72,7 +78,7 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -
 
 
 def assert_equal_to_reference(case, settings, results, tolerance):
-    """Every rank's values, bitwise equal among ranks, and the gathered gradient, against the reference."""
+    """Compare every rank's values, which are bitwise equal, and the gathered gradient with the reference."""
     wanted, gradient = expected(*case, settings)
     first = results[0][0]
     for got, _ in results:
@@ -88,7 +94,7 @@ def assert_equal_to_reference(case, settings, results, tolerance):
 
 
 def configurations():
-    """Tensor parallelism x vocabularies x temperature x ratio, with scalings and masks cycling through."""
+    """Yield tensor parallelism x vocabularies x temperature x ratio, with scalings and masks in turn."""
     vocabularies = [(300, 310), (310, 300), (320, 320), (200, 230), (150, 320)]
     index = 0
     for tp in (1, 2, 4):
@@ -124,6 +130,8 @@ OTHERS = [
     dict(divergence="reverse_kl"),
     dict(divergence="mixed_kl", mixed_kl_weight=0.3),
     *(dict(divergence="jsd", jsd_beta=beta) for beta in (0.0, 0.1, 0.5, 1.0)),
+    *(dict(divergence="skewed_forward_kl", skew_alpha=alpha) for alpha in (0.0, 0.1, 0.7)),
+    *(dict(divergence="skewed_reverse_kl", skew_alpha=alpha) for alpha in (0.0, 0.1, 0.7)),
 ]
 
 
@@ -148,14 +156,21 @@ def test_the_ends_of_jsd_are_the_two_kls(beta):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_jsd_of_models_that_are_nearly_alike(noise, beta):
+@pytest.mark.parametrize(
+    "divergence",
+    [
+        dict(divergence="jsd", jsd_beta=0.1),
+        dict(divergence="jsd"),
+        dict(divergence="skewed_forward_kl"),
+        dict(divergence="skewed_reverse_kl"),
+    ],
+    ids=str,
+)
+def test_models_that_are_nearly_alike(noise, divergence):
     """The common error of a softmax's normaliser would swamp it: 1e-5 nats a row at noise 0.01."""
     student, _, labels, mask = batch(4, 8000, 8000, "all", rows=8, padded=8000, dtype=torch.float32)
     teacher = student + noise * torch.randn(student.shape, generator=torch.Generator().manual_seed(5))
-    settings = dict(
-        student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, divergence="jsd", jsd_beta=beta
-    )
+    settings = dict(student_vocab_size=8000, teacher_vocab_size=8000, kd_ratio=1.0, **divergence)
     output, gradient = whole(student, teacher, labels, mask, **settings)
     wanted, wanted_gradient = expected(student, teacher, labels, mask, settings)
     assert output.kd >= 0.0
@@ -208,7 +223,7 @@ def test_teacher_equal_to_student_gives_exactly_nothing(ranks, tp, temperature):
 def test_kl_is_not_negative():
     for seed in range(60):
         case = batch(seed, 300, 310, "all", rows=4, dtype=torch.float32, spread=[0.01, 1.0, 30.0][seed % 3])
-        divergence = ["forward_kl", "reverse_kl", "mixed_kl", "jsd"][seed % 4]
+        divergence = DIVERGENCES[seed % len(DIVERGENCES)]
         output, _ = whole(
             *case, **BOTH, kd_ratio=1.0, temperature=[1.0, 2.5][seed % 2], divergence=divergence
         )
@@ -220,10 +235,12 @@ def test_gradcheck():
     for temperature, ratio in ((1.0, 0.5), (2.5, 0.3), (1.0, 0.0), (2.5, 1.0)):
         settings = dict(student_vocab_size=9, teacher_vocab_size=11, temperature=temperature, kd_ratio=ratio)
 
-        for divergence in ("forward_kl", "reverse_kl", "mixed_kl", "jsd"):
+        for divergence in DIVERGENCES:
 
             def loss(logits, settings=dict(settings, divergence=divergence)):  # noqa: B006
-                return vocab_parallel_kd(logits, teacher, labels, mask, tp_group=None, **settings).loss
+                return vocab_parallel_kd(
+                    logits, teacher, labels, mask, objective_of(**settings), tp_group=None
+                ).loss
 
             assert torch.autograd.gradcheck(loss, student.requires_grad_())
 

@@ -11,6 +11,7 @@ import pytest
 
 from mkd.config.schema import KDConfig, LogConfig, TeacherConfig
 from mkd.errors import Preempted
+from mkd.losses import build_divergence
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 from mkd.operations.profiling import Profiler, profile_problems
 from mkd.plan.loss_card import Term
@@ -46,14 +47,11 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
     own = TeacherConfig(temperature=4.0, divergence="mixed_kl", mixed_kl_weight=0.9, jsd_beta=0.1)
     for kd in (settings, replace(settings, kd_temperature_scaling="none")):
         for teacher in (None, TeacherConfig(), own):
-            term = Term.of(kd, teacher)
-            used = divergence_settings(kd, teacher or TeacherConfig())
-            names = {
-                name: used[name] for name in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight")
-            }
-            assert {name: getattr(term, name) for name in names} == names and term.scaling == used[
-                "temperature_scaling"
-            ]
+            term, used = Term.of(kd, teacher), divergence_settings(kd, teacher or TeacherConfig())
+            built = build_divergence(term.divergence.name, term.divergence.parameter)
+            assert used == dict(
+                temperature=term.temperature, temperature_scaling=term.scaling, divergence=built
+            )
             assert term.scale == TEMPERATURE_SCALINGS[term.scaling](term.temperature)
 
 

@@ -36,6 +36,9 @@ def test_the_numbers_are_those_of_the_run():
     jsd = card("--kd-divergence", "jsd", "--kd-jsd-beta", 0.25)
     assert jsd["KD"].startswith("1 x (0.25 KL(p_t || m) + 0.75 KL(p_s || m)), m = 0.25 p_t + 0.75 p_s")
     assert card("--kd-divergence", "jsd", "--kd-jsd-beta", 1)["KD"].startswith("1 x KL(p_s || p_t)")
+    skewed = card("--kd-divergence", "skewed_reverse_kl", "--kd-skew-alpha", 0.25)
+    assert skewed["KD"].startswith("1 x KL(p_s || m), m = 0.75 p_t + 0.25 p_s;")
+    assert "forward KL only" in skewed["same in ModelOpt"]
 
 
 def test_parts_that_do_not_exist_are_left_out():

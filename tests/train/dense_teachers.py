@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mkd.losses import KDObjective
 from mkd.losses.dense_reference import dense_kd
+from tests.losses.objectives import objective_of
 from tests.tiny_models import make_model
 from tests.train.invariance import Layout, make_pair, microbatches
 
@@ -142,15 +144,16 @@ def dense_loss(
     """Return loss, and weighted divergence and weight of each teacher: sums over the loss tokens of a
     micro-batch, float64."""
     student, labels = logits_of(hidden, heads[0], VOCAB_SIZES[0]), recorded.labels
-    total = (1 - ratio) * dense_kd(
-        student, None, labels, recorded.mask, student_vocab_size=VOCAB_SIZES[0], kd_ratio=0.0
-    ).loss
+    ce_only = KDObjective(VOCAB_SIZES[0], kd_ratio=0.0)
+    total = (1 - ratio) * dense_kd(student, None, labels, recorded.mask, ce_only).loss
     parts = []
     for i, states in enumerate(recorded.teacher_hiddens):
         teacher, size = logits_of(states, heads[1 + i], VOCAB_SIZES[1 + i]), VOCAB_SIZES[1 + i]
         row_weights = recorded.mask * weights[i].repeat_interleave(len(labels) // recorded.num_packs)
         sizes = dict(student_vocab_size=VOCAB_SIZES[0], teacher_vocab_size=size)
-        output = dense_kd(student, teacher, labels, row_weights, kd_ratio=1.0, **sizes, **settings[i])
+        output = dense_kd(
+            student, teacher, labels, row_weights, objective_of(kd_ratio=1.0, **sizes, **settings[i])
+        )
         total = total + ratio * output.loss
         parts.append((output.kd, row_weights.sum()))
     return total, parts

@@ -62,7 +62,7 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
             "do:  did you mean --kd-ratio?\n",
             "--num-layers: known, not supported: use --student-hf and --teacher-hf: both models' config.json say it",
             "--use-flash-attn: known, not supported: safe to drop\n  why: mkd picks",
-            "--kd-divergence: 'tvd' is not a known value\n  do:  use forward_kl or reverse_kl or mixed_kl or jsd",
+            "--kd-divergence: 'tvd' is not a known value\n  do:  use forward_kl or reverse_kl or mixed_kl or jsd or ",
             "--num-experts: not supported yet\n  why: this release does not have it\n  do:  use dense models",
         ):
             assert text in done.stderr

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mkd.losses.dense_reference import dense_kd
+from tests.losses.objectives import objective_of
 from tests.train.dense_teachers import (
     VOCAB_SIZES,
     Recorded,
@@ -101,9 +102,8 @@ def test_average_is_the_divergence_from_the_mean_of_probabilities(divergence, fi
         student = logits_of(hidden, heads[0], VOCAB_SIZES[0])
         sizes = dict(student_vocab_size=VOCAB_SIZES[0], teacher_vocab_size=size)
         settings = dict(temperature=temperature, divergence=divergence, kd_ratio=RATIO)
-        return dense_kd(
-            student, mean.log() * temperature, recorded.labels, recorded.mask, **sizes, **settings
-        ).loss
+        objective = objective_of(**sizes, **settings)
+        return dense_kd(student, mean.log() * temperature, recorded.labels, recorded.mask, objective).loss
 
     result = run(ranks, files, *flags, teachers=WEIGHTS)
     assert result[3].teachers.keys() == {"average"}

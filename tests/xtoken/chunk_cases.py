@@ -1,4 +1,6 @@
-"""Random chunks of two small made-up vocabularies, and the chunk loss on them: by ranks, and by the dense reference."""
+"""Random chunks of two small made-up vocabularies, and the chunk loss on them: by ranks, and by the dense
+reference.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mkd.losses import HeadInput
 from mkd.platform import detect
 from mkd.xtoken.chunk_reference import DenseRelation, dense_chunk_kd
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 from mkd.xtoken.fused import ChunkOutput, fused_chunk_kd
-from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import TeacherSlots
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
+from tests.losses.objectives import chunk_settings_of
 
 STUDENT_SIZE, TEACHER_SIZE = 6, 5  # of hidden states
 SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of each kind
@@ -25,7 +28,9 @@ SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of ea
 
 @dataclass(frozen=True)
 class Case:
-    """Everything on one process: real rows of the heads in the order of ids; the student's padding rows come after them."""
+    """Everything on one process: real rows of the heads in the order of ids; the student's padding rows come
+    after them.
+    """
 
     student_hidden: torch.Tensor
     student_weight: torch.Tensor  # [padded, h_s]
@@ -47,7 +52,9 @@ class Case:
 def relation_of(
     student: int, teacher: int, common: int, seed: int = 0, whole_projection: bool = False
 ) -> VocabularyRelation:
-    """A relation of vocabularies of these sizes with random common pairs, two relaxed ones and a random projection."""
+    """Return a relation of vocabularies of these sizes with random common pairs, two relaxed ones and a
+    random projection.
+    """
     generator = np.random.default_rng(seed)
     more = 2 if min(student, teacher) >= common + 2 else 0
     students, teachers = (generator.permutation(size)[: common + more] for size in (student, teacher))
@@ -71,7 +78,9 @@ def relation_of(
 def chunk_batch(
     relation: VocabularyRelation, counts: tuple[int, ...], seed: int
 ) -> tuple[ChunkBatch, int, int]:
-    """(`counts[kind]` random chunks of each kind, rows of the student, rows of the teacher); some chunks of weight 0."""
+    """Return (`counts[kind]` random chunks of each kind, rows of the student, rows of the teacher); some
+    chunks of weight 0.
+    """
     generator = np.random.default_rng(seed)
     kinds = np.repeat(np.arange(4), counts)
     sizes = [np.array([SHAPES[kind][side] for kind in kinds], np.int64).reshape(-1) for side in (0, 1)]
@@ -107,7 +116,7 @@ def chunk_batch(
 
 
 def support(i, kind, labels, offsets, vocabularies, generator) -> list[np.ndarray]:
-    """The realised pair of last tokens and some others."""
+    """Return the realised pair of last tokens and some others."""
     if kind == 0:
         return [np.zeros(0, np.int64)] * 2
     last = [label[offset[i + 1] - 1] for label, offset in zip(labels, offsets, strict=True)]
@@ -128,7 +137,10 @@ def random_case(
     relation: VocabularyRelation | None = None,
     seed: int = 0,
 ) -> Case:
-    """`sizes`: rows of the student's head, with padding, rows of the teacher's; the tokenizers have fewer by default."""
+    """Return a case; `sizes` are rows of the student's head, with padding, and rows of the teacher's.
+
+    The tokenizers have fewer ids by default.
+    """
     student_rows, padded, teacher_rows = sizes
     relation = relation or relation_of(student_rows - 2, teacher_rows - 3, 20, seed)
     batch, student_total, teacher_total = chunk_batch(relation, counts, seed)
@@ -140,13 +152,13 @@ def random_case(
         (teacher_rows, TEACHER_SIZE),
     )
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    tensors[1][student_rows:] = 50.0  # what is read by mistake shows
+    tensors[1][student_rows:] = 50.0  # a mistaken read shows
     return Case(*tensors, batch, relation, student_rows)
 
 
 def expected(case: Case, **settings) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Values and gradients of (hidden, weight), float64."""
-    settings = ChunkLossSettings(**settings)
+    """Return values and gradients of (hidden, weight), float64."""
+    settings = chunk_settings_of(**settings)
     hidden, weight = (t.double().requires_grad_() for t in (case.student_hidden, case.student_weight))
     students, teachers = len(weight[: case.student_rows]), len(case.teacher_weight)
     pairs = [
@@ -181,7 +193,7 @@ def on_rank(
     announced: bool = True,
     chunk_rows: int | None = 5,
 ):
-    """On one tensor-parallel rank: values, gradients (times 3) of its hidden states and its rows of the head."""
+    """Return one rank's values, and the gradients (times 3) of its hidden states and its rows of the head."""
     detect()  # Megatron's mappings of sequence parallelism name CUDA
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden, teacher_hidden = case.student_hidden, case.teacher_hidden
@@ -191,14 +203,12 @@ def on_rank(
     vocabulary, teacher_weight = vocabulary_of(case, settings, rank, size)
     factor = torch.tensor(3.0, dtype=hidden.dtype)
     output = fused_chunk_kd(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
+        HeadInput(hidden, weight),
+        HeadInput(teacher_hidden, teacher_weight),
         case.chunks,
         vocabulary=vocabulary,
         cp_group=None,
-        settings=ChunkLossSettings(**settings),
+        settings=chunk_settings_of(**settings),
         tp_group=dist.group.WORLD,
         sequence_parallel=sequence_parallel,
         loss_gradient=factor if announced else None,
@@ -209,12 +219,12 @@ def on_rank(
 
 
 def each_on_rank(cases: list[tuple]) -> list:
-    """`on_rank` of several argument tuples."""
+    """Return `on_rank` of several argument tuples."""
     return [on_rank(*one) for one in cases]
 
 
 def assert_all_equal_reference(ranks, tp: int, cases: list[tuple[Case, dict]], tolerance: float) -> None:
-    """All cases in one visit to the ranks."""
+    """Check all cases in one visit to the ranks."""
     by_rank = ranks.run(each_on_rank, tp, cases)
     for (case, settings), results in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_equals_reference(results, case, settings, tolerance)
@@ -225,7 +235,7 @@ def padded_part(hidden: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def vocabulary_of(case: Case, settings: dict, rank: int, size: int) -> tuple[ChunkVocabulary, torch.Tensor]:
-    """(the vocabulary, the teacher's rows of this rank; NaN in empty slots, which nothing may read)."""
+    """Return (the vocabulary, the teacher's rows of this rank; NaN in empty slots, which nothing may read)."""
     slots = TeacherSlots.from_relation(
         case.relation, len(case.student_weight), len(case.teacher_weight), size
     )
@@ -244,7 +254,7 @@ def values(output: ChunkOutput) -> dict[str, torch.Tensor]:
 def assert_equals_reference(
     results, case: Case, settings: dict, tolerance: float, sequence_parallel: bool = False
 ) -> None:
-    """Every rank's values, the same bits on all, and the gathered gradients against the reference."""
+    """Compare every rank's values, the same bits on all, and the gathered gradients with the reference."""
     wanted, wanted_hidden, wanted_weight = expected(case, **settings)
     for got, _, _ in results:
         for name, value in wanted.items():
@@ -261,7 +271,7 @@ def assert_equals_reference(
 
 
 def assert_near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-    """Largest error relative to the largest number."""
+    """Check the largest error relative to the largest number."""
     size = float(wanted.abs().max()) if wanted.numel() else 0.0
     error = float((actual.double() - wanted).abs().max()) if wanted.numel() else 0.0
     assert error <= tolerance * size, f"error {error:.2e} at size {size:.2e}"

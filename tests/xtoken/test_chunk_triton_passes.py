@@ -1,4 +1,6 @@
-"""The Triton passes against plain torch in float64, and the whole chunk loss of a GPU against that of the CPU."""
+"""The Triton passes against plain torch in float64, and the whole chunk loss of a GPU against that of the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mkd.losses import HeadInput
 from mkd.losses.softmax import LOWEST
 from mkd.xtoken import chunk_torch_passes as torch_passes
-from mkd.xtoken.class_rules import rule_of
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import ChunkLossSettings
+from tests.losses.objectives import chunk_settings_of
 
 pytestmark = pytest.mark.gpu
 ROWS, STUDENT, TEACHER = 11, 5003, 9001  # columns: no multiples of anything
@@ -21,12 +23,16 @@ SETTINGS = [
     dict(divergence="reverse_kl", temperature=2.0),
     dict(divergence="mixed_kl", mixed_kl_weight=0.3),
     dict(divergence="jsd", jsd_beta=0.2, temperature=0.5),
+    dict(divergence="skewed_forward_kl", skew_alpha=0.2),
+    dict(divergence="skewed_reverse_kl", skew_alpha=0.2, temperature=2.0),
     dict(top_k=50),
 ]
 
 
 def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = TEACHER) -> LossCall:
-    """A vocabulary where two thirds of the student's columns are common, and some of both models are no rows."""
+    """Return a call with a vocabulary where two thirds of the student's columns are common, and some of both
+    models are no rows.
+    """
     common = torch.arange(student, device=device) % 3 != 0
     common[-1], common[: student // 10] = False, False
     student_real, teacher_real = (torch.arange(w, device=device) % 7 != 5 for w in (student, teacher))
@@ -37,12 +43,14 @@ def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = 
     vocabulary = SimpleNamespace(
         rank=0, student_real=student_real[None], teacher_real=teacher_real[None], common=common[None]
     )
-    settings = ChunkLossSettings(**settings)
-    return LossCall(vocabulary, settings, rule_of(settings), None)
+    settings = chunk_settings_of(**settings)
+    return LossCall(vocabulary, settings, torch_passes, None)
 
 
 def logits_of(call: LossCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, w_s], [n, w_t]: alike in some rows, one of them peaked, NaN where there is no row of the model."""
+    """Return logits [n, w_s], [n, w_t]: alike in some rows, one of them peaked, NaN where there is no row of
+    the model.
+    """
     codes = call.student_codes, call.teacher_codes
     generator = torch.Generator().manual_seed(0)
     student, teacher = (
@@ -67,7 +75,7 @@ def lowest_of(teacher: torch.Tensor, call: LossCall) -> torch.Tensor | None:
 def passes_of(
     call: LossCall, passes, dtype: torch.dtype, logits: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Everything that the passes make, from logits in this dtype; gradients in float64."""
+    """Return everything that the passes make, from logits in this dtype; gradients in float64."""
     student, teacher = (values.to(dtype, copy=True) for values in logits)
     lowest, compute = lowest_of(teacher, call), torch.float64 if dtype == torch.float64 else torch.float32
     rows = torch.arange(ROWS, device=student.device)
@@ -122,17 +130,16 @@ def test_a_loss_on_a_gpu(settings):
     from tests.xtoken.chunk_cases import random_case
     from tests.xtoken.test_fused import arguments
 
-    (hidden, weight, teacher_hidden, teacher_weight, chunks), shared = arguments(random_case(), **settings)
+    ((hidden, weight), (teacher_hidden, teacher_weight), chunks), shared = arguments(
+        random_case(), **settings
+    )
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         own = [t.detach().to(device, dtype).requires_grad_() for t in (hidden, weight)]
-        others = (
-            teacher_hidden.to(device, dtype),
-            teacher_weight.to(device, dtype),
-            chunks.map(methodcaller("to", device)),
-        )
+        teacher = HeadInput(*(t.to(device, dtype) for t in (teacher_hidden, teacher_weight)))
         moved = shared | dict(vocabulary=shared["vocabulary"].to(device))
-        output = fused_chunk_kd(*own, *others, **moved, fp32_logits=True)
+        on_device = chunks.map(methodcaller("to", device))
+        output = fused_chunk_kd(HeadInput(*own), teacher, on_device, **moved, fp32_logits=True)
         output.loss.backward()
         results.append(
             (output.loss.detach(), output.teacher_ce, output.top1_agreement, *(t.grad for t in own))

@@ -5,39 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mkd.config.divergence import DIVERGENCES
+from mkd.losses import HeadInput
 from mkd.losses.dense_reference import dense_kd
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.chains import chains
 from mkd.xtoken.chunks import ONE_TO_ONE
-from mkd.xtoken.class_rules import rule_of
 from mkd.xtoken.fused import fused_chunk_kd
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
 from mkd.xtoken.partition import one_to_one
 from mkd.xtoken.slices import ChunkSlice
+from tests.losses.objectives import MIXED, chunk_settings_of, objective_of
 from tests.xtoken.chunk_cases import Case, assert_near, chunk_batch, random_case, relation_of, vocabulary_of
-
-MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7)
 
 
 def call_of(case: Case, **settings) -> LossCall:
-    settings = ChunkLossSettings(**settings)
-    return LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, rule_of(settings), None)
+    settings = chunk_settings_of(**settings)
+    return LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, chunk_torch_passes, None)
 
 
 def run(case: Case, **settings):
-    """(output, gradient of the hidden states, of the head)."""
+    """Return (output, gradient of the hidden states, of the head)."""
     vocabulary, teacher_weight = vocabulary_of(case, {}, 0, 1)
     hidden, weight = (t.clone().requires_grad_() for t in (case.student_hidden, case.student_weight))
     output = fused_chunk_kd(
-        hidden,
-        weight,
-        case.teacher_hidden,
-        teacher_weight,
+        HeadInput(hidden, weight),
+        HeadInput(case.teacher_hidden, teacher_weight),
         case.chunks,
         vocabulary=vocabulary,
         tp_group=None,
         cp_group=None,
-        settings=ChunkLossSettings(**settings),
+        settings=chunk_settings_of(**settings),
     )
     output.loss.backward()
     return output, hidden.grad, weight.grad
@@ -45,7 +43,7 @@ def run(case: Case, **settings):
 
 @pytest.mark.parametrize("teacher_rows", [30, 28, 33])
 def test_identical_tokenizers_have_the_plain_divergence_over_the_vocabulary(teacher_rows):
-    """Also where one model has more rows than the other: both are conditioned on the shared ids, as mkd.losses has it."""
+    """If one model has more rows than the other, both are conditioned on the shared ids, as in mkd.losses."""
     relation = relation_of(30, 30, 30)
     relation.common_teacher[:] = relation.common_student
     for divergence in DIVERGENCES:
@@ -70,10 +68,9 @@ def test_identical_tokenizers_have_the_plain_divergence_over_the_vocabulary(teac
                 *logits,
                 batch.student.labels,
                 batch.weights,
-                student_vocab_size=30,
-                teacher_vocab_size=teacher_rows,
-                kd_ratio=1.0,
-                **settings,
+                objective_of(
+                    student_vocab_size=30, teacher_vocab_size=teacher_rows, kd_ratio=1.0, **settings
+                ),
             )
             wanted.loss.backward()
             torch.testing.assert_close(output.kd, wanted.kd.detach(), rtol=1e-12, atol=0.0)
@@ -102,14 +99,16 @@ def test_teacher_equal_to_student_is_zero_with_zero_gradient(divergence, dtype):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_never_negative(divergence):
-    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions; values and gradients are finite."""
+    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions; values and
+    gradients are finite.
+    """
     generator = torch.Generator().manual_seed(7)
     relation = relation_of(35, 42, 20)
     for counts in ((7000, 0, 0, 0), (0, 1000, 0, 0), (0, 0, 1000, 0), (0, 0, 0, 1000)):
         batch, _, _ = chunk_batch(relation, counts, seed=3)
         case = random_case((1, 0, 0, 0), (37, 48, 45), relation)
         call = call_of(case, divergence=divergence, **MIXED)
-        piece = ChunkSlice.of(batch, range(sum(counts)), "last", call.vocabulary)
+        piece = ChunkSlice.of(batch, range(sum(counts)), call.vocabulary)
         sizes = (len(side.chunks) for side in (piece.student, piece.teacher))
         student, teacher = (
             torch.randn(n, width, generator=generator)
@@ -130,7 +129,7 @@ def test_small_rests_do_not_cancel(counts):
     """Realised tokens of probability 1 - 1e-5: fp32 is as exact as elsewhere, against the same pass in fp64."""
     relation, generator = relation_of(35, 42, 20), torch.Generator().manual_seed(1)
     call = call_of(random_case((1, 0, 0, 0), (37, 48, 45), relation))
-    piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(50), "last", call.vocabulary)
+    piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(50), call.vocabulary)
     student, teacher = (
         torch.randn(len(side.chunks), 48, generator=generator) for side in (piece.student, piece.teacher)
     )

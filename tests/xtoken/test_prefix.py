@@ -6,22 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.xtoken.class_rules import rule_of
+from mkd.config.divergence import DIVERGENCES
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
-from mkd.xtoken.prefix import prefix_kl
+from mkd.xtoken.projected import prefix_kl
 from mkd.xtoken.slices import ChunkSlice
+from tests.losses.objectives import chunk_settings_of
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
 
 
 def problem(relation, sizes, counts, divergence="forward_kl"):
-    """(slice, call)."""
-    settings = ChunkLossSettings(loss="prefix_kl", divergence=divergence)
+    """Return (slice, call)."""
+    settings = chunk_settings_of(loss="prefix_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
-    call = LossCall(vocabulary_of(case, dict(loss="prefix_kl"), 0, 1)[0], settings, rule_of(settings), None)
-    return ChunkSlice.of(
-        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
-    ), call
+    call = LossCall(vocabulary_of(case, dict(loss="prefix_kl"), 0, 1)[0], settings, chunk_torch_passes, None)
+    return ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), call.vocabulary), call
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -50,7 +49,9 @@ def test_one_vocabulary_gives_the_plain_divergence():
 
 
 def test_a_teacher_of_longer_tokens_is_met_by_their_beginnings():
-    """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin with."""
+    """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin
+    with.
+    """
     relation = relation_of(37, 45, 20)
     piece, call = problem(relation, (37, 48, 45), (1, 0, 0, 0))
     longer = np.flatnonzero(

@@ -5,23 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mkd.xtoken.class_rules import rule_of
+from mkd.config.divergence import DIVERGENCES
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
 from mkd.xtoken.projected import projected
 from mkd.xtoken.slices import ChunkSlice
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
+from tests.losses.objectives import chunk_settings_of
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
 
 
 def problem(relation, sizes, counts, divergence="forward_kl"):
-    """(slice, call)."""
-    settings = ChunkLossSettings(loss="p_kl", divergence=divergence)
+    """Return (slice, call)."""
+    settings = chunk_settings_of(loss="p_kl", divergence=divergence)
     case = random_case((1, 0, 0, 0), sizes, relation)
-    call = LossCall(vocabulary_of(case, dict(loss="p_kl"), 0, 1)[0], settings, rule_of(settings), None)
-    return ChunkSlice.of(
-        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
-    ), call
+    call = LossCall(vocabulary_of(case, dict(loss="p_kl"), 0, 1)[0], settings, chunk_torch_passes, None)
+    return ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), call.vocabulary), call
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -14,7 +14,7 @@ COUNTS = (7, 4, 0, 3)
 @pytest.mark.parametrize("most", [1, 4, 5, 100])
 def test_ranges(most):
     batch, _, _ = chunk_batch(relation_of(35, 42, 20), COUNTS, seed=0)
-    ranges = list(slice_ranges(batch, dict.fromkeys(range(4), most)))
+    ranges = list(slice_ranges(batch, most))
     assert [i for part in ranges for i in part] == list(range(sum(COUNTS)))
     for part in ranges:
         assert len(set(batch.kinds[part.start : part.stop])) == 1
@@ -25,20 +25,14 @@ def test_ranges(most):
         assert len(part) == 1 or max(rows) <= most
 
 
-def test_only_the_kinds_asked_for():
-    batch, _, _ = chunk_batch(relation_of(35, 42, 20), COUNTS, seed=0)
-    assert [list(part) for part in slice_ranges(batch, {0: 100})] == [list(range(7))]
-
-
-@pytest.mark.parametrize("base", ["last", "first"])
-def test_tokens_of_a_slice(base):
+def test_tokens_of_a_slice():
     case = random_case(COUNTS)
     batch, vocabulary = case.chunks, vocabulary_of(case, {}, 0, 2)[0]
-    for part in slice_ranges(batch, dict.fromkeys(range(4), 7)):
-        piece = ChunkSlice.of(batch, part, base, vocabulary)
+    for part in slice_ranges(batch, 7):
+        piece = ChunkSlice.of(batch, part, vocabulary)
         for side, rows in ((batch.student, piece.student), (batch.teacher, piece.teacher)):
             bounds = side.host_offsets[part.start : part.stop + 1] - side.host_offsets[part.start]
-            bases = (bounds[1:] - 1) if base == "last" else bounds[:-1]
+            bases = bounds[1:] - 1
             assert rows.base.tolist() == bases.tolist()
             assert rows.others.tolist() == [i for i in range(bounds[-1]) if i not in bases]
             assert rows.other_chunks.tolist() == rows.chunks[rows.others].tolist()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from mkd.xtoken.class_rules import rule_of
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import ChunkLossSettings
 from mkd.xtoken.slices import ChunkSlice
 from mkd.xtoken.teacher_metrics import slice_metrics
+from tests.losses.objectives import chunk_settings_of
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
 
 
 def test_first_choices_agree_only_on_common_tokens():
-    relation, settings = relation_of(35, 42, 20), ChunkLossSettings()
+    relation, settings = relation_of(35, 42, 20), chunk_settings_of()
     case = random_case((1, 0, 0, 0), (37, 48, 45), relation)
-    call = LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, rule_of(settings), None)
-    piece = ChunkSlice.of(chunk_batch(relation, (5, 0, 0, 0), seed=0)[0], range(5), "last", call.vocabulary)
+    call = LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, chunk_torch_passes, None)
+    piece = ChunkSlice.of(chunk_batch(relation, (5, 0, 0, 0), seed=0)[0], range(5), call.vocabulary)
     common = call.common.nonzero().squeeze(1)
     other = (call.student_real & call.teacher_real[:48] & ~call.common).nonzero().squeeze(1)[0]
     student, teacher = torch.zeros(5, 48), torch.zeros(5, 48)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mkd.config.models import XTOKEN_LOSSES
+from mkd.losses import HeadInput
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.fused import fused_chunk_kd
 from mkd.xtoken.loss_settings import ChunkLossSettings
@@ -98,7 +99,7 @@ class ChunkCase:
         def run() -> Gradients:
             hidden, weight = tensors[0].detach().requires_grad_(), nn.Parameter(tensors[1])
             whole = dict(vocabulary=vocabulary, settings=settings, tp_group=None, cp_group=None)
-            output = fused_chunk_kd(hidden, weight, *tensors[2:], self.chunks, **whole)
+            output = fused_chunk_kd(HeadInput(hidden, weight), HeadInput(*tensors[2:]), self.chunks, **whole)
             loss = output.loss * share
             return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
 

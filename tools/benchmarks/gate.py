@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mkd.losses import KDObjective, build_divergence
 from mkd.losses.dense_reference import dense_kd
 
 REFERENCE_BYTES = {"cuda": 2**28, "cpu": 2**23}  # one float64 block of logits
@@ -132,10 +133,7 @@ def reference_rows(
         teacher_logits,
         labels,
         loss_mask,
-        student_vocab_size=vocab,
-        teacher_vocab_size=vocab,
-        kd_ratio=1.0,
-        divergence=divergence,
+        KDObjective(vocab, vocab, kd_ratio=1.0, divergence=build_divergence(divergence)),
     ).loss
     (gradient,) = torch.autograd.grad(loss, student)
     return loss.detach(), gradient

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mkd.losses import fused_linear_kd
+from mkd.losses import HeadInput, KDObjective, build_divergence, fused_linear_kd
 from mkd.plan.head import head_chunk_rows
 from tools.benchmarks.gate import Errors, reference_chunks, reference_rows, relative, worst
 from tools.benchmarks.machine import Machine
@@ -123,25 +123,22 @@ def mkd_head(
     weight = nn.Parameter(case.student_weight[shard])
     weight.main_grad = case.main_grad[shard]
     teacher_weight = case.teacher_weight[shard]
+    vocab = case.shape.vocab
+    objective = KDObjective(vocab, vocab, kd_ratio=1.0, divergence=build_divergence(divergence))
 
     def run() -> Gradients:
         hidden = case.student_hidden.detach().requires_grad_()
         output = fused_linear_kd(
-            hidden,
-            weight,
-            case.teacher_hidden,
-            teacher_weight,
+            HeadInput(hidden, weight),
+            [HeadInput(case.teacher_hidden, teacher_weight)],
             case.labels,
             mask,
+            objective,
             loss_rows=loss_rows,
             tp_group=tp_group,
             loss_gradient=inverse_count,
             chunk_rows=chunk_rows,
             fp32_logits=fp32_logits,
-            student_vocab_size=case.shape.vocab,
-            teacher_vocab_size=case.shape.vocab,
-            kd_ratio=1.0,
-            divergence=divergence,
         )
         loss = output.loss * inverse_count
         loss.backward()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mkd.losses import vocab_parallel_kd
+from mkd.losses import KDObjective, build_divergence, vocab_parallel_kd
 from tools.benchmarks import peers
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.gate import (
@@ -101,6 +101,7 @@ class LogitsCase:
 
 def mkd_loss(case: LogitsCase, divergence: str, mask: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     inverse_count = 1.0 / mask.sum()
+    objective = KDObjective(case.vocab, case.vocab, kd_ratio=1.0, divergence=build_divergence(divergence))
 
     def run() -> tuple[Tensor, Tensor]:
         student = case.student.detach().requires_grad_()
@@ -109,11 +110,8 @@ def mkd_loss(case: LogitsCase, divergence: str, mask: Tensor) -> Callable[[], tu
             case.teacher,
             case.labels,
             mask,
+            objective,
             tp_group=None,
-            student_vocab_size=case.vocab,
-            teacher_vocab_size=case.vocab,
-            kd_ratio=1.0,
-            divergence=divergence,
             overwrite_student_logits=True,
         )
         loss = output.loss * inverse_count

@@ -1,8 +1,9 @@
-"""Cross entropy + distillation from a teacher's stored top-k log-probabilities, on logits split over the vocabulary.
+"""Cross entropy + distillation from a teacher's stored top-k log-probabilities, on logits split over the
+vocabulary.
 
-Communication: forward, one all-gather of [10, n] row statistics over the tensor-parallel group; backward, none. Memory: the
-student's logits are kept until backward; temporaries are a few row chunks and [n, k] tensors, never [n, w] in the compute
-dtype. Nothing waits for the device.
+Communication: forward, one all-gather of [10, n] row statistics over the tensor-parallel group; backward,
+none. Memory: the student's logits are kept until backward; temporaries are a few row chunks and [n, k]
+tensors, never [n, w] in the compute dtype. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ from mkd.losses.torch_rows import row_chunks
 def vocab_parallel_topk_kd(
     student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
     teacher_ids: Tensor
-    | None,  # [..., k] int32/int64, distinct global ids below both real sizes; not read at kd_ratio 0
-    teacher_logprobs: Tensor
-    | None,  # [..., k] float, the teacher's log-probabilities of these ids at `temperature`
+    | None,  # [..., k] int32/int64, distinct ids below both real sizes; not read at kd_ratio 0
+    teacher_logprobs: Tensor | None,  # [..., k] float, log-probabilities of these ids at `temperature`
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
     student_vocab_size: int,
-    teacher_vocab_size: int
-    | None = None,  # ids that the log-probabilities are normalised over; None: the student's
+    teacher_vocab_size: int | None = None,  # ids that the log-probabilities sum over (default: the student's)
     kd_ratio: float = 0.5,
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
@@ -48,23 +47,24 @@ def vocab_parallel_topk_kd(
     | None = None,  # [..., 2] float, the teacher's cross entropy and entropy, to be summed
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
-    """The contract of `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and all other shared ids.
+    """Do as `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and all other shared
+    ids.
 
-    KD is never negative, at most the full forward KL, and equal to it where the ids are the whole shared vocabulary; see
-    `topk_statistics` for the formulas. The log-probabilities belong to one temperature, that of their export: the mass of
-    the rest bucket at another one does not follow from them. CE is over the student's real ids at T = 1.
+    KD is never negative, at most the full forward KL, and equal to it where the ids are the whole shared
+    vocabulary; see `topk_statistics` for the formulas. The log-probabilities belong to the temperature of
+    their export: the mass of the rest bucket at another one does not follow from them. CE is over the
+    student's real ids at T = 1.
 
-    Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels hold.
-    Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
+    Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels
+    hold. Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
     """
     objective = KDObjective(
         kd_ratio=kd_ratio,
         temperature=temperature,
         temperature_scaling=temperature_scaling,
-        divergence="forward_kl",
         with_ce_metric=with_ce_metric,
         student_vocab_size=student_vocab_size,
-        teacher_vocab_size=student_vocab_size if teacher_vocab_size is None else teacher_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
     )
     ids, logprobs = _teacher_rows(objective, teacher_ids, teacher_logprobs, student_logits.shape[:-1])
     width = student_logits.shape[-1]
@@ -93,7 +93,7 @@ def vocab_parallel_topk_kd(
 def _teacher_rows(
     objective: KDObjective, ids: Tensor | None, logprobs: Tensor | None, rows: torch.Size
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both as [n, k]; None where the objective has no teacher."""
+    """Return both as [n, k]; None if the objective has no teacher."""
     if not objective.uses_teacher:
         return None, None
     if ids is None or logprobs is None:
@@ -119,7 +119,9 @@ def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjectiv
 
 
 class _VocabParallelTopKKD(torch.autograd.Function):
-    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`); chunked over rows inside."""
+    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`); chunked over rows
+    inside.
+    """
 
     @staticmethod
     def forward(ctx, student, ids, logprobs, labels, loss_mask, shard, objective, tp_group, overwrite):
@@ -179,5 +181,5 @@ class _VocabParallelTopKKD(torch.autograd.Function):
 
 
 def _total(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
-    """Sum over rows [n], weighted by the mask; what a masked row holds does not count."""
+    """Sum over rows [n], weighted by the mask; the contents of masked rows do not count."""
     return None if values is None else torch.where(loss_mask != 0, loss_mask * values, 0.0).sum()

@@ -1,4 +1,6 @@
-"""Dense float64 definition of the top-k loss: the whole vocabulary in one process, plain autograd. Tests compare to it."""
+"""Dense float64 definition of the top-k loss: the whole vocabulary in one process, plain autograd. Tests
+compare with it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def dense_topk_kd(
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss with a graph, CE sum, KD sum) of `vocab_parallel_topk_kd` on unsplit logits, in float64."""
+    """Return (loss with a graph, CE sum, KD sum) of `vocab_parallel_topk_kd` on unsplit logits, in float64."""
     rows = loss_mask.nonzero().squeeze(1)
     weight, ids = loss_mask[rows].double(), teacher_ids[rows]
     student = student_logits[rows, :student_vocab_size].double()

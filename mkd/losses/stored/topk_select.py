@@ -16,7 +16,7 @@ from mkd.losses.torch_rows import row_chunks
 
 @dataclass(frozen=True)
 class TopK:
-    """The same on every tensor-parallel rank."""
+    """The most probable ids of n predictions; the same on every tensor-parallel rank."""
 
     ids: Tensor  # [n, k] int64, most probable first
     logprobs: Tensor  # [n, k] compute dtype, at `temperature`
@@ -34,7 +34,10 @@ def vocab_parallel_topk(
     vocab_size: int,  # ids that count; those beyond have no probability
     temperature: float = 1.0,
 ) -> TopK:
-    """Top-k over the first `vocab_size` ids. Two all-gathers over the tensor-parallel group for every chunk of rows."""
+    """Return the top k of the first `vocab_size` ids.
+
+    Communication: two all-gathers over the tensor-parallel group for every chunk of rows.
+    """
     assert 0 < k <= vocab_size
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     width = logits.shape[1]
@@ -51,7 +54,7 @@ def vocab_parallel_topk(
 
 
 def _local_topk(columns: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
-    """Logits [k, n] and global ids [k, n] of the largest columns; LOWEST where there are fewer than k."""
+    """Return logits [k, n] and global ids [k, n] of the largest columns; LOWEST if there are fewer than k."""
     values, ids = columns.topk(min(k, columns.shape[1]), dim=1)
     padding = (0, k - values.shape[1])
     values = torch.nn.functional.pad(values, padding, value=LOWEST)
@@ -59,7 +62,11 @@ def _local_topk(columns: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(columns: Tensor, index: Tensor, count: int, temperature: float) -> Tensor:
-    """[5, n]: maximum, sums at T and at 1, mean of the centred logits at T = 1, logit of column `index` (-inf if foreign)."""
+    """Return [5, n]: maximum, sums at T and at 1, mean of the centred logits at T = 1, logit of column
+    `index`.
+
+    The last one is -inf if the column is on another rank.
+    """
     plain = ShardSoftmax.of(columns, 1.0)
     mean = plain.centred().mul_(plain.probabilities).sum(dim=1)
     own = (index >= 0) & (index < count)
@@ -68,7 +75,7 @@ def _statistics(columns: Tensor, index: Tensor, count: int, temperature: float) 
 
 
 def _merge(gathered: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `TopK` for one chunk, from [tp, 5 + k, n] and [tp, k, n]."""
+    """Return the fields of `TopK` for one chunk, from [tp, 5 + k, n] and [tp, k, n]."""
     maxima, sums, plain_sums, means, label = gathered[:, :5].unbind(dim=1)
     softmax, plain = Normaliser.merge(maxima, sums, temperature), Normaliser.merge(maxima, plain_sums, 1.0)
     k = ids.shape[1]

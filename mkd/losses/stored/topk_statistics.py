@@ -1,13 +1,16 @@
-"""Row statistics of the top-k divergence on one vocabulary shard, their merge across ranks, and the gradient they allow.
+"""Row statistics of the top-k divergence on one vocabulary shard, their merge across ranks, and the gradient
+they allow.
 
-The teacher is known by its k most probable ids and by what is left, the REST bucket. KL is taken over these k + 1 buckets:
+The teacher is known by its k most probable ids and by the remaining mass, the REST bucket. KL is taken over
+these k + 1 buckets:
 
     KL = sum_{i in top-k} p_t(i) (ln p_t(i) - ln p_s(i)) + R_t (ln R_t - ln r_s),   R_t = 1 - sum_{i in top-k} p_t(i)
     dKL/da_j = p_s(j) - p_t(j) for j in the top-k,   q_j (r_s - R_t) for the others,   q_j = p_s(j) / r_s
 
-It compares two distributions, hence it is never negative (a sum over the top-k alone can be), and at most the full KL.
-The student's mass outside the top-k, r_s, has a maximum and a sum of its own, over those columns alone: `1 - sum p_s(i)`
-would lose it to rounding, and with q_j as a softmax of its own the gradient divides by nothing that can vanish.
+It compares two distributions, hence it is never negative (a sum over the top-k alone can be), and at most the
+full KL. The student's mass outside the top-k, r_s, has a maximum and a sum of its own, over those columns
+alone: `1 - sum p_s(i)` would lose it to rounding, and with q_j as a softmax of its own the gradient divides
+by nothing that can vanish.
 
 Legend: n rows, w local columns, k ids, tp ranks, a = z_s / T. No function modifies its arguments.
 """
@@ -33,7 +36,9 @@ class TeacherBuckets:
 
     @classmethod
     def of(cls, logprobs: Tensor, dtype: torch.dtype, objective: KDObjective) -> TeacherBuckets:
-        """From stored log-probabilities [n, k]; those that sum to more than 1, by their rounding, are scaled down."""
+        """Build from stored log-probabilities [n, k]; if rounding makes them sum to more than 1, scale them
+        down.
+        """
         has_rest = logprobs.shape[1] < objective.num_shared_ids
         log_p = logprobs.to(dtype)
         mass = log_p.exp().sum(dim=1)
@@ -49,7 +54,9 @@ def kd_statistics(
     shard: VocabShard,
     objective: KDObjective,
 ) -> dict[str, Tensor]:
-    """Named [n] statistics of the divergence in the compute dtype; `teacher_*` is the same on every rank."""
+    """Return named [n] statistics of the divergence in the compute dtype; `teacher_*` is the same on every
+    rank.
+    """
     temperature = objective.temperature
     logits = real_columns(student, shard.shared)
     own, index = _locate(ids, shard.start, shard.shared)
@@ -73,7 +80,7 @@ def kd_statistics(
 
 @dataclass(frozen=True)
 class MergedTopK:
-    """Row values of the whole vocabulary, and what the gradient pass needs; all [n]."""
+    """Row values of the whole vocabulary, and numbers that the gradient pass needs; all [n]."""
 
     value: Tensor  # KL, without the temperature scaling
     top1_agreement: Tensor  # 0 or 1
@@ -102,9 +109,7 @@ def merge_kd(gathered: dict[str, Tensor], objective: KDObjective) -> MergedTopK:
     value = cross + gathered["own_mass"].sum(dim=0) * (log_sum - set_shift)
     value = value + torch.where(teacher_rest > 0, teacher_rest * (teacher_rest.log() - log_rest), 0.0)
     return MergedTopK(
-        value=value.clamp(
-            min=0.0
-        ),  # removes the sign of rounding where both models agree; exact values are not below 0
+        value=value.clamp(min=0.0),  # rounding alone makes it negative, where both models agree
         top1_agreement=(gathered["student_at_teacher_top"].amax(dim=0) == maximum).to(value.dtype),
         set_maximum=in_set.maximum,
         set_log_norm=log_sum - set_shift,
@@ -123,7 +128,9 @@ def kd_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """row_weight * dKL / d student logits, [n, shard.shared] compute dtype, a new tensor; columns beyond have zero."""
+    """Return row_weight * dKL / d student logits, [n, shard.shared] compute dtype, a new tensor; columns
+    beyond have zero.
+    """
     if shard.shared == 0:
         return row_weight.new_zeros(student.shape[0], 0)
     temperature = objective.temperature
@@ -138,7 +145,7 @@ def kd_gradient(
 
 
 def ce_statistics(student: Tensor, labels: Tensor, shard: VocabShard) -> dict[str, Tensor]:
-    """Named [n] statistics of the cross entropy at T = 1, from logits [n, w] and labels [n]."""
+    """Return named [n] statistics of the cross entropy at T = 1, from logits [n, w] and labels [n]."""
     logits = real_columns(student, shard.student)
     own, index = _locate(labels[:, None], shard.start, shard.student)
     maximum = logits.amax(dim=1)
@@ -154,7 +161,9 @@ def ce_gradient(
     row_weight: Tensor,  # [n] compute dtype
     shard: VocabShard,
 ) -> Tensor:
-    """row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor; columns beyond have zero."""
+    """Return row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor; columns beyond
+    have zero.
+    """
     if shard.student == 0:
         return row_weight.new_zeros(student.shape[0], 0)
     _, index = _locate(labels[:, None], shard.start, shard.student)
@@ -165,14 +174,19 @@ def ce_gradient(
 
 
 def _locate(ids: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """(mask [n, k] of ids in [start, start + count), their local columns [n, k] int64; the spare column for the others)."""
+    """Return (mask [n, k] of ids in [start, start + count), their local columns [n, k] int64).
+
+    The other ids get the spare column.
+    """
     index = ids.long() - start
     own = (index >= 0) & (index < count)
     return own, index.masked_fill(~own, max(count, 1))
 
 
 def _with_spare_column(logits: Tensor) -> Tensor:
-    """A copy [n, c + 1] in the compute dtype; the last column is for scattering what belongs to other shards."""
+    """Return a copy [n, c + 1] in the compute dtype; entries of other shards are scattered into the last
+    column.
+    """
     copy = torch.zeros(
         logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits), device=logits.device
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mkd.config.divergence import PARAMETERS
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
@@ -26,10 +27,12 @@ _RANGES = {
     "distributed_timeout_minutes": ("above 0 and at most a million", lambda x: 0 < x <= 1e6),
     "distributed_timeout_seconds_after_init": ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7),
     **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
-    **dict.fromkeys(
-        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"),
-        _PROPORTION,
-    ),
+    "kd_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    **{
+        f"{prefix}_{one.name}": (one.valid, one.is_valid)
+        for one in PARAMETERS
+        for prefix in ("kd", "teacher")
+    },
     "train_iters": ("at most a trillion", lambda x: x <= 10**12),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
     "exit_duration_in_mins": ("above 0", lambda x: x > 0),

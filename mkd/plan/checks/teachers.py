@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from mkd.config.divergence import DECLARATIONS, PARAMETERS, TEACHER_FIELDS
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
@@ -189,7 +190,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
                 "use --teacher-combination weighted_sum",
                 code="average-of-different-tokens",
             )
-        for field in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight"):
+        for field in ("temperature", *TEACHER_FIELDS):
             if getattr(teacher, field) is not None:
                 why = "teacher-combination average makes one divergence from all teachers"
                 yield no_effect(
@@ -204,19 +205,19 @@ def _divergences(config: Config) -> Iterator[UsageError]:
     if kd.kd_divergence != default.kd_divergence and kd.kd_divergence not in used:
         setting = f"kd-divergence {kd.kd_divergence}"
         yield no_effect(setting, "every teacher has its own divergence, or the xtoken loss uld", "remove it")
-    for divergence, field in (("jsd", "jsd_beta"), ("mixed_kl", "mixed_kl_weight")):
-        name, inherited = f"kd_{field}", not config.teachers and kd.kd_divergence == divergence
+    for parameter in PARAMETERS:
+        field, name = parameter.name, f"kd_{parameter.name}"
+        readers = [one.name for one in DECLARATIONS.values() if one.parameter is parameter]
+        inherited, wanted = not config.teachers and kd.kd_divergence in readers, " or ".join(readers)
         for index, teacher in enumerate(config.teachers):
             value, own = getattr(teacher, field), _divergence(config, teacher)
-            inherited |= own == divergence and value is None
-            if value is not None and own != divergence:
+            inherited |= own in readers and value is None
+            if value is not None and own not in readers:
                 why = f"its divergence is {own}" if own else "its xtoken loss uld is no divergence"
-                yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {divergence}")
+                yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {wanted}")
         if getattr(kd, name) != getattr(default, name) and not inherited:
             setting = f"{name.replace('_', '-')} {getattr(kd, name)}"
-            yield no_effect(
-                setting, f"no divergence {divergence} reads it", f"add --kd-divergence {divergence}"
-            )
+            yield no_effect(setting, f"only {wanted} reads it", f"add --kd-divergence {wanted}")
 
 
 def _divergence(config: Config, teacher: TeacherConfig) -> str | None:

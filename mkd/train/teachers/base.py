@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
+from mkd.losses import build_divergence
 from mkd.losses.scores import TokenScores
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
@@ -97,15 +99,12 @@ class PackScores:
 
 
 def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
-    """Return the keyword arguments of the losses: the teacher's own settings, or else those of `kd`."""
-
-    def own_or_common(own: Any, common: Any) -> Any:
-        return common if own is None else own
-
+    """Return the fields of `KDObjective` and `ChunkLossSettings` that say how the student is compared with
+    `teacher`: its own settings, or else those of `kd`.
+    """
+    chosen = DivergenceSettings.from_config(kd, teacher)
     return dict(
-        temperature=own_or_common(teacher.temperature, kd.kd_temperature),
+        temperature=kd.kd_temperature if teacher.temperature is None else teacher.temperature,
         temperature_scaling=kd.kd_temperature_scaling,
-        divergence=own_or_common(teacher.divergence, kd.kd_divergence),
-        jsd_beta=own_or_common(teacher.jsd_beta, kd.kd_jsd_beta),
-        mixed_kl_weight=own_or_common(teacher.mixed_kl_weight, kd.kd_mixed_kl_weight),
+        divergence=build_divergence(chosen.name, chosen.parameter),
     )

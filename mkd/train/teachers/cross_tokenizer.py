@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
+from mkd.losses import HeadInput
 from mkd.losses.scores import token_scores
 from mkd.parallel.exchange import exchange_rows
 from mkd.train.sums import TermSums
@@ -41,10 +42,8 @@ class CrossTokenizer:
         chunks, pack_weights = given.batch.teacher_inputs[self.index].chunks, given.pack_weights[self.name]
         chunks = replace(chunks, weights=chunks.weights * pack_weights[chunks.packs])
         output = fused_chunk_kd(
-            given.output.hidden.squeeze(1),
-            student.head_weight(),
-            given.output.teacher_hiddens[self.index].squeeze(1),
-            teacher.head_weight(),
+            HeadInput(given.output.hidden.squeeze(1), student.head_weight()),
+            HeadInput(given.output.teacher_hiddens[self.index].squeeze(1), teacher.head_weight()),
             chunks,
             vocabulary=self.vocabulary,
             settings=self.settings,

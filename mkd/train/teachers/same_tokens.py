@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
-from mkd.losses import KDOutput, fused_linear_kd
+from mkd.losses import HeadInput, KDObjective, KDOutput, fused_linear_kd
 from mkd.losses.scores import token_scores
 from mkd.train.sums import CROSS_ENTROPY, TermSums
 from mkd.train.teachers.base import LossInput, PackScores
@@ -39,7 +39,7 @@ class SameTokens:
     name: str
     share: float
     indices: tuple[int, ...]  # numbers of its models in the stage
-    divergence: Mapping[str, Any]  # temperature, temperature_scaling, divergence, jsd_beta, mixed_kl_weight
+    divergence: Mapping[str, Any]  # see `divergence_settings`
     model_shares: tuple[float, ...] = (1.0,)  # of the models in the average; they add up to 1
     factor: float = 1.0
     kd_ratio: float = 1.0  # share of the divergence in the loss; the cross entropy has the rest
@@ -118,22 +118,27 @@ def head_pass(
     """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
     student, batch, output = given.stage.student, given.batch, given.output
     teachers = [given.stage.teachers[index] for index in models]
-    return fused_linear_kd(
-        output.hidden.squeeze(1),
-        student.head_weight(),
-        [output.teacher_hiddens[index].squeeze(1) for index in models] or None,
-        [teacher.head_weight() for teacher in teachers] or None,
-        batch.labels[0],
-        row_weights,
-        loss_rows=batch.loss_rows,
-        tp_group=given.context.tp_group,
+    hidden_states = [output.teacher_hiddens[index].squeeze(1) for index in models]
+    objective = KDObjective(
         student_vocab_size=student.shape.vocab_size,
         teacher_vocab_size=min((teacher.shape.vocab_size for teacher in teachers), default=None),
         kd_ratio=kd_ratio,
         with_ce_metric=with_ce_metric,
+        **(divergence or {}),
+    )
+    return fused_linear_kd(
+        HeadInput(output.hidden.squeeze(1), student.head_weight()),
+        [
+            HeadInput(hidden, teacher.head_weight())
+            for hidden, teacher in zip(hidden_states, teachers, strict=True)
+        ],
+        batch.labels[0],
+        row_weights,
+        objective,
+        loss_rows=batch.loss_rows,
+        tp_group=given.context.tp_group,
         sequence_parallel=student.config.sequence_parallel,
         loss_gradient=scale,
         fp32_logits=given.fp32_logits,
         teacher_shares=model_shares,
-        **(divergence or {}),
     )

@@ -1,7 +1,9 @@
-"""What published cross-tokenizer systems do, for comparison. Loaded only if a run asks for it.
+"""Losses and file formats of published systems, for comparison with their results.
 
-align_dp.py, dp_kernel.py      alignment by dynamic programming (`alignment: dp`)
-projections.py                 projection matrices of other engines (`projection: FILE`)
-chunk_distributions.py         a chunk's distribution over a whole vocabulary
-hybrid.py, sorted_l1.py        the losses gold, h_kl and uld
+sorted_l1.py             uld: the L1 distance of sorted probabilities
+chunk_distributions.py   a chunk's distribution over a whole vocabulary, which these losses read
+hybrid.py                gold and h_kl: a divergence on the common tokens, sorted L1 on the others
+projections.py           projection matrices in the published form
+dp_kernel.py             the inner loop of the alignment, which numba can compile
+align_dp.py              alignment by dynamic programming over token texts
 """

@@ -1,6 +1,8 @@
-"""A chunk's distribution over a whole vocabulary, as the compatibility losses have it: dense, gathered from all ranks.
+"""A chunk's distribution over a whole vocabulary, as the published losses define it: dense, gathered from all
+ranks.
 
-P(y) = p_base(y) * product of p(realised token) over the chunk's other tokens. It sums to e^b <= 1, b the log of the product.
+P(y) = p_last(y) * product of p(realised token) over the chunk's other tokens. It sums to e^b <= 1, b the log
+of the product.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from mkd.xtoken.slices import ChunkSlice, SideRows
 
 @dataclass(frozen=True)
 class ChunkDistribution:
-    """Of one model, on the columns of all ranks; all logarithms."""
+    """Distributions of one model, on the columns of all ranks; all logarithms."""
 
-    base: Tensor  # [c, tp * w] ln p of the base row; about LOWEST where the column is not real
+    base: Tensor  # [c, tp * w] ln p of the base row; about LOWEST if the column is not real
     chain: Tensor  # [c] b
     normaliser: Tensor  # [n] ln sum exp(z / T) of each row
 
@@ -32,7 +34,10 @@ class ChunkDistribution:
 def chunk_distributions(
     student: Tensor, teacher: Tensor, piece: ChunkSlice, call: LossCall
 ) -> tuple[ChunkDistribution, ChunkDistribution]:
-    """From the logits [n, w_s], [m, w_t]. Tensor-parallel group: one all-gather of [c, w_s + w_t] numbers."""
+    """Return both models' distributions from the logits [n, w_s], [m, w_t].
+
+    Tensor-parallel group: one all-gather of [c, w_s + w_t] numbers.
+    """
     ours = _local(student, piece.student, call.student_real, call)
     theirs = _local(teacher, piece.teacher, call.teacher_real, call)
     local = {f"s_{name}": value for name, value in ours.items()} | {
@@ -69,7 +74,9 @@ def write_chain_gradient(
     piece: ChunkSlice,
     call: LossCall,
 ) -> None:
-    """The realised tokens' rows get (onehot - p) dL/db, the base rows `of_base`; both times `scale`."""
+    """Write (onehot - p) dL/db into the realised tokens' rows and `of_base` into the base rows, both times
+    `scale`.
+    """
     side, width, rank = piece.student, student.shape[1], call.vocabulary.rank
     result = call.scaled(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)
     result.mul_(-of_chain[side.chunks][:, None])

@@ -1,10 +1,12 @@
-"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted probabilities.
+"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted
+probabilities.
 
     L = w_c * D({common tokens, rest} of the chunk distributions) + w_u * sorted L1(uncommon tokens of the chunk distributions)
 
-Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two distributions that are on
-the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes both whole: 1 - the sum over common
-tokens, chain probability that is missing included. Where one model has no rest, the other is conditioned on the common tokens.
+Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two
+distributions that are on the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes
+both whole: 1 - the sum over common tokens, chain probability that is missing included. Where one model has no
+rest, the other is conditioned on the common tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from mkd.xtoken.slices import ChunkSlice
 def hybrid(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] the student's become scale * dL/d(z/T)."""
+    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
+    scale * dL/d(z/T).
+    """
     vocabulary = call.vocabulary
     weights = call.settings.hybrid_weights(vocabulary.num_common / vocabulary.num_teacher_rows)
     ours, theirs = chunk_distributions(student, teacher, piece, call)
     s = _Classes.of(ours, vocabulary.paired_student, vocabulary.student_real, piece, call)
     t = _Classes.of(theirs, vocabulary.paired_teacher, vocabulary.teacher_real, piece, call)
-    of_common, of_rest = call.rule.parts(t.common, s.common), call.rule.parts(t.rest, s.rest)
+    of_common, of_rest = (
+        call.settings.divergence.parts(t.common, s.common),
+        call.settings.divergence.parts(t.rest, s.rest),
+    )
     sums = torch.stack([a.sum(dim=1) + b for a, b in zip(of_common, of_rest, strict=True)])
     masses, their_masses = (
         side.logs.exp_().masked_fill_(~k.uncommon, 0.0) for side, k in ((ours, s), (theirs, t))
@@ -47,15 +54,15 @@ def hybrid(
         of_base.mul_(weights[0]).add_(by_log, alpha=weights[1])
         of_chain = weights[0] * of_chain + weights[1] * total
         write_chain_gradient(student, of_base, of_chain, ours, scale, piece, call)
-    return weights[0] * call.rule.value(sums) + weights[1] * distance
+    return weights[0] * call.settings.divergence.value(sums) + weights[1] * distance
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """One model's masses, logarithms."""
+    """Logarithms of one model's masses."""
 
     common: Tensor  # [c, k] of the common tokens
-    rest: Tensor  # [c]; FLOOR, which counts nothing, where there is none
+    rest: Tensor  # [c]; FLOOR, which counts nothing, if there is none
     uncommon: Tensor  # [tp * w] bool, real columns in no pair
     has_rest: bool
 
@@ -77,7 +84,10 @@ class _Classes:
 
 
 def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
-    """Of both models. A chain of several tokens always has one: the tokens that it did not become."""
+    """Return whether both models have a rest.
+
+    A chain of several tokens always has one: the tokens that it did not become.
+    """
     vocabulary, paired = call.vocabulary, call.vocabulary.paired_student.shape[0]
     ours = vocabulary.num_student_rows > paired or not piece.student_is_single
     return ours and (vocabulary.num_teacher_rows > paired or not piece.teacher_is_single)
@@ -86,14 +96,14 @@ def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
 def _divergence_gradient(
     ours: ChunkDistribution, s: _Classes, t: _Classes, sums: Tensor, call: LossCall
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by z / T of the base rows [c, tp * w] and by b [c], as in mkd/xtoken/chains.py."""
-    mean, common = call.rule.mean_slope(sums), call.vocabulary.paired_student
-    of_common = call.rule.mass_slope(t.common, s.common)
+    """Return gradients by z / T of the base rows [c, tp * w] and by b [c], as in mkd/xtoken/chains.py."""
+    mean, common = call.settings.divergence.mean_slope(sums), call.vocabulary.paired_student
+    of_common = call.settings.divergence.mass_slope(t.common, s.common)
     if not s.has_rest:
         of_base = torch.zeros_like(ours.base)
         of_base[:, common] = of_common.sub_(s.common.exp() * mean[:, None])
         return of_base, torch.zeros_like(mean)
-    slope = call.rule.slope(t.rest, s.rest)
+    slope = call.settings.divergence.slope(t.rest, s.rest)
     of_base = ours.base.exp()
     p_common = of_base[:, common]
     of_base.mul_((slope - mean)[:, None])

@@ -1,4 +1,6 @@
-"""uld (Boizard et al. 2024, arXiv 2402.12030): the L1 distance of sorted probabilities, which needs no relation of tokens."""
+"""uld (Boizard et al. 2024, arXiv 2402.12030): the L1 distance of sorted probabilities, which needs no
+relation of tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from mkd.xtoken.slices import ChunkSlice
 
 
 def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
-    """Values [c]: sorted L1 of the chunk distributions; with `scale` [c] the student's logits become scale * dL/d(z/T)."""
+    """Return values [c], the sorted L1 distance of the chunk distributions.
+
+    With `scale` [c] overwrite the student's logits with scale * dL/d(z/T).
+    """
     ours, theirs = chunk_distributions(student, teacher, piece, call)
     masses = ours.logs.exp_()
     values, signs = sorted_l1(masses, theirs.logs.exp_())
@@ -24,7 +29,10 @@ def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlic
 
 
 def sorted_l1(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """([c] sum of |s - t| of the sorted rows [c, a], [c, b], the shorter ones filled with 0; its derivative by s, [c, a])."""
+    """Return ([c] sum of |s - t| over sorted rows, its derivative by s, [c, a]) of rows [c, a] and [c, b].
+
+    The shorter rows are filled with 0.
+    """
     ours, order = student.sort(dim=1, descending=True)
     theirs = teacher.sort(dim=1, descending=True).values
     shared = min(ours.shape[1], theirs.shape[1])

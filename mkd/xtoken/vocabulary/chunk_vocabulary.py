@@ -109,11 +109,6 @@ class ChunkVocabulary:
         """Whether each model has a real row that is not common."""
         return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
 
-    def is_common_pair(self, student_places: Tensor, teacher_places: Tensor) -> Tensor:
-        """Return [n] bool: whether each pair of places [n], [n] is a common pair."""
-        ranks, columns = student_places // self.student_width, student_places % self.student_width
-        return self.common[ranks, columns] & (teacher_places == ranks * self.teacher_width + columns)
-
     def to(self, device: torch.device | str) -> ChunkVocabulary:
         """Return the vocabulary on a device."""
         return _moved(self, device)

@@ -1,4 +1,6 @@
-"""The top-k loss against its dense float64 definition and against the full divergence: value, gradient, promises."""
+"""The top-k loss against its dense float64 definition and against the full divergence: value, gradient,
+promises.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkd.losses import vocab_parallel_kd
+from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
 from mkd.losses.stored.topk_reference import dense_topk_kd
 
@@ -20,7 +22,9 @@ MASKS = ["random", "none", "all", "weights"]
 def batch(
     seed, student_vocab, teacher_vocab, k, mask, temperature, *, rows=24, dtype=torch.float64, spread=3.0
 ):
-    """(student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's logits."""
+    """Return (student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's
+    logits.
+    """
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
     teacher = 0.5 * student + spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
@@ -43,7 +47,7 @@ def values(output) -> dict:
 
 
 def sharded(student, ids, logprobs, labels, mask, settings):
-    """On one rank: all values of the loss and the gradient of this rank's columns (of 2 * loss, to see the factor)."""
+    """Return one rank's values of the loss and the gradient of its columns (of 2 * loss, to see the factor)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
     output = vocab_parallel_topk_kd(
@@ -67,7 +71,7 @@ def assert_close(actual, wanted, tolerance):
 
 
 def configurations():
-    """Tensor parallelism x (student's, teacher's vocabulary) x k x temperature, with ratios, scalings and masks cycling."""
+    """Yield tensor parallelism x vocabularies x k x temperature, with ratios, scalings and masks in turn."""
     index = 0
     for tp in (1, 2, 4):
         for student_vocab, teacher_vocab in ((300, 310), (310, 300), (320, 320), (200, 230)):
@@ -129,7 +133,7 @@ def test_all_ids_are_the_full_divergence(ranks, tp, temperature):
     case, teacher = batch(3, 300, 300, 300, "random", temperature)
     settings = dict(student_vocab_size=300, teacher_vocab_size=300, kd_ratio=0.7, temperature=temperature)
     student = case[0].clone().requires_grad_()
-    full = vocab_parallel_kd(student, teacher, *case[3:], tp_group=None, **settings)
+    full = vocab_parallel_kd(student, teacher, *case[3:], KDObjective(**settings), tp_group=None)
     (2.0 * full.loss).backward()
     logprobs = (teacher[:, :300] / temperature).log_softmax(dim=1).gather(1, case[1])
     results = ranks.run(sharded, tp, case[0], case[1], logprobs, *case[3:], settings)
@@ -146,14 +150,14 @@ def test_more_ids_come_closer_to_the_full_divergence_from_below():
         kd = whole(*case, student_vocab_size=300, kd_ratio=1.0)[0].kd.item()
         assert kd >= previous
         previous = kd
-    full = vocab_parallel_kd(
-        case[0], teacher, *case[3:], tp_group=None, student_vocab_size=300, teacher_vocab_size=300
-    )
+    full = vocab_parallel_kd(case[0], teacher, *case[3:], KDObjective(300, 300), tp_group=None)
     assert previous == pytest.approx(full.kd.item(), rel=1e-6)
 
 
 def adversarial(seed):
-    """Logits at every scale; teachers that are the student, certain, flat, or rounded to half precision."""
+    """Return logits at every scale; teachers that are the student, certain, flat, or rounded to half
+    precision.
+    """
     generator = torch.Generator().manual_seed(seed)
     student = [0.0, 1e-3, 1.0, 30.0, 1e4][seed % 5] * torch.randn(8, PADDED, generator=generator)
     teacher = [student, 30.0 * student, torch.zeros_like(student), -student, student + 1e-4][seed // 5 % 5]
@@ -246,16 +250,16 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
 
 
 def test_metrics_shapes_and_chunks():
-    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing; metrics are weighted sums."""
+    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing; metrics are
+    weighted sums.
+    """
     case, teacher = batch(13, 300, 310, 16, "weights", 1.0, rows=4000, dtype=torch.float32)
     log_p = teacher[:, :300].log_softmax(dim=1)
     labels, mask = case[3], case[4]
     metrics = torch.stack([-log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)], dim=1)
     settings = dict(student_vocab_size=300, teacher_vocab_size=300, teacher_metrics=metrics)
     output, gradient = whole(*case, **settings)
-    full = vocab_parallel_kd(
-        case[0], teacher.float(), labels, mask, tp_group=None, student_vocab_size=300, teacher_vocab_size=300
-    )
+    full = vocab_parallel_kd(case[0], teacher.float(), labels, mask, KDObjective(300, 300), tp_group=None)
     for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement", "num_loss_tokens"):
         assert_close(getattr(output, name), getattr(full, name), 1e-5)
     assert torch.equal(output.loss, 0.5 * output.ce + 0.5 * output.kd)

@@ -24,7 +24,7 @@ def select(logits, labels, k, settings):
 @pytest.mark.parametrize("vocab, k", [(320, 16), (300, 300), (230, 100), (150, 1)])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_equals_dense(ranks, tp, vocab, k, temperature):
-    """k above a shard's width, and (150 ids on four ranks) shards of padding alone."""
+    """Cover k above a shard's width, and (150 ids on four ranks) shards of padding alone."""
     generator = torch.Generator().manual_seed(vocab)
     for dtype, rows, tolerance in (
         (torch.float64, 40, 1e-12),

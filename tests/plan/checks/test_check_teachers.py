@@ -106,7 +106,8 @@ def test_stored_probabilities(problem, problems):
     assert all("--teacher-topk and teachers[1].topk" in error.what for error in both[:2])
     assert problem("[{topk: a, xtoken: {}}]").code == "stored-teacher-with-xtoken"
     assert problem("[{topk: a, residency: host}]").code == "setting-without-effect"
-    assert problem("[{topk: a}]", "--kd-divergence", "jsd").code == "stored-teacher-divergence"
+    for divergence in ("jsd", "skewed_forward_kl"):
+        assert problem("[{topk: a}]", "--kd-divergence", divergence).code == "stored-teacher-divergence"
     error = problem("[{topk: a, divergence: reverse_kl}]")
     assert error.code == "stored-teacher-divergence" and "reverse_kl" in error.what
     assert (
@@ -152,6 +153,8 @@ def test_an_average_needs_the_same_tokens(problem):
         ("divergence: jsd, jsd_beta: 0.2", ("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3"),
         ("divergence: jsd", ("--kd-divergence", "reverse_kl"), "kd-divergence reverse_kl"),
         ("jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
+        ("", ("--kd-skew-alpha", "0.3", "--kd-divergence", "jsd"), "kd-skew-alpha 0.3"),
+        ("skew_alpha: 0.3, divergence: jsd", (), "teachers[0].skew_alpha 0.3"),
         ("mixed_kl_weight: 0.3, divergence: jsd", (), "teachers[0].mixed_kl_weight 0.3"),
         ("xtoken: {loss: uld}, jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
         ("xtoken: {loss: uld}, divergence: jsd", (), "teachers[0].divergence jsd"),
@@ -172,6 +175,8 @@ def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
     ("teachers", "flags"),
     [
         ("[{hf: t}]", ("--kd-jsd-beta", "0.3", "--kd-divergence", "jsd")),
+        ("[{hf: t}]", ("--kd-skew-alpha", "0.3", "--kd-divergence", "skewed_forward_kl")),
+        ("[{hf: t, divergence: skewed_reverse_kl, skew_alpha: 0.0}]", ()),
         ("[{hf: t}]", ("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "mixed_kl")),
         ("[{hf: t}]", ("--kd-fp32-logits", "--bf16")),
         ("[{hf: t}, {hf: u, divergence: jsd}]", ("--kd-jsd-beta", "0.3")),
@@ -191,6 +196,7 @@ def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
         ("temperature: 1e-30", "temperature"),
         ("divergence: jsd, jsd_beta: 2", "jsd_beta"),
         ("divergence: mixed_kl, mixed_kl_weight: -1", "mixed_kl_weight"),
+        ("divergence: skewed_forward_kl, skew_alpha: 1", "skew_alpha"),
         ("xtoken: {top_k: 0}", "xtoken.top_k"),
         ("xtoken: {seq_length: 0}", "xtoken.seq_length"),
     ],

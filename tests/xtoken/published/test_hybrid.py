@@ -1,27 +1,28 @@
-"""gold and h_kl are not negative, and zero for equal models; the published form of the divergence is negative."""
+"""gold and h_kl are not negative, and zero for equal models; the published form of the divergence is
+negative.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mkd.xtoken.class_rules import rule_of
+from mkd.config.divergence import DIVERGENCES
+from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.loss_call import LossCall
-from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
 from mkd.xtoken.published.hybrid import hybrid
 from mkd.xtoken.slices import ChunkSlice
+from tests.losses.objectives import chunk_settings_of
 from tests.xtoken.chunk_cases import chunk_batch, random_case, relation_of, vocabulary_of
 
 
 def problem(counts, loss, divergence="forward_kl", scale=3.0):
-    """(student logits, teacher logits, slice, call)."""
+    """Return (student logits, teacher logits, slice, call)."""
     relation = relation_of(35, 42, 20)
     case, generator = random_case((1, 0, 0, 0), (37, 48, 45), relation), torch.Generator().manual_seed(1)
-    settings = ChunkLossSettings(loss=loss, divergence=divergence)
-    call = LossCall(vocabulary_of(case, dict(loss=loss), 0, 1)[0], settings, rule_of(settings), None)
-    piece = ChunkSlice.of(
-        chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), "last", call.vocabulary
-    )
+    settings = chunk_settings_of(loss=loss, divergence=divergence)
+    call = LossCall(vocabulary_of(case, dict(loss=loss), 0, 1)[0], settings, chunk_torch_passes, None)
+    piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(sum(counts)), call.vocabulary)
     rows = (len(side.chunks) for side in (piece.student, piece.teacher))
     return *(scale * torch.randn(n, 48, generator=generator) for n in rows), piece, call
 
@@ -53,9 +54,9 @@ def test_equal_models_are_at_no_distance():
     relation = relation_of(48, 48, 30)
     relation.common_teacher[:] = relation.common_student
     case = random_case((1, 0, 0, 0), (48, 48, 48), relation)
-    settings = ChunkLossSettings(loss="gold")
-    call = LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, rule_of(settings), None)
-    piece = ChunkSlice.of(chunk_batch(relation, (9, 0, 0, 0), seed=3)[0], range(9), "last", call.vocabulary)
+    settings = chunk_settings_of(loss="gold")
+    call = LossCall(vocabulary_of(case, {}, 0, 1)[0], settings, chunk_torch_passes, None)
+    piece = ChunkSlice.of(chunk_batch(relation, (9, 0, 0, 0), seed=3)[0], range(9), call.vocabulary)
     student = torch.randn(9, 48)
     teacher = student.clone()
     values = hybrid(student, teacher, torch.ones(9), piece, call)

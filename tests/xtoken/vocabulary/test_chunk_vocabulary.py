@@ -26,13 +26,12 @@ def test_common_pairs_and_real_columns(tp):
         assert vocabulary.student_real.flatten().nonzero().flatten().tolist() == list(range(37))
         assert vocabulary.teacher_real.sum() == 45
         pairs = set(zip(*(ids.tolist() for ids in RELATION.pairs()), strict=True))
-        students, teachers = (
-            ids.flatten() for ids in torch.meshgrid(torch.arange(35), torch.arange(42), indexing="ij")
-        )
-        found = vocabulary.is_common_pair(students, vocabulary.teacher_places[teachers])
-        assert {
-            (s, t) for s, t in zip(students[found].tolist(), teachers[found].tolist(), strict=True)
-        } == pairs
+        students, teachers = np.meshgrid(np.arange(35), np.arange(42), indexing="ij")
+        places = vocabulary.teacher_places.numpy()[teachers]
+        ranks, columns = students // vocabulary.student_width, students % vocabulary.student_width
+        is_twin = places == ranks * vocabulary.teacher_width + columns
+        found = vocabulary.common.numpy()[ranks, columns] & is_twin
+        assert set(zip(students[found].tolist(), teachers[found].tolist(), strict=True)) == pairs
 
 
 def test_relaxed_pairs():

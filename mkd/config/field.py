@@ -1,0 +1,17 @@
+"""A documented field of the schema: its help text is that of its flag and of its YAML key."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002
+    *,
+    choices: tuple[str, ...] | None = None,
+    flag: bool = True,
+) -> Any:
+    """Return a documented dataclass field; without `flag` it is YAML only."""
+    return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))
