@@ -357,18 +357,29 @@ def build_divergence(name: str, parameter: float | None = None) -> Divergence:
     if name not in DECLARATIONS:
         known = ", ".join(sorted(DECLARATIONS))
         raise UsageError(
-            f"kd-divergence is {name!r}", "mkd has no such divergence", f"choose one of: {known}"
+            f"kd-divergence is {name!r}",
+            "mkd has no such divergence",
+            f"choose one of: {known}",
+            code="kd-divergence-unknown",
         )
     declared = DECLARATIONS[name].parameter
     if declared is None:
         if parameter is not None:
             raise UsageError(
-                f"kd-divergence {name} is given the parameter {parameter}", "it has none", "remove it"
+                f"kd-divergence {name} is given the parameter {parameter}",
+                "it has none",
+                "remove it",
+                code="divergence-without-parameter",
             )
         return IMPLEMENTATIONS[name]()
     parameter = declared.default if parameter is None else parameter
     if not declared.is_valid(parameter):
         flag = f"kd-{declared.name.replace('_', '-')}"
-        raise UsageError(f"{flag} is {parameter}", declared.help, f"choose a value {declared.valid}")
+        raise UsageError(
+            f"{flag} is {parameter}",
+            declared.help,
+            f"choose a value {declared.valid}",
+            code="divergence-parameter-out-of-range",
+        )
     resolved = DivergenceSettings(name, parameter).resolved()
     return build_divergence(resolved.name) if resolved.name != name else IMPLEMENTATIONS[name](parameter)
