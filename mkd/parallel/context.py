@@ -96,7 +96,7 @@ class ParallelContext:
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
-        """Join the process group (unless the caller already has), build Megatron's groups and seed generators.
+        """Join the process group unless the caller already has, build Megatron's groups and seed generators.
 
         World size and rank come from torchrun's environment; without it this is a single process.
         """
@@ -144,7 +144,7 @@ class ParallelContext:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed torch's and Megatron's generators: differently on each pipeline rank."""
+        """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""
         torch.manual_seed(seed + 100 * self.pp.rank)
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank, force_reset_rng=True)
 
