@@ -61,6 +61,7 @@ __all__ = [
 
 # State of modules that can have 8-bit scales: written as by Megatron; not read, because mkd has none.
 EXTRA_STATE = "_extra_state"
+STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,14 @@ def _random_states(context: ParallelContext) -> ShardedObject:
     states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if context.platform.is_cuda:
         states["cuda"] = torch.cuda.get_rng_state()
+    own = [context.axes[name] for name in STATE_AXES]
+    copies = [axis for name, axis in context.axes.items() if name not in STATE_AXES]
     return ShardedObject(
         "rng",
         states,
-        (context.pp_size, context.tp_size, context.dp_size),
-        (context.pp_rank, context.tp_rank, context.dp_rank),
-        replica_id=context.cp_rank,
+        tuple(axis.size for axis in own),
+        tuple(axis.rank for axis in own),
+        replica_id=tuple(axis.rank for axis in copies),
     )
 
 

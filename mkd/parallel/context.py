@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_groups
+from mkd.plan.batch import document_multiple
 from mkd.platform import Platform
 
 T = TypeVar("T")
@@ -83,6 +84,20 @@ class ParallelContext:
     def holds_last_stage(self) -> bool:
         """Whether this process computes the loss."""
         return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this process has the first of several equal copies of its weights."""
+        return self.dp.rank == 0 and self.cp.rank == 0
+
+    @property
+    def document_multiple(self) -> int:
+        """Number of tokens that padded documents and packs are multiples of."""
+        return document_multiple(self.cp.size)
+
+    def sequence_shards(self, sequence_parallel: bool) -> int:
+        """Return how many processes share the activations of a sequence between layers."""
+        return self.cp.size * (self.tp.size if sequence_parallel else 1)
 
     @classmethod
     def create(

@@ -112,7 +112,7 @@ def build_schedule(
 ) -> PipelineSchedule:
     """The schedule and its communicator; the teachers' hidden states ride along."""
     seq_length, student_config = plan.config.training.seq_length, students[0].config
-    shards = context.cp_size * (context.tp_size if student_config.sequence_parallel else 1)
+    shards = context.sequence_shards(student_config.sequence_parallel)
     teacher_hidden_shapes = []
     for source, own in zip(plan.teachers, cross_tokenizer, strict=True):
         tokens = plan.batch.micro_batch_size * (own.seq_length if own else seq_length)
