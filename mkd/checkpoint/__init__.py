@@ -1,12 +1,14 @@
 """Checkpoints: Megatron's, of a run, and Hugging Face's, of a model.
 
-distributed.py    what a run saves and loads: `save_checkpoint`, `load_checkpoint`
-saving.py         how a save goes, so that the pointer names a whole checkpoint at any time; its tensors: shards.py,
-                  each file hashed while the disk takes it: hashed_file.py
-verifying.py      which checkpoint a run continues from, compared with its manifest (manifest.py) and searched for code
-                  (pickles.py)
-folders.py        names, pointer, retention
-save_folder.py    size of a checkpoint; one writer a folder
-agreement.py      an error of one rank is raised by all
-hf_*.py           Hugging Face folders: in (hf_reader.py) and out (hf_writer.py)
+distributed.py        what a run saves and loads: `save_checkpoint`, `load_checkpoint`
+optimizer_state.py    the optimizer's part, whichever Adam reads and writes it
+saving.py             the order of a save, in which the pointer always names a complete checkpoint
+shards.py             the tensors: which rank writes which, the files and their index
+hashed_file.py        a file that is hashed while it is written
+manifest.py           size and SHA-256 of every file
+verifying.py          the checkpoint to resume from: the newest one that equals its manifest
+pickles.py            a search for code in a checkpoint, before anything is unpickled
+folders.py            names, pointer, retention, state file
+save_folder.py        size of a checkpoint; one writer a folder
+hf/                   Hugging Face folders, in and out
 """

@@ -4,11 +4,11 @@ Layout of a save directory:
 
     SAVE/iter_0000010/               a `torch_dist` checkpoint, readable at any TP x PP x DP layout
     SAVE/iter_0000010/mkd.json       iteration, consumed samples, layout, fingerprints (plain JSON)
-    SAVE/iter_0000010/hf/            config.json and generation config of the student, the run's tokenizer: the way back to HF
-    SAVE/iter_0000010/manifest.json  size and SHA-256 of every file
+    SAVE/iter_0000010/hf/            the student's config.json and generation config, the tokenizer: for the
+    export to HF SAVE/iter_0000010/manifest.json  size and SHA-256 of every file
     SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
 
-The teacher is never part of it.
+A checkpoint never contains the teacher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
@@ -38,7 +37,12 @@ from mkd.checkpoint.folders import (
     read_state,
 )
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
+from mkd.checkpoint.optimizer_state import (
+    give_first_state,
+    load_optimizer,
+    optimizer_kind,
+    require_same_optimizer,
+)
 from mkd.checkpoint.saving import Contents, Save
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
@@ -55,17 +59,19 @@ __all__ = [
     "start_save",
 ]
 
-EXTRA_STATE = "_extra_state"  # of modules that can have 8-bit scales, written as Megatron does; not read: there are none
+# State of modules that can have 8-bit scales: written as by Megatron; not read, because mkd has none.
+EXTRA_STATE = "_extra_state"
+STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The parts of a run that a checkpoint holds. Without optimizer: weights only (converted models)."""
+    """The parts of a run that a checkpoint contains. Without optimizer: weights only (converted models)."""
 
-    models: Sequence[MegatronModule]  # this rank's student chunks, in virtual-stage order
+    models: Sequence[MegatronModule]  # this rank's parts of the student, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = (
-        None  # counts updates: it follows from the position, and is not saved
+        None  # not saved: its count of updates follows from the position
     )
 
 
@@ -74,13 +80,13 @@ def save_checkpoint(
     state: TrainingState,
     position: TrainingPosition,
     context: ParallelContext,
-    assets: HFAssets | None,  # for the folder hf/; None: there is none
+    assets: HFAssets | None,  # for the folder hf/; None: no such folder
     **more,
 ) -> Path:
-    """Write `directory/iter_NNNNNNN` and then move the pointer to it; returns the folder. Collective.
+    """Write `directory/iter_NNNNNNN`, move the pointer to it and return the folder. Collective.
 
-    `more` is that of `start_save`. What goes wrong on one rank is raised, as CheckpointError, by all; the pointer and the
-    checkpoints that were there before are then untouched.
+    `more` goes to `start_save`. If one rank fails, all raise CheckpointError; the pointer and the checkpoints
+    that were there before stay as they are.
     """
     return start_save(directory, state, position, context, assets, **more).write().finish()
 
@@ -92,19 +98,19 @@ def start_save(
     context: ParallelContext,
     assets: HFAssets | None,
     *,
-    origin: Mapping[str, object]
-    | None = None,  # what the run is: fingerprints, settings; compared when it goes on
+    # Identity of the run: fingerprints and settings, compared when it resumes.
+    origin: Mapping[str, object] | None = None,
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
 ) -> Save:
-    """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
+    """Capture the current state, `copied` if training continues before it is written. Collective."""
     if state.optimizer is not None:
         give_first_state(state.optimizer)
     more = {
         "layout": _layout(context),
         "device": _device(context),
-        "optimizer": _kind(state),
+        "optimizer": optimizer_kind(state.optimizer),
         "precision": _precision(state),
     }
     more |= origin or {}
@@ -125,18 +131,17 @@ def load_checkpoint(
     is_verified: bool = False,
     note: Callable[[str], None] = print,
 ) -> TrainingPosition:
-    """Read `folder` into `state`, whatever layout it was saved at. Called by all ranks; returns its position.
+    """Read `folder`, saved at any layout, into `state` and return its position. Collective.
 
-    Its files are compared with the manifest first, unless they have just been. Random states are restored when layout and
-    kind of device are those of the save, else the generators keep their seed. Raises CheckpointError for files that differ
-    from the manifest or belong to another model, and for an optimizer of another kind.
+    Compare the files with the manifest first, unless `is_verified`. Restore random states if layout and kind
+    of device equal those of the save; otherwise the generators keep their seed. Raises CheckpointError for
+    files that differ from the manifest or belong to another model, and for an optimizer of another kind.
     """
     if not is_verified:
         verify(folder, context, note)
     saved = read_state(folder)
     if state.optimizer is not None:
-        _require_same_kind(folder, saved.get("optimizer"), _kind(state))
-        _require_same_precision(folder, saved.get("precision"), _precision(state))
+        require_same_optimizer(folder, saved, state.optimizer, _precision(state))
         give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
     if saved.get("layout") != _layout(context) or saved.get("device", _device(context)) != _device(context):
@@ -146,14 +151,11 @@ def load_checkpoint(
             get_default_load_sharded_strategy(str(folder)), context.dp_cp_group
         )
         loaded = dist_checkpointing.load(wanted, str(folder), strategy)
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # what a damaged file raises depends on where it is damaged
+    except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
         raise CheckpointError(
             f"{folder} cannot be loaded: {_first_line(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
-            "choose another checkpoint with --ckpt-step, or check that --student-hf names the model it was made from",
+            "choose another checkpoint with --ckpt-step, or check that --student-hf names the right model",
             code="checkpoint-not-loadable",
         ) from error
     for index, model in enumerate(state.models):
@@ -173,7 +175,7 @@ def load_checkpoint(
 
 
 def _first_line(error: BaseException) -> str:
-    """The cause in one line. torch wraps what its ranks met in a BaseException whose text is their tracebacks."""
+    """Return the cause in one line. torch wraps errors of ranks in a BaseException with their tracebacks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -207,52 +209,17 @@ def _layout(context: ParallelContext) -> dict[str, int]:
 
 
 def _device(context: ParallelContext) -> str:
-    """Whose random states it has: generators of CPUs and GPUs cannot read each other's."""
+    """Return the kind of device: generators of CPUs and GPUs cannot read each other's states."""
     return context.device.type
 
 
-def _kind(state: TrainingState) -> str | None:
-    """How Megatron stores the optimizer: the two forms cannot read each other's checkpoints."""
-    if state.optimizer is None:
-        return None
-    distributed = any(isinstance(inner, DistributedOptimizer) for inner in state.optimizer.chained_optimizers)
-    return "distributed" if distributed else "replicated"
-
-
-def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
-    if saved is None:
-        raise CheckpointError(
-            f"{folder} holds weights but no optimizer state",
-            "--load continues a training run",
-            "start a run from its weights with --student-load",
-            code="optimizer-state-missing",
-        )
-    if saved != wanted:
-        raise CheckpointError(
-            f"{folder} holds a {saved} optimizer, this run has a {wanted} one",
-            "Megatron writes the two in different forms",
-            "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with --student-load",
-            code="optimizer-kind-differs",
-        )
-
-
 def _precision(state: TrainingState) -> str:
-    """Of the parameters: beside those in bf16 an optimizer has fp32 copies, so that the two cannot read each other's either."""
+    """Return the precision of the parameters: only for bf16 does the optimizer have fp32 copies."""
     return "bf16" if state.models[0].config.bf16 else "fp32"
 
 
-def _require_same_precision(folder: Path, saved: str | None, wanted: str) -> None:
-    if saved not in (None, wanted):  # None: of an older version
-        raise CheckpointError(
-            f"{folder} is of a run in {saved}, this one is in {wanted}",
-            "the optimizer's state has other parts in bf16 than in fp32",
-            "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
-            code="checkpoint-precision-differs",
-        )
-
-
 def _content_metadata(context: ParallelContext) -> dict:
-    """How the optimizer is laid out on disk: whole parameters, so that every layout can read it."""
+    """Return the optimizer's layout on disk: whole parameters, so that every layout can read it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -261,16 +228,18 @@ def _content_metadata(context: ParallelContext) -> dict:
 
 
 def _random_states(context: ParallelContext) -> ShardedObject:
-    """States of torch's generators and Megatron's tracker, one per (pipeline, tensor, data) rank."""
+    """Return the states of all generators, one per (pipeline, tensor, data) rank."""
     states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if context.platform.is_cuda:
         states["cuda"] = torch.cuda.get_rng_state()
+    own = [context.axes[name] for name in STATE_AXES]
+    copies = [axis for name, axis in context.axes.items() if name not in STATE_AXES]
     return ShardedObject(
         "rng",
         states,
-        (context.pp_size, context.tp_size, context.dp_size),
-        (context.pp_rank, context.tp_rank, context.dp_rank),
-        replica_id=context.cp_rank,
+        tuple(axis.size for axis in own),
+        tuple(axis.rank for axis in own),
+        replica_id=tuple(axis.rank for axis in copies),
     )
 
 

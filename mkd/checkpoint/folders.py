@@ -1,9 +1,9 @@
-"""The folder of checkpoints: their names, the pointer to the latest, which to keep and which to fall back on.
+"""The folder of checkpoints: their names, the pointer to the latest, retention and fallback.
 
-SAVE/iter_0000010/                        a whole checkpoint, with its manifest
-SAVE/iter_0000010.partial/                one that is being written or removed: never read
-SAVE/iter_0000010.replaced/               the former checkpoint of an iteration, for as long as the new one moves in
-SAVE/iter_0000010.abandoned/              one that a run has gone back from: kept for people, never read
+SAVE/iter_0000010/                        a complete checkpoint with its manifest
+SAVE/iter_0000010.partial/                a checkpoint that is being written or removed; never read
+SAVE/iter_0000010.replaced/               the old checkpoint of an iteration while the new one takes its name
+SAVE/iter_0000010.abandoned/              a checkpoint after the one that a run was rewound to; never read
 SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
 """
 
@@ -23,7 +23,7 @@ from mkd.plan.model_shape import ModelShape
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"
-COMMON_FILE = "common.pt"  # what is no tensor, and the same on all ranks
+COMMON_FILE = "common.pt"  # everything that is not a tensor and equal on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
@@ -32,44 +32,45 @@ ITERATION_FOLDER = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where a run stands, independent of the layout."""
+    """Progress of a run, independent of the layout."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    consumed_tokens: int = 0  # of those packs, whose length may have been changed on the way
+    consumed_tokens: int = 0  # of these packs, whose length may change between runs
     skipped_iterations: int = 0
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay after a save. The one just saved always does."""
+    """Rule for which checkpoints stay after a save. The latest one always stays."""
 
-    newest: int | None = None  # keep so many; None: all, or only the latest when there is an interval
-    interval: int | None = None  # and those of iterations that are a multiple of it
+    newest: int | None = None  # how many to keep; None: all, or only the latest if `interval` is set
+    interval: int | None = None  # also keep iterations that are a multiple of it
 
     def keeps(self, iteration: int, place: int) -> bool:
-        """Whether the checkpoint of `iteration` stays, which is number `place` (0: the latest)."""
+        """Return whether the checkpoint of `iteration`, number `place` from the latest (0), stays."""
         if self.newest is None and self.interval is None:
             return True
         return place < (self.newest or 1) or (self.interval is not None and iteration % self.interval == 0)
 
 
 def iteration_folder(directory: Path, iteration: int) -> Path:
+    """Return the folder of an iteration in `directory`."""
     return directory / f"iter_{iteration:07d}"
 
 
 def holds_checkpoints(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint or has some, whole or damaged."""
+    """Return whether `directory` is a checkpoint or contains any, intact or damaged."""
     return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(
         saved_iterations(directory)
     )
 
 
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
-    """The iteration folder that `directory`, which may be one itself, names; None when nothing was saved there yet.
+    """Return the iteration folder that `directory` points to or is itself; None if nothing is saved there.
 
-    Looks at names only: `load_checkpoint` checks the contents. Raises CheckpointError where the pointer leads nowhere, and
-    for a step that is not the one of the iteration folder that was named.
+    Looks at names only; `load_checkpoint` checks the contents. Raises CheckpointError if the pointer leads
+    nowhere, or if `directory` is a checkpoint of another step.
     """
     if (directory / MEGATRON_FILE).exists():
         if step is not None and directory.name != iteration_folder(directory.parent, step).name:
@@ -102,13 +103,13 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
 
 
 def named_by_pointer(directory: Path) -> Path | None:
-    """The iteration folder that the pointer names, there or not; None and errors as of `read_pointer`."""
+    """Return the folder that the pointer names, existing or not; None and errors as `read_pointer`."""
     step = read_pointer(directory)
     return None if step is None else iteration_folder(directory, step)
 
 
 def read_pointer(directory: Path) -> int | None:
-    """The iteration that the pointer names; None for a folder without checkpoints. Raises CheckpointError."""
+    """Return the iteration that the pointer names; None without checkpoints. Raises CheckpointError."""
     pointer, do = directory / POINTER, "choose a checkpoint with --ckpt-step N"
     try:
         text = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -133,7 +134,7 @@ def read_pointer(directory: Path) -> int | None:
 
 
 def write_pointer(directory: Path, iteration: int, before_replace: Callable[[], None] = lambda: None) -> None:
-    """Move the pointer: readers find the old or the new one, on the disk. `before_replace` is called in between."""
+    """Move the pointer atomically and durably; call `before_replace` between writing and replacing."""
     path, temporary = directory / POINTER, directory / (POINTER + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(f"{iteration}\n")
@@ -145,7 +146,7 @@ def write_pointer(directory: Path, iteration: int, before_replace: Callable[[], 
 
 
 def point_at(folder: Path) -> None:
-    """Move the pointer to a checkpoint of its directory, where it names another one."""
+    """Move the pointer of a checkpoint's directory to that checkpoint, unless it already names it."""
     match = ITERATION_FOLDER.fullmatch(folder.name)
     if match is None or match.group(2) is not None:
         return
@@ -158,7 +159,7 @@ def point_at(folder: Path) -> None:
 
 
 def later_than_pointer(directory: Path) -> list[Path]:
-    """Checkpoints of iterations after the one that the pointer names, which a run that goes back to that one leaves behind."""
+    """Return the checkpoints after the one that the pointer names: a rewind left them behind."""
     try:
         named = read_pointer(directory)
     except CheckpointError:
@@ -168,7 +169,7 @@ def later_than_pointer(directory: Path) -> list[Path]:
 
 
 def abandon(folders: Iterable[Path]) -> None:
-    """Rename checkpoints, so that no retention counts them and no run falls back on them; former ones so named are deleted."""
+    """Rename checkpoints so that retention and fallback ignore them; delete older ones of that name."""
     for folder in folders:
         left = folder.with_name(folder.name.removesuffix(REPLACED) + ABANDONED)
         remove(left)
@@ -176,7 +177,7 @@ def abandon(folders: Iterable[Path]) -> None:
 
 
 def saved_iterations(directory: Path) -> list[Path]:
-    """The folders of `directory` that look like checkpoints, the latest first."""
+    """Return the folders of `directory` that look like checkpoints, latest first."""
     found = []
     for path in directory.glob("iter_*"):
         match = ITERATION_FOLDER.fullmatch(path.name)
@@ -186,7 +187,7 @@ def saved_iterations(directory: Path) -> list[Path]:
 
 
 def latest_iteration(directory: Path) -> int:
-    """The iteration of the latest checkpoint in `directory`, or of itself if it is one; 0 where there is none."""
+    """Return the latest iteration in `directory`, or that of `directory` itself; 0 if there is none."""
     folder = next(iter(saved_iterations(directory)), directory)
     return _iteration(folder) if ITERATION_FOLDER.fullmatch(folder.name) else 0
 
@@ -196,7 +197,7 @@ def _iteration(folder: Path) -> int:
 
 
 def has_valid_names(folder: Path) -> bool:
-    """Whether a folder has a manifest and all its files in their sizes."""
+    """Return whether a folder has a manifest and all files in it have their sizes."""
     try:
         entries = read_manifest(folder)
     except ManifestError:
@@ -205,7 +206,7 @@ def has_valid_names(folder: Path) -> bool:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name. A former checkpoint of that name stays readable until the new one has it."""
+    """Give a finished folder its name. An old checkpoint of that name stays readable until then."""
     former = folder.with_name(folder.name + REPLACED)
     remove(former)
     if folder.exists():
@@ -216,7 +217,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint that may be there; under a partial name, so that nobody reads what is left of it."""
+    """Delete a checkpoint if it exists, renamed to .partial first, so that nobody reads the remains."""
     if not folder.exists():
         return
     doomed = folder.with_name(folder.name.removesuffix(PARTIAL) + PARTIAL)
@@ -227,15 +228,15 @@ def remove(folder: Path) -> None:
 
 
 def remove_stumps(directory: Path) -> None:
-    """Delete what killed saves have left; for the one process that writes here."""
+    """Delete the remains of killed saves. Only the process that holds the lock may call it."""
     for path in directory.glob(f"iter_*{PARTIAL}"):
         shutil.rmtree(path)
 
 
 def apply_retention(directory: Path, retention: Retention, latest: int) -> list[Path]:
-    """Delete the whole checkpoints up to iteration `latest`, just saved, that need not stay; returns them.
+    """Delete intact checkpoints up to iteration `latest`, just saved, that `retention` drops; return them.
 
-    Torn ones, later ones and those without a manifest are neither counted nor deleted.
+    Damaged ones, later ones and those without a manifest are neither counted nor deleted.
     """
     doomed, place = [], 0
     for folder in saved_iterations(directory):
@@ -251,7 +252,10 @@ def apply_retention(directory: Path, retention: Retention, latest: int) -> list[
 
 
 def position_of(state: Mapping) -> TrainingPosition:
-    """Of what `read_state` returns. Checkpoints of 2026-11-22 and before had one length of packs and no count of tokens."""
+    """Return the position in a state of `read_state`.
+
+    Checkpoints of 2026-11-22 and before have no count of tokens; all their packs have one length.
+    """
     if "consumed_tokens" not in state:
         seq_length = state.get("fingerprints", {}).get("data.seq_length", 0)
         state = {**state, "consumed_tokens": state["consumed_samples"] * seq_length}
@@ -259,7 +263,7 @@ def position_of(state: Mapping) -> TrainingPosition:
 
 
 def require_same_model(folder: Path, shape: ModelShape) -> None:
-    """Raise CheckpointError where `folder` says that its weights are another model's; what does not say is taken as it is."""
+    """Raise CheckpointError if `folder` describes another model; accept a folder without a description."""
     described = folder / HF_FOLDER
     if not (described / "config.json").exists():
         return
@@ -267,7 +271,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
     if differences:
         raise CheckpointError(
             f"{folder} is a checkpoint of another model: it has {', '.join(differences)}",
-            "its weights would be cut, left out or computed with otherwise, without a word",
+            "its weights would silently be cut, dropped or used in another architecture",
             "name the Hugging Face folder that it was made from; to change a model, export it with"
             " tools/convert_mcore_to_hf.py and change the config.json of that",
             code="checkpoint-of-another-model",
@@ -275,7 +279,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
 
 
 def read_state(folder: Path) -> dict:
-    """The JSON state of a checkpoint; a checkpoint of another Megatron engine has none and starts at 0."""
+    """Return the JSON state of a checkpoint; one of another Megatron engine has none and starts at 0."""
     path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""A new file that is hashed while the disk takes it, past the page cache.
+"""A new file that is hashed while it is written to the disk, past the page cache.
 
-Written the usual way, bytes are copied to the page cache and from there to the disk, and the kernel's copy takes a
-processor nearly as long as hashing. With O_DIRECT the disk fetches them from a buffer of this process, and the processor
-is free to hash meanwhile.
+An ordinary write copies bytes to the page cache and from there to the disk; the kernel's copy takes a
+processor nearly as long as hashing. With O_DIRECT the disk fetches the bytes from a buffer of this process,
+and the processor hashes meanwhile.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ import numpy as np
 from mkd.checkpoint.manifest import FileEntry
 
 BUFFER_BYTES = 1 << 22
-ALIGNMENT = 1 << 12  # of places, lengths and memory, in bytes: what disks ask for
+ALIGNMENT = 1 << 12  # bytes; disks need it of offsets, lengths and memory
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-NOT_DIRECT = (
-    errno.EINVAL,
-    errno.EOPNOTSUPP,
-)  # the answers of a file system in memory, of a disk of larger blocks
+NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems in memory, of disks with larger blocks
 
 
 class HashedFile:
-    """Write only. After a `with` block that raised nothing the bytes are on the disk, and `entry` describes them."""
+    """A write-only file. After a `with` block without an error, the disk has the bytes of `entry`."""
 
     def __init__(self, path: Path):
         self.size, self.digest = 0, hashlib.sha256()
-        self.filling, self.leaving = (
-            np.frombuffer(mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(2)
-        )  # whole pages: aligned
+        # mmap returns whole pages, which are aligned.
+        self.filling, self.leaving = (np.frombuffer(mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(2))
         self.descriptor, self.is_direct = _open(path)
         self.disk = ThreadPoolExecutor(1)
-        self.left: Future | None = None  # done when `leaving` is free again, and all before it is written
+        self.left: Future | None = None  # done when `leaving` is free and everything before it is written
 
     def write(self, data: bytes | memoryview) -> int:
-        """Returns the bytes taken, which are all; `data` may change afterwards. Raises OSError for these or earlier bytes."""
+        """Take all of `data`, which may change afterwards, and return its length.
+
+        Raises OSError if writing these or earlier bytes failed.
+        """
         data = np.frombuffer(data, np.uint8)
         taken = 0
         while taken < len(data):
@@ -55,10 +54,11 @@ class HashedFile:
         return taken
 
     def flush(self) -> None:
-        """Part of what torch.save expects of a file; bytes leave when a buffer is full, and in the end."""
+        """Do nothing; torch.save calls it. Bytes are written when a buffer is full, and at the end."""
 
     @property
     def entry(self) -> FileEntry:
+        """Size and SHA-256 of the bytes taken."""
         return FileEntry(self.size, self.digest.hexdigest())
 
     def __enter__(self) -> HashedFile:
@@ -73,7 +73,7 @@ class HashedFile:
             os.close(self.descriptor)
 
     def _hand_over(self, length: int) -> None:
-        """Hash the `length` bytes that have been filled in while the disk takes them; go on in the other buffer."""
+        """Hash `length` bytes of the full buffer while the disk takes them; continue in the other."""
         before = self.left
         self.left = self.disk.submit(self._to_disk, before, self.filling, length, self.size - length)
         self.digest.update(self.filling[:length])
@@ -82,14 +82,13 @@ class HashedFile:
         self.filling, self.leaving = self.leaving, self.filling
 
     def _to_disk(self, before: Future | None, buffer: np.ndarray, length: int, place: int) -> None:
-        """Write the beginning of a buffer. Once something has failed nothing more is written, and its error is raised again."""
+        """Write the first `length` bytes of `buffer`. After an error, write no more and raise it again."""
         if before is not None:
             before.result()
         done = 0
         while done < length:
-            end = (
-                -(-length // ALIGNMENT) * ALIGNMENT if self.is_direct else length
-            )  # _finish cuts off what is too much
+            # _finish cuts off the bytes beyond `length`.
+            end = -(-length // ALIGNMENT) * ALIGNMENT if self.is_direct else length
             try:
                 written = os.pwrite(self.descriptor, buffer[done:end], place + done)
             except OSError as error:
@@ -98,7 +97,7 @@ class HashedFile:
                 self._go_through_page_cache()
                 continue
             if written == 0:
-                raise OSError(errno.EIO, "the file system takes no more bytes, and does not say why")
+                raise OSError(errno.EIO, "the file system takes no more bytes and gives no reason")
             done += written
 
     def _go_through_page_cache(self) -> None:
@@ -117,7 +116,7 @@ class HashedFile:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it goes past the page cache."""
+    """Return (descriptor, whether writes bypass the page cache)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         return os.open(path, flags | DIRECT, 0o666), bool(DIRECT)

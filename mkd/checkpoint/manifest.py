@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: size and SHA-256 of every file in it, and of the manifest itself.
 
-`manifest.json` is written last. A folder that has it holds what was saved, or its files differ from it and are named.
+`manifest.json` is written last. A folder with a manifest holds exactly what was saved; otherwise the check
+names the files that differ.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ THREADS = 4  # per rank; hashing releases the interpreter lock
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     size: int  # bytes
     sha256: str
 
 
 class ManifestError(Exception):
-    """Why a folder is not what its manifest says; the text names the file."""
+    """A folder differs from its manifest; the text names the file."""
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of the small files `names`, which are then on the disk."""
+    """Sync the small files `names` to the disk and return their entries."""
     entries = {}
     for name in names:
         sync(folder / name)
@@ -40,7 +41,7 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,14 +50,14 @@ def sync(path: Path) -> None:
 
 
 def manifest_text(entries: Mapping[str, FileEntry]) -> str:
-    """The one spelling of a manifest, so that any changed bit in it shows."""
+    """Return the only valid text of a manifest, so that any changed bit in it is detected."""
     files = {name: asdict(entries[name]) for name in sorted(entries)}
     body = json.dumps(files, indent=1)
     return json.dumps({"files": files, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry] | None:
-    """File -> what it must be; None for a folder without manifest. Raises ManifestError for a damaged one."""
+    """Return file -> entry; None for a folder without manifest. Raises ManifestError if it is damaged."""
     path = folder / MANIFEST_FILE
     try:
         text = path.read_bytes().decode("utf-8")
@@ -66,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry] | None:
         return None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):  # whatever a torn or changed file makes of it
+    except (ValueError, KeyError, TypeError, AttributeError):  # a torn or changed file
         is_whole = False
     if not is_whole:
         raise ManifestError(f"{path} is damaged")
@@ -74,7 +75,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry] | None:
 
 
 def check_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> str | None:
-    """What is wrong with the names and sizes of the files, None if nothing; reads no contents."""
+    """Return the first problem with names and sizes of the files, or None. Reads no contents."""
     for name, entry in entries.items():
         try:
             size = (folder / name).stat().st_size
@@ -88,7 +89,7 @@ def check_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> str | None:
 
 
 def check_contents(folder: Path, entries: Mapping[str, FileEntry]) -> str | None:
-    """What is wrong with the files, None if nothing. Reads all of them."""
+    """Return the first problem with the files, or None. Reads all of them."""
     problem = check_sizes(folder, entries)
     if problem is not None:
         return problem
@@ -101,7 +102,7 @@ def check_contents(folder: Path, entries: Mapping[str, FileEntry]) -> str | None
 
 
 def share_of(entries: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, FileEntry]:
-    """The files that `rank` checks when all ranks check together: every file once, about as many bytes each."""
+    """Return the share of `rank` when all ranks check: every file once, about equal bytes per rank."""
     loads, mine = [0] * world_size, {}
     for name in sorted(entries, key=lambda name: (-entries[name].size, name)):
         lightest = loads.index(min(loads))

@@ -1,20 +1,64 @@
 """The optimizer's part of a checkpoint, whichever Adam reads and writes it.
 
-torch's AdamW counts its steps in the state of every parameter; the fused Adam of Transformer Engine, and of apex, counts
-them in the parameter groups, and holds nothing but moments for a parameter. A checkpoint of one is a checkpoint of the other:
-what was begun on CPUs goes on on GPUs. Settings are never loaded: they are those of the flags.
+torch's AdamW counts its steps in the state of every parameter. The fused Adam of Transformer Engine and of
+apex counts them in the parameter groups and holds only moments for a parameter. Either reads a checkpoint of
+the other, so a run that began on CPUs can resume on GPUs. Settings are never loaded: the flags decide them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-OF_STATE = ("params", "step")  # of a parameter group; the rest are settings
+from mkd.errors import CheckpointError
+
+STATE_KEYS = ("params", "step")  # of a parameter group; all other keys are settings
+
+
+def optimizer_kind(optimizer: MegatronOptimizer | None) -> str | None:
+    """Return how Megatron stores the optimizer: the two forms cannot read each other's checkpoints."""
+    if optimizer is None:
+        return None
+    distributed = any(isinstance(inner, DistributedOptimizer) for inner in optimizer.chained_optimizers)
+    return "distributed" if distributed else "replicated"
+
+
+def require_same_optimizer(
+    folder: Path, saved: Mapping, optimizer: MegatronOptimizer, precision: str
+) -> None:
+    """Raise CheckpointError if the state `saved` has no optimizer, or one of another kind or precision."""
+    saved_kind, kind = saved.get("optimizer"), optimizer_kind(optimizer)
+    if saved_kind is None:
+        raise CheckpointError(
+            f"{folder} holds weights but no optimizer state",
+            "--load continues a training run",
+            "start a run from its weights with --student-load",
+            code="optimizer-state-missing",
+        )
+    if saved_kind != kind:
+        raise CheckpointError(
+            f"{folder} holds a {saved_kind} optimizer, this run has a {kind} one",
+            "Megatron writes the two in different forms",
+            "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with "
+            "--student-load",
+            code="optimizer-kind-differs",
+        )
+    saved_precision = saved.get("precision")
+    if saved_precision not in (None, precision):  # None: written by an older version
+        raise CheckpointError(
+            f"{folder} is of a run in {saved_precision}, this one is in {precision}",
+            "the optimizer's state has other parts in bf16 than in fp32",
+            "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
+            code="checkpoint-precision-differs",
+        )
 
 
 def give_first_state(optimizer: MegatronOptimizer) -> None:
-    """Zero moments at step 0, where it has never been used: Megatron saves and loads what is there, and does not make it."""
+    """Create zero moments at step 0 if there are none: Megatron saves and loads only existing state."""
     for inner in optimizer.chained_optimizers:
         adam = inner.optimizer
         if not isinstance(adam, torch.optim.Optimizer) or adam.state:
@@ -29,23 +73,24 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Hand the state that Megatron has read, which is taken apart on the way, to the one optimizer of a dense student.
+    """Load the state that Megatron has read into the one optimizer of a dense student. Modifies `loaded`.
 
-    Over torch's AdamW, Megatron's distributed optimizer skips `step` in what it reads and then asks for it. So the shared
-    step goes in first, with the groups, and is set aside while the moments are copied. It is one tensor for all parameters
-    then, which AdamW would increment once for each of them: every parameter gets its own.
+    With torch's AdamW, Megatron's distributed optimizer skips `step` when it reads and then asks for it. So
+    the shared step is loaded first, with the groups, and is set aside while the moments are copied. At that
+    point it is one tensor for all parameters, which AdamW would increment once for each; so every parameter
+    gets its own copy.
     """
     (inner,) = optimizer.chained_optimizers
-    moments = loaded.pop(
-        "param_state", None
-    )  # of the distributed optimizer; the others have it in the `state` of below
+    # Moments of the distributed optimizer; the replicated one has them in `state`.
+    moments = loaded.pop("param_state", None)
     _count_as(inner.optimizer, loaded.get("optimizer", loaded))
     settings = [
-        {name: value for name, value in group.items() if name not in OF_STATE} for group in inner.param_groups
+        {name: value for name, value in group.items() if name not in STATE_KEYS}
+        for group in inner.param_groups
     ]
     inner.load_state_dict(loaded)
     for group, own in zip(inner.param_groups, settings, strict=True):
-        for name in group.keys() - own.keys() - set(OF_STATE):
+        for name in group.keys() - own.keys() - set(STATE_KEYS):
             del group[name]  # a setting of the other Adam
         group.update(own)
     if moments is None:
@@ -63,7 +108,7 @@ def _counts_by_parameter(adam: torch.optim.Optimizer) -> bool:
 
 
 def _count_as(adam: torch.optim.Optimizer, loaded: dict) -> None:
-    """Put the number of steps where `adam` has it. Megatron does not save a step that is 0."""
+    """Move the number of steps to where `adam` keeps it. Megatron does not save a step of 0."""
     state, groups = loaded.get("state"), loaded["param_groups"]
     steps = [group.pop("step") for group in groups if "step" in group]
     if state is not None and "common_step" in state:
@@ -72,5 +117,5 @@ def _count_as(adam: torch.optim.Optimizer, loaded: dict) -> None:
     if state is not None and _counts_by_parameter(adam):
         state["common_step"] = torch.tensor(float(step))
         return
-    for group in groups:  # Megatron's distributed optimizer moves it on into the state of torch's AdamW
+    for group in groups:  # Megatron's distributed optimizer copies it into the state of torch's AdamW
         group["step"] = step

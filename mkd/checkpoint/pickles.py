@@ -1,7 +1,7 @@
-"""The pickles in a `torch_dist` checkpoint, looked through before Megatron loads them: nothing of them may run code.
+"""Check of the pickles in a `torch_dist` checkpoint before Megatron loads them: none of them may run code.
 
-`.metadata` is a plain pickle that torch unpickles without limits, and the byte entries of the shards are `torch.save`
-files that it reads without limits too. Both are first read with an allow-list, which refuses everything else by name.
+torch unpickles `.metadata`, a plain pickle, and the byte entries of the shards, `torch.save` files, without
+limits. This check first reads both with an allow-list and refuses everything else by name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
         "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
     }
 )
-"""Module -> names that `.metadata` may hold: data classes, and functions that only look something up."""
+"""Module -> names that `.metadata` may contain: data classes, and functions that only look something up."""
 
 
 class _Refused(Exception):
-    """What a pickle asks for and may not have."""
+    """A pickle asked for a name that is not allowed."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -61,7 +61,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def refuse_code(folder: Path) -> None:
-    """Raise CheckpointError if a pickle of the checkpoint holds anything but plain data, or is damaged. Runs none of it."""
+    """Raise CheckpointError if a pickle is damaged or holds more than plain data. Runs no code."""
     register_safe_globals()
     if not (folder / MEGATRON_FILE).is_file():
         what = f"{folder / MEGATRON_FILE} is missing"
@@ -96,19 +96,19 @@ def refuse_code(folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """`.metadata` of a checkpoint, unpickled with the allow-list."""
+    """Return `.metadata` of a checkpoint, unpickled with the allow-list."""
     path = folder / METADATA_FILE
     try:
         with open(path, "rb") as file:
             return _MetadataUnpickler(file).load()
     except _Refused as refused:
         raise _refusal(path, str(refused)) from None
-    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
+    except Exception as error:  # the type depends on where the pickle is damaged
         raise _damage(path, error) from error
 
 
 def _check_torch_file(path: Path, part: tuple[int, int] | None) -> None:
-    """Read a `torch.save` file, or (offset, length) of one, by torch's own allow-list of harmless types."""
+    """Read a `torch.save` file, or (offset, length) of one, with torch's own allow-list of harmless types."""
     try:
         with open(path, "rb") as file:
             file.seek(part[0] if part else 0)

@@ -1,4 +1,4 @@
-"""The folder of --save before anything is saved in it: the room that a checkpoint takes, and who may write there."""
+"""The --save folder before the first save: the size of a checkpoint, and the lock that admits one writer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SLURM_JOB = "SLURM_JOB_ID"
 
 
 def weight_bytes(shape: ModelShape, bf16: bool) -> int:
-    """Size of the weights alone, as a Hugging Face export has them."""
+    """Return the bytes of the weights alone, as in a Hugging Face export."""
     return sum(math.prod(full) for full in hf_tensor_shapes(shape).values()) * (2 if bf16 else 4)
 
 
 def checkpoint_bytes(shape: ModelShape, bf16: bool) -> int:
-    """Size of a checkpoint with optimizer: weights, fp32 copies, moments. A few percent of small things come on top."""
+    """Return the bytes of weights, fp32 copies and moments. Small entries add a few percent."""
     learned = weight_bytes(shape, bf16=False) // 4
     return weight_bytes(shape, bf16) + learned * (MASTER_BYTES * bf16 + ADAM_BYTES)
 
 
 def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
-    """The lock of a save folder, on rank 0; makes the folder. Collective."""
+    """Create the save folder and return its lock on rank 0, None elsewhere. Collective."""
 
     def take() -> WriterLock:
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,11 +52,11 @@ def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
 
 @dataclass
 class WriterLock:
-    """Held by rank 0 for as long as the run may save.
+    """The lock that rank 0 holds for as long as the run may save.
 
-    The operating system's lock on the file counts, which ends with the process, however it ends; the text in the file is
-    for people. Only where the file system has no locks, the text decides: a process of another host, unless of the same
-    Slurm job, or one of this host that lives, is a writer.
+    The operating system's lock on the file decides; it ends with the process, however that ends. The text in
+    the file is for people. Only on a file system without locks does the text decide. A writer is then a live
+    process of this host, or any process of another host, unless it belongs to the same Slurm job.
     """
 
     path: Path
@@ -64,15 +64,14 @@ class WriterLock:
 
     @classmethod
     def take(cls, directory: Path) -> WriterLock:
-        """Raises CheckpointError, with the holder's host and process, when another process holds it."""
+        """Take the lock. Raises CheckpointError, with host and process, if another process holds it."""
         path = directory / LOCK_FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             holder = _read(descriptor)
             try:
-                fcntl.lockf(
-                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # unlike flock, not shared with forked children
+                # Unlike flock, lockf does not share the lock with forked children.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_held = False
             except OSError as error:
                 is_held = error.errno in HELD or _is_writer(holder)
@@ -89,7 +88,7 @@ class WriterLock:
         return cls(path, descriptor)
 
     def release(self) -> None:
-        """Let others write. The file stays, empty: deleting it could delete the lock of the next writer."""
+        """Release the lock. The empty file stays, because deleting it could delete the next writer's lock."""
         if self.descriptor is not None:
             os.ftruncate(self.descriptor, 0)
             os.close(self.descriptor)
@@ -109,7 +108,7 @@ def _read(descriptor: int) -> dict:
 
 
 def _is_writer(holder: dict) -> bool:
-    """Whether the process that the text names may still write; {}: nobody is named."""
+    """Return whether the process named in the file may still write; {} names nobody."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():

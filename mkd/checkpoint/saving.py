@@ -1,7 +1,7 @@
-"""A save in three steps: all ranks take what is to be saved, each writes its files, all make a checkpoint of them.
+"""A save in three steps: all ranks capture the state, each writes its files, all complete the checkpoint.
 
-Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer. Whatever stops a
-save, the pointer names a whole checkpoint; an error that one rank meets is raised by all.
+Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer.
+Wherever a save stops, the pointer names a complete checkpoint. If one rank fails, all raise its error.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from mkd.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint besides the tensors."""
+    """Content of a checkpoint besides the tensors."""
 
     position: TrainingPosition
-    state: dict  # more for mkd.json: layout, optimizer, fingerprints
+    state: dict  # other entries of mkd.json: layout, optimizer, fingerprints
     assets: HFAssets | None  # of the student
 
 
 @dataclass
 class Save:
-    """One save. `start` and `finish` are collective; `write` is local and may run in a thread between them."""
+    """One save. `start` and `finish` are collective; `write` is local and may run in a thread."""
 
     directory: Path
     contents: Contents
@@ -65,18 +65,20 @@ class Save:
     entries: dict[str, FileEntry] = field(default_factory=dict)  # of the files of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
-    write_s: float = 0.0  # from the start until all of this rank was written
+    write_s: float = 0.0  # from the start until this rank has written its files
 
     @property
     def folder(self) -> Path:
+        """Folder of the complete checkpoint."""
         return iteration_folder(self.directory, self.contents.position.iteration)
 
     @property
     def partial(self) -> Path:
+        """Folder while it is being written."""
         return self.folder.with_name(self.folder.name + PARTIAL)
 
     def start(self, sharded: ShardedStateDict, copied: bool) -> Save:
-        """Take what is to be saved, as copies or as it is."""
+        """Capture the tensors, as copies or as they are, and plan who writes what. Collective."""
         self.begun = time.monotonic()
         on_rank_0(self._make_room, self._explain)
         tensors, common = save_preprocess(sharded)
@@ -85,13 +87,13 @@ class Save:
         return self
 
     def write(self) -> Save:
-        """Write, hash and sync this rank's files. What goes wrong is kept for `finish`."""
+        """Write, hash and sync this rank's files; keep an error for `finish`."""
         _, self.problem = attempt(self._write, self._explain)
         self.write_s = time.monotonic() - self.begun
         return self
 
     def finish(self) -> Path:
-        """Make a checkpoint of what all ranks have written, and move the pointer to it; returns its folder."""
+        """Complete the checkpoint, move the pointer to it and return its folder. Collective."""
         try:
             agree(self.problem)
             parts = [None] * self.context.world_size if self.context.rank == 0 else None
@@ -116,7 +118,7 @@ class Save:
         self._fault_at("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
-        """On rank 0: the small files, the manifest, the name, the pointer."""
+        """Write the small files, the manifest, the folder's name and the pointer. Runs on rank 0."""
         position = self.contents.position
         write_metadata(self.shards.metadata, [one for _, written in parts for one in written], self.partial)
         torch.save(self.common, self.partial / COMMON_FILE)
@@ -147,7 +149,7 @@ class Save:
         kept = "checkpoints that were there before are as they were"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
-        make_room = "remove what is not needed and start again with --load; with --keep-checkpoints K old ones go by themselves"
+        make_room = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
             return CheckpointError(
@@ -167,12 +169,12 @@ class Save:
             return CheckpointError(
                 f"{what}: a file would be larger than this process or its file system allows",
                 kept,
-                "raise the limit (ulimit -f shows that of a process), and start again with --load",
+                "raise the limit (ulimit -f shows that of a process) and restart with --load",
                 code="save-file-too-large",
             )
-        cause = of_disk[0] if of_disk else error  # torch says only that it could not write
+        cause = of_disk[0] if of_disk else error  # torch reports only that it could not write
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        do = "see to the cause, and start again with --load"
+        do = "remove the cause and restart with --load"
         return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
 
     def _fault_at(self, point: str) -> None:

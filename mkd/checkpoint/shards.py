@@ -1,7 +1,8 @@
-"""The tensors of a `torch_dist` checkpoint: who writes what, the files, and the `.metadata` that says where everything is.
+"""The tensors of a `torch_dist` checkpoint: which rank writes which, the files, and their index `.metadata`.
 
-Same files as `megatron.core.dist_checkpointing.save` makes, whose writer leaves the other ranks waiting when one cannot
-write. Here planning is collective, writing is local and can go on in a thread, and nothing waits in between.
+The files equal those of `megatron.core.dist_checkpointing.save`, whose writer makes all ranks wait forever if
+one cannot write. Here planning is collective, and writing is local, can run in a thread and waits for no
+other rank.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SHARD_FILE = "__{rank}_{number}.distcp"
 
 @dataclass(frozen=True)
 class Shards:
-    """What this rank writes."""
+    """The items that this rank writes."""
 
     items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]
     metadata: Metadata | None  # of the whole checkpoint, on rank 0
@@ -47,7 +48,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Written:
-    """Where one item has gone."""
+    """The place of one written item."""
 
     index: MetadataIndex
     place: _StorageInfo
@@ -56,7 +57,7 @@ class Written:
 def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: bool) -> Shards:
     """Divide the tensors among the ranks of `group` that hold the same ones. Collective over all ranks.
 
-    `copied`: the items are copies in host memory, which later steps of training do not change.
+    If `copied`, the items are copies in host memory, which later training steps do not change.
     """
     wrapper = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), group)
     wrapper.apply_saving_parallelization(sharded)
@@ -80,7 +81,7 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
 def write_shards(
     shards: Shards, folder: Path, rank: int, on_item: Callable[[], None]
 ) -> tuple[dict[str, FileEntry], list[Written]]:
-    """Write this rank's files; (their entries in the manifest, what is where). Local. `on_item` is called before every item."""
+    """Write this rank's files and return (manifest entries, places). Call `on_item` before each item."""
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
     names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
     with ThreadPoolExecutor(MAX_FILES) as pool:
@@ -94,14 +95,14 @@ def write_shards(
 
 
 def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path) -> None:
-    """Write `.metadata`: the sizes of all tensors, and where in which file they are."""
+    """Write `.metadata`: the size of every tensor, its file and its place there."""
     metadata.storage_data = {one.index: one.place for one in written}
     with open(folder / METADATA_FILE, "wb") as file:
         pickle.dump(metadata, file)
 
 
 def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
-    """The items in lists of about as many bytes, one for each file, which a thread hashes and writes."""
+    """Return the items in lists of about equal bytes, one for each file and thread."""
     files = min(MAX_FILES, usable_cores())
     buckets, loads = [[] for _ in range(files)], [0] * files
     for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
@@ -121,7 +122,7 @@ def _write_file(path: Path, bucket: list, on_item: Callable[[], None]) -> tuple[
                 data = data.cpu()
                 if (
                     data.untyped_storage().nbytes() != data.nbytes
-                ):  # a view: torch would save all of what it looks at
+                ):  # a view: torch would save the whole storage
                     data = data.clone()
                 torch.save(data, file)
             else:

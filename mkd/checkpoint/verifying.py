@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from: the one that the pointer names, if it is what was saved; else the newest that is."""
+"""The checkpoint to resume from: the one that the pointer names or, if damaged, the newest intact one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from mkd.parallel.context import ParallelContext
 def choose_checkpoint(
     directory: Path, step: int | None, context: ParallelContext, warn: Callable[[str], None]
 ) -> Path | None:
-    """The verified iteration folder to continue from; None when nothing was saved in `directory` yet. Collective.
+    """Return the verified folder to resume from; None if `directory` has no checkpoint yet. Collective.
 
-    With `step` that one or an error. Else, where the pointer or what it names is damaged, the newest checkpoint that
-    verifies, with a warning on rank 0. Raises CheckpointError on all ranks when there is none.
+    With `step`, return that iteration or raise. Otherwise, if the pointer or its checkpoint is damaged, fall
+    back to the newest checkpoint that verifies and warn on rank 0. Raises CheckpointError on all ranks if
+    there is none.
     """
     warn = warn if context.rank == 0 else _silent
     if step is not None or (directory / MEGATRON_FILE).exists():
@@ -69,8 +70,8 @@ def verify(
 ) -> None:
     """Compare every file with the manifest, each rank its share, and refuse pickles with code. Collective.
 
-    Raises CheckpointError, which names the file, on all ranks. A folder without a manifest, of an older version or of
-    another engine, is taken with a note, unless `needs_manifest`.
+    Raises CheckpointError, which names the file, on all ranks. Unless `needs_manifest`, accept a folder
+    without a manifest (written by an older version or another engine) and call `note`.
     """
     entries = context.broadcast_object(on_rank_0(lambda: _entries(folder, needs_manifest), _explain))
     if entries is None:
@@ -92,7 +93,7 @@ def _problem(
 
 
 def _others(directory: Path, named: Path | None) -> list[Path]:
-    """The checkpoints but `named`, the latest first; those after it last, which a run that went back has left behind."""
+    """Return the checkpoints except `named`, latest first; those after it, left by a rewind, come last."""
     folders = [folder for folder in saved_iterations(directory) if folder != named]
     return (
         folders
@@ -102,7 +103,7 @@ def _others(directory: Path, named: Path | None) -> list[Path]:
 
 
 def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:
-    """(what the pointer names, what is wrong with the pointer)."""
+    """Return (folder that the pointer names, problem with the pointer)."""
     try:
         return named_by_pointer(directory), None
     except CheckpointError as error:

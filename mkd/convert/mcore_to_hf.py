@@ -1,4 +1,4 @@
-"""A Megatron checkpoint to a Hugging Face folder."""
+"""Conversion of a Megatron checkpoint to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.checkpoint.verifying import verify
-from mkd.convert.models import DTYPES, build_model, join
+from mkd.convert.models import DTYPES, build_context, build_model
 from mkd.errors import CheckpointError
 from mkd.plan.model_shape import ModelShape
 
 
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
-    """(iteration folder, Hugging Face folder that describes the model).
+    """Return (iteration folder, Hugging Face folder that describes the model).
 
-    Raises CheckpointError where there is none, or where the reference describes another model than the checkpoint.
+    Raises CheckpointError if either is missing, or if the reference describes another model than the
+    checkpoint.
     """
     folder = find_checkpoint(load, step)
     if folder is None:
@@ -46,7 +47,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
 
 
 def saved_dtype(folder: Path) -> torch.dtype:
-    """The dtype of the weights in a checkpoint, as its embedding has it; fp32 when there is no such entry."""
+    """Return the dtype of a checkpoint's embedding, which all weights share; fp32 if it has none."""
     embedding = dist_checkpointing.load_tensors_metadata(str(folder)).get("embedding.word_embeddings.weight")
     return torch.float32 if embedding is None else embedding.dtype
 
@@ -60,19 +61,19 @@ def run(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
 ) -> None:
-    """Load at the layout of this world, export: the tool's flags.
+    """Load a checkpoint at the given layout and export it to `hf_out`. Arguments are the tool's flags.
 
-    Raises CheckpointError where `load` has no whole checkpoint or does not say what model it is, UsageError where the sizes
-    do not make up the world.
+    Raises CheckpointError if `load` has no intact checkpoint or does not describe its model, and UsageError
+    if the parallel sizes do not multiply to the number of processes.
     """
     folder, reference = locate(load, ckpt_step, reference_hf)
     shape = ModelShape.from_hf_dir(reference)
-    context = join(tensor_model_parallel_size, pipeline_model_parallel_size)
-    verify(folder, context, print)  # before anything of it is unpickled
+    context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)
+    verify(folder, context, print)  # before anything is unpickled
     weights = DTYPES[dtype] if dtype else saved_dtype(folder)
-    chunk = build_model(shape, weights, context)
-    load_checkpoint(folder, TrainingState([chunk]), context, is_verified=True)
-    export_hf([(chunk, chunk.first_layer)], shape, hf_out, context=context, assets=HFAssets.of(reference))
+    model = build_model(shape, weights, context)
+    load_checkpoint(folder, TrainingState([model]), context, is_verified=True)
+    export_hf([(model, model.first_layer)], shape, hf_out, context=context, assets=HFAssets.of(reference))
     if context.rank == 0:
         print(f"exported {folder} as {str(weights).removeprefix('torch.')} to {hf_out}")
     context.leave()

@@ -1,4 +1,4 @@
-"""The parts of a model that a conversion holds on each of its ranks."""
+"""The process grid of a conversion and the part of the model on each rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from mkd.platform import detect
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def join(tensor: int, pipeline: int) -> ParallelContext:
-    """The process grid of a conversion. Raises UsageError when the parallel sizes do not make up the world."""
+def build_context(tensor: int, pipeline: int) -> ParallelContext:
+    """Join the process grid of a conversion. Raises UsageError for sizes that do not fit it."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if tensor * pipeline != world_size:
         raise UsageError(
-            f"tensor-model-parallel-size {tensor} x pipeline-model-parallel-size {pipeline} is not {world_size} processes",
+            f"tensor-model-parallel-size {tensor} x pipeline-model-parallel-size {pipeline} "
+            f"is not {world_size} processes",
             "every rank of a conversion holds one part of the model",
             f"start it with torchrun --nproc-per-node {tensor * pipeline}",
             code="convert-layout-not-processes",
@@ -34,20 +35,20 @@ def join(tensor: int, pipeline: int) -> ParallelContext:
 
 
 def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext) -> LanguageModel:
-    """This rank's part of the model, weights uninitialised; layers are split as evenly as possible."""
+    """Build this rank's part of the model, weights uninitialised; layers divided as evenly as possible."""
     share, more = divmod(shape.num_layers, context.pp_size)
     layers = tuple(share + (stage < more) for stage in range(context.pp_size))
-    (chunk,) = build_chunks(
+    (model,) = build_chunks(
         shape, PipelineLayout(layers, context.pp_size), ModelOptions(dtype=dtype), context
     )
-    return chunk
+    return model
 
 
 def load_from_hf(
     folder: Path, shape: ModelShape, dtype: torch.dtype, context: ParallelContext
 ) -> LanguageModel:
-    """This rank's part of the model in `folder`; reads only its slices."""
-    chunk = build_model(shape, dtype, context)
+    """Load this rank's part of the model in `folder`, reading only its slices."""
+    model = build_model(shape, dtype, context)
     ranks = dict(tp_rank=context.tp_rank, tp_size=context.tp_size)
-    load_hf_weights(chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, **ranks)
-    return chunk
+    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=model.first_layer, **ranks)
+    return model

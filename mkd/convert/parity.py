@@ -1,4 +1,4 @@
-"""Logits of mkd beside those of transformers."""
+"""Comparison of the logits of mkd and transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mkd.platform import detect
 
 @dataclass(frozen=True)
 class Parity:
-    """How far two sets of logits over the same positions are apart."""
+    """Differences of two sets of logits over the same positions."""
 
     max_logit_difference: float
     max_logit: float  # largest |logit| of the reference
@@ -31,11 +31,12 @@ class Parity:
 
     @property
     def relative_difference(self) -> float:
+        """Largest difference of two logits, relative to the largest |logit| of the reference."""
         return self.max_logit_difference / self.max_logit
 
     @classmethod
-    def between(cls, reference: Tensor, other: Tensor) -> Parity:
-        """Of logits, both [n, v] float. KL is summed in fp64: at equality the terms of fp32 would hide what is looked for."""
+    def from_logits(cls, reference: Tensor, other: Tensor) -> Parity:
+        """Compare logits, both [n, v] float. KL is summed in fp64, so that rounding hides nothing."""
         kl = 0.0
         for p, q in zip(reference.split(64), other.split(64), strict=True):
             log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
@@ -49,7 +50,7 @@ class Parity:
 
 
 def random_documents(vocab_size: int, num_documents: int, num_tokens: int, seed: int) -> list[Tensor]:
-    """Documents of uniformly random ids and falling lengths: `num_tokens`, a half, a third ..., each int64 [n]."""
+    """Return documents, each int64 [n], of uniformly random ids; n is `num_tokens`, a half, a third ..."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(1, num_tokens // i) for i in range(1, num_documents + 1)]
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
@@ -57,7 +58,7 @@ def random_documents(vocab_size: int, num_documents: int, num_tokens: int, seed:
 
 @torch.no_grad()
 def transformers_logits(folder: Path, documents: list[Tensor], device: torch.device) -> Tensor:
-    """[tokens of all documents, v] fp32 on the CPU, one document at a time."""
+    """Return logits [tokens of all documents, v] fp32 on the CPU, computed one document at a time."""
     from transformers import AutoModelForCausalLM
 
     options = dict(dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
@@ -67,7 +68,7 @@ def transformers_logits(folder: Path, documents: list[Tensor], device: torch.dev
 
 @torch.no_grad()
 def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.device) -> Tensor:
-    """[tokens of all documents, v] fp32 on the CPU, all documents in one pack."""
+    """Return logits [tokens of all documents, v] fp32 on the CPU, computed with all documents in one pack."""
     lengths = torch.tensor([0, *(len(ids) for ids in documents)])
     borders = lengths.cumsum(0).to(device, torch.int32)
     packed = packed_documents(borders, borders, int(lengths.max()))
@@ -80,7 +81,7 @@ def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.devi
 def mkd_model(
     folder: Path, hf_b: str | None, load: Path | None, ckpt_step: int | None, context: ParallelContext
 ) -> tuple[LanguageModel, Path]:
-    """(the model in question, in fp32; where its weights come from). Raises CheckpointError where `load` has none."""
+    """Return (model to compare in fp32, folder of its weights). Raises CheckpointError if `load` has none."""
     if load is not None:
         checkpoint, reference = locate(load, ckpt_step, str(folder))
         model = build_model(ModelShape.from_hf_dir(reference), torch.float32, context)
@@ -101,10 +102,10 @@ def run(
     tolerance: float,
     kl_tolerance: float,
 ) -> None:
-    """Print the comparison that the tool's flags ask for.
+    """Print the comparison. Arguments are the tool's flags.
 
-    Raises CheckpointError when it is beyond a tolerance, when the vocabularies differ or `load` has no checkpoint, and
-    UsageError for counts below 1.
+    Raises CheckpointError if a difference exceeds its tolerance, the vocabularies differ or `load` has no
+    checkpoint, and UsageError for counts below 1.
     """
     if num_tokens < 1 or num_documents < 1:
         raise UsageError(
@@ -128,9 +129,10 @@ def run(
     documents = random_documents(vocab_size, num_documents, num_tokens, seed)
     found = mkd_logits(model, documents, context.device)
     del model
-    parity = Parity.between(transformers_logits(folder, documents, context.device), found)
+    parity = Parity.from_logits(transformers_logits(folder, documents, context.device), found)
     print(
-        f"transformers on {folder}\nmkd on          {other}\npositions       {len(found)}, vocabulary {vocab_size}, fp32"
+        f"transformers on {folder}\nmkd on          {other}\n"
+        f"positions       {len(found)}, vocabulary {vocab_size}, fp32"
     )
     print(
         f"max |dlogit|    {parity.max_logit_difference:.3e}, {parity.relative_difference:.3e} of max |logit|"
@@ -140,7 +142,7 @@ def run(
     if not (parity.relative_difference <= tolerance and parity.kl <= kl_tolerance):
         raise CheckpointError(
             f"beyond the tolerances: {tolerance:g} of max |logit|, KL {kl_tolerance:g}",
-            "the two are not the same function",
-            "expected after training; after a conversion check that both sides come from the same model and version",
+            "the two models compute different functions",
+            "expected after training; after a conversion check that both sides are the same model",
             code="parity-beyond-tolerance",
         )

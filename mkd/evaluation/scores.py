@@ -20,7 +20,6 @@ from mkd.models.language_model import LanguageModel
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
-from mkd.plan.batch import document_multiple
 from mkd.train.schedule import PipelineSchedule
 
 MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough that filling the pipeline costs little
@@ -45,7 +44,7 @@ class RequestBatches:
         seq_length: int,
         pad_id: int,
     ) -> RequestBatches:
-        packs = RequestPacks(requests, seq_length, document_multiple(context.cp_size), pad_id)
+        packs = RequestPacks(requests, seq_length, context.document_multiple, pad_id)
         return cls(requests, packs, context, micro_batch_size, seq_length)
 
     def __iter__(self) -> Iterator[list[RequestBatch]]:

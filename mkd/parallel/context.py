@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_groups
+from mkd.plan.batch import document_multiple
 from mkd.platform import Platform
 
 T = TypeVar("T")
@@ -84,6 +85,20 @@ class ParallelContext:
         """Whether this process computes the loss."""
         return self.pp.rank == self.pp.size - 1
 
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this process has the first of several equal copies of its weights."""
+        return self.dp.rank == 0 and self.cp.rank == 0
+
+    @property
+    def document_multiple(self) -> int:
+        """Number of tokens that padded documents and packs are multiples of."""
+        return document_multiple(self.cp.size)
+
+    def sequence_shards(self, sequence_parallel: bool) -> int:
+        """Return how many processes share the activations of a sequence between layers."""
+        return self.cp.size * (self.tp.size if sequence_parallel else 1)
+
     @classmethod
     def create(
         cls,
@@ -96,7 +111,7 @@ class ParallelContext:
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
-        """Join the process group (unless the caller already has), build Megatron's groups and seed generators.
+        """Join the process group unless the caller already has, build Megatron's groups and seed generators.
 
         World size and rank come from torchrun's environment; without it this is a single process.
         """
@@ -144,7 +159,7 @@ class ParallelContext:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed torch's and Megatron's generators: differently on each pipeline rank."""
+        """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""
         torch.manual_seed(seed + 100 * self.pp.rank)
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank, force_reset_rng=True)
 

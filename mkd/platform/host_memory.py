@@ -27,7 +27,7 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
             raise UsageError(
                 f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
                 "weights or optimizer state that live on the host are copied from locked memory",
-                "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on the device",
+                "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on GPU",
                 code="host-memory-not-pinned",
             )
         weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
@@ -40,7 +40,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `buffer` ([packed_bytes(tensors)] uint8 or more) in the shapes and dtypes of `tensors`."""
+    """Return views of `buffer` (packed_bytes(tensors) uint8 or more) shaped and typed as `tensors`."""
     return list(_views(buffer, tensors))
 
 

@@ -11,7 +11,6 @@ from mkd.operations.shared_build import SharedBuild, leave_preempted
 from mkd.operations.signals import Signals
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
-from mkd.plan.batch import document_multiple
 from mkd.platform import usable_cores
 from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
 from mkd.run.run_plan import Plan
@@ -55,7 +54,7 @@ def _open(
         split=data.split,
         tokenizer=tokenizer,
         seq_length=plan.config.training.seq_length,
-        document_multiple=document_multiple(context.cp_size),
+        document_multiple=context.document_multiple,
         vocab_size=min(source.shape.vocab_size for source in plan.same_vocabulary),
         pack=data.pack,
         overlong=data.overlong,

@@ -126,7 +126,7 @@ def build_schedule(
 ) -> PipelineSchedule:
     """Return the schedule and its communicator, which carries the teachers' hidden states along."""
     seq_length, student_config = plan.config.training.seq_length, students[0].config
-    shards = context.cp_size * (context.tp_size if student_config.sequence_parallel else 1)
+    shards = context.sequence_shards(student_config.sequence_parallel)
     lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
     teacher_hidden_shapes = [
         (plan.batch.micro_batch_size * length // shards, 1, source.shape.hidden_size)

@@ -10,10 +10,12 @@ from mkd.convert.parity import Parity, random_documents
 
 def test_parity_figures():
     reference = torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 3.0]])
-    same = Parity.between(reference, reference + 1.0)  # a constant shift changes logits, not probabilities
+    same = Parity.from_logits(
+        reference, reference + 1.0
+    )  # a constant shift changes logits, not probabilities
     assert same.max_logit_difference == 1.0 and same.relative_difference == 0.25
     assert abs(same.kl) < 1e-15 and same.top1_agreement == 1.0
-    other = Parity.between(torch.tensor([[0.0, 0.0]] * 2), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
+    other = Parity.from_logits(torch.tensor([[0.0, 0.0]] * 2), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
     # KL([1/2, 1/2] || softmax([0, -1])) = ln((1 + e^-1) / 2) + 1/2
     assert other.kl == pytest.approx(0.1201145, abs=1e-6)
     assert other.top1_agreement == 0.5

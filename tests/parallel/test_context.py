@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mkd.parallel.axes import AXES, Axis
 from mkd.parallel.context import ParallelContext
 from mkd.platform import detect
 
@@ -42,3 +43,22 @@ def test_context_parallel_ranks_are_neighbours_within_a_replica(ranks):
 
 def test_one_process(ranks):
     assert ranks.run(grid, 1, 1, 1) == [(0, 0, 0, 1, {"rank": 0})]
+
+
+@pytest.mark.parametrize(
+    ("place", "first_replica", "multiple", "shards"),
+    [
+        ({}, True, 1, (1, 1)),
+        ({"tp": (1, 2)}, True, 1, (1, 2)),
+        ({"dp": (1, 2), "tp": (0, 4)}, False, 1, (1, 4)),
+        ({"cp": (1, 2), "tp": (0, 4)}, False, 4, (2, 8)),
+        ({"cp": (0, 3), "pp": (1, 2)}, True, 6, (3, 3)),
+    ],
+)
+def test_what_follows_from_the_axes(place, first_replica, multiple, shards):
+    axes = {name: Axis(*place.get(name, (0, 1)), None) for name in AXES}
+    context = ParallelContext(detect(), 0, 1, axes, 1, None)
+    assert context.is_first_replica == first_replica
+    assert context.document_multiple == multiple
+    assert tuple(context.sequence_shards(parallel) for parallel in (False, True)) == shards
+    assert (context.tp_rank, context.tp_size) == (context.tp.rank, context.tp.size)

@@ -62,7 +62,7 @@ def export_hf(
     sources = _Sources(model_chunks, shape, context)
     sources.check(plan)
     problem = None
-    if context.dp_rank == 0 and context.cp_rank == 0:
+    if context.is_first_replica:
         stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
         problem = _write(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
