@@ -10,7 +10,7 @@ from mkd.plan.checks.no_effect import no_effect
 
 
 def check_log(config: Config) -> Iterator[UsageError]:
-    """Whether the settings of W&B and of profiling fit each other and have an effect."""
+    """Check that the settings of W&B and of profiling fit each other and have an effect."""
     log, default = config.log, LogConfig()
     if log.wandb_entity and not log.wandb_project:
         yield no_effect(

@@ -75,7 +75,7 @@ _RANGES = {
 
 
 def check_ranges(config: Config) -> Iterator[UsageError]:
-    """Whether every number is in its range."""
+    """Check that every number is in its range."""
     for option, value, wanted in _out_of_range(config):
         yield UsageError(
             f"{option.label} {value} must be {wanted}",
