@@ -31,7 +31,8 @@ class BatchPlan:
         """Return the arithmetic as one line."""
         packs = "pack" if self.global_batch_size == 1 else "packs"
         return (
-            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x {self.num_microbatches} "
+            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x "
+            f"{self.num_microbatches} "
             f"micro-batches x {self.data_parallel} data-parallel; "
             f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
         )
@@ -40,13 +41,17 @@ class BatchPlan:
     def create(
         cls, *, micro_batch_size: int, global_batch_size: int | None, data_parallel: int, seq_length: int
     ) -> BatchPlan:
-        """Divide the global batch; None means one micro-batch on each data-parallel rank. Raises UsageError if it does not divide."""
+        """Divide the global batch; None means one micro-batch on each data-parallel rank.
+
+        Raises UsageError if it does not divide.
+        """
         unit = micro_batch_size * data_parallel
         num_microbatches, rest = divmod(unit if global_batch_size is None else global_batch_size, unit)
         if rest:
             nearest = [n * unit for n in (num_microbatches, num_microbatches + 1) if n]
             raise UsageError(
-                f"global-batch-size {global_batch_size} is not divisible by micro-batch-size {micro_batch_size} x "
+                f"global-batch-size {global_batch_size} is not divisible by micro-batch-size "
+                f"{micro_batch_size} x "
                 f"data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
@@ -72,7 +77,10 @@ def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
 
 
 def data_parallel_of(config: Config, world_size: int) -> int:
-    """Return the number of replicas that `config` makes of `world_size` processes. Raises UsageError if some are left over."""
+    """Return the number of replicas that `config` makes of `world_size` processes.
+
+    Raises UsageError if some are left over.
+    """
     parallel = config.parallel
     sizes = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     return data_parallel_size(world_size, model_parallel_size(parallel.tensor_model_parallel_size, *sizes))
@@ -87,7 +95,10 @@ def document_multiple(context_parallel: int) -> int:
 
 
 def data_parallel_size(world_size: int, model_parallel: int) -> int:
-    """Return the number of replicas that `world_size` processes make. Raises UsageError if some are left over."""
+    """Return the number of replicas that `world_size` processes make.
+
+    Raises UsageError if some are left over.
+    """
     if world_size % model_parallel:
         raise UsageError(
             f"{world_size} processes do not divide into replicas of {model_parallel} "

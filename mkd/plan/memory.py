@@ -1,8 +1,8 @@
 """Peak GPU memory of every pipeline rank, before anything runs.
 
-Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor, as
-Transformer Engine's layers save them; how many micro-batches are alive follows from the order of the schedule. Not counted:
-fragmentation of torch's allocator (a few percent of what it reserves).
+Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor,
+as Transformer Engine's layers save them; how many micro-batches are alive follows from the order of the
+schedule. Not counted: fragmentation of torch's allocator (a few percent of what it reserves).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ STREAMED_LAYERS = 2  # of a teacher on the host, on the device: one runs while t
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one pipeline rank, GiB per process. The first rows are allocated by torch, `device_gib` is not."""
+    """Peak memory of one pipeline rank, GiB per process.
+
+    The first rows are allocated by torch, `device_gib` is not.
+    """
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
@@ -120,7 +123,7 @@ class _Models:
 
     @property
     def vocab_rows(self) -> int:
-        """Of each embedding and head on one process: models that read the same tokens are padded alike."""
+        """Rows of each embedding and head on one process; models that read the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
         shapes = [
             self.student,
@@ -129,7 +132,10 @@ class _Models:
         return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
-        """Of a teacher's head on one process. With its own tokens it has a place beside each row of the student's."""
+        """Of a teacher's head on one process.
+
+        With its own tokens it has a place beside each row of the student's.
+        """
         tensor = self.config.parallel.tensor_model_parallel_size
         return max(
             self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
@@ -178,7 +184,10 @@ class _Models:
         return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
-        """On the device. With its own tokens a teacher has an embedding padded by itself, and a head never tied to it."""
+        """On the device.
+
+        With its own tokens a teacher has an embedding padded by itself, and a head never tied to it.
+        """
         if not teacher.is_cross_tokenizer:
             return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
         tensor = self.config.parallel.tensor_model_parallel_size
@@ -189,7 +198,7 @@ class _Models:
         return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(activations alive, transient), bytes, at each moment of the rank's schedule that may be its peak."""
+        """Yield (activations alive, transient) in bytes at each moment of the rank's schedule that may be the peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
         table = (
@@ -215,7 +224,10 @@ class _Models:
                 yield alive, table if stage == 0 else 0
 
     def _teachers_forward_bytes(self, stage: int) -> int:
-        """Peak of the teachers' forwards through a stage, one after another, those done keeping their hidden states."""
+        """Return the peak of the teachers' forwards through a stage, one after another.
+
+        A teacher that has run keeps its hidden states.
+        """
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
             if layout.layers[stage]:
@@ -224,8 +236,10 @@ class _Models:
         return peak
 
     def _head_bytes(self, with_gradient: bool = True) -> int:
-        """The heads: the largest of the teachers' (`_chunk_bytes`), and for all rows every teacher's hidden state, the
-        gradient of the student's, and statistics. With sequence parallelism hidden states are gathered.
+        """Return the bytes of the heads: the largest chunk (`_chunk_bytes`), and what all rows keep.
+
+        All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
+        sequence parallelism hidden states are gathered.
         """
         student = self._student_activations
         groups = [(teacher,) for teacher in self.teachers] or [()]
@@ -237,9 +251,10 @@ class _Models:
         return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
 
     def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """One divergence from `teachers`, for a chunk of rows (all, if the head is not fused): the logits of all models, their
-        hidden states and the student's gradient. The weight's gradient goes into DDP's buffer. Without a gradient logits are
-        fp32.
+        """Return the bytes of one divergence from `teachers`, for a chunk of rows (all, if the head is not fused).
+
+        They hold the logits of all models, their hidden states and the student's gradient. The weight's gradient
+        goes into DDP's buffer. Without a gradient logits are fp32.
         """
         kd = self.config.kd
         is_fused, is_fp32 = kd.kd_fused_head or not with_gradient, kd.kd_fp32_logits or not with_gradient

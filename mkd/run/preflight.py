@@ -50,8 +50,8 @@ def open_tokenizers(
 ) -> Tokenizers | None:
     """Open the tokenizers of a run and compare them with its models and each other.
 
-    Problems are added to `problems`. Return None if the student's tokenizer cannot be opened. A model that is None has been
-    reported before.
+    Problems are added to `problems`. Return None if the student's tokenizer cannot be opened. A model that is
+    None has been reported before.
     """
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
@@ -74,7 +74,8 @@ def open_tokenizers(
             )
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     unchecked = [
-        f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be the student's"
+        f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be the "
+        "student's"
         for role, settings, source in zip(
             teacher_roles(config.teachers), config.teachers, teachers, strict=False
         )
@@ -116,7 +117,8 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
         raise UsageError(
             f"the {role} has no tokenizer in {teacher.assets}",
             "it is compared with the student on the same text (xtoken), which it reads in its own tokens",
-            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
+            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the "
+            "student's tokens, "
             "remove its xtoken settings",
             code="tokenizer-missing",
         )
@@ -144,7 +146,8 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
         raise UsageError(
             f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
             "distillation compares the two models id by id",
-            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss "
+            "partition_kl (`xtoken: {}`)",
             code="tokenizers-differ",
         )
 
@@ -152,7 +155,10 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Yield a problem if text or padding can have ids beyond the model. Unused special tokens may be beyond it."""
+    """Yield a problem if text or padding can have ids beyond the model.
+
+    Unused special tokens may be beyond it.
+    """
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
@@ -171,7 +177,10 @@ def wider_than_head(
 
 
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
-    """Return path -> flag of every corpus. Add to `problems` a flag that is not a list of paths and weights."""
+    """Return path -> flag of every corpus.
+
+    Add to `problems` a flag that is not a list of paths and weights.
+    """
     found: dict[str, str] = {}
     for flag, values in (
         ("--data-path", config.data.data_path),
@@ -187,9 +196,9 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
 
 
 def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
-    """Return the problems of each corpus (path -> flag): missing, unknown kind, no records, damaged, other ids.
+    """Return the problems of each corpus (path -> flag): missing, unknown kind, empty, damaged, other ids.
 
-    Also report tokenizers without a chat template for its conversations, or without an EOS to end its documents.
+    Also report tokenizers without a chat template for conversations, or without an EOS to end documents.
     """
     problems: list[MkdError] = []
     kinds: set[str] = set()
@@ -209,7 +218,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
 def export_problems(
     checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
 ) -> list[MkdError]:
-    """Return a problem if --export-hf would overwrite a folder that the run reads; training would find it only at its end."""
+    """Return a problem if --export-hf would overwrite a folder that the run reads."""
     if checkpoint.export_hf is None:
         return []
     folder = Path(checkpoint.export_hf)
@@ -247,7 +256,10 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
 
 
 def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
-    """Return the kinds of the first records. One good record is enough; the run itself counts the bad ones."""
+    """Return the kinds of the first records.
+
+    One good record is enough; the run itself counts the bad ones.
+    """
     kinds, refused = set(), None
     for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
         if kinds and place >= LOOKED_AT:

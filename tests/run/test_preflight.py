@@ -1,4 +1,4 @@
-"""What a run is refused for before anything is loaded: all of it at once, each with what to do."""
+"""Problems that stop a run before anything is loaded: all at once, each with what to do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 
 
 def problems_of(argv: list[str], world_size: int = 1) -> list:
-    """Every problem of a command line; none where it can run."""
+    """Return every problem of a command line."""
     try:
         plan_run(load_config(argv).config, world_size)
     except ErrorList as error:
@@ -47,7 +47,7 @@ def problems_of(argv: list[str], world_size: int = 1) -> list:
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_eight_conflicts_are_reported_at_once_with_their_fixes(more, files, tmp_path, ranks):
-    """Of models, flags, batch, layout, tokenizers, data twice and disk; on two ranks, said once."""
+    """Conflicts of models, flags, batch, layout, tokenizers, data (two) and disk; one rank reports them."""
     add_tokenizer(make_model(tmp_path / "stranger", **TEACHER), text=OTHER_TEXT)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "table.csv").write_text("a,b\n")
@@ -99,7 +99,7 @@ def test_a_good_run_has_no_problems_and_keeps_its_tokenizers(files):
     assert plan_run(load_config(flags(files, "good")).config, 1).tokenizers.teachers == (None,)
 
 
-def test_a_teacher_without_tokenizer_is_said_to_be_unchecked(files, tmp_path):
+def test_a_note_says_that_a_teacher_without_tokenizer_is_not_checked(files, tmp_path):
     bare = make_model(tmp_path / "bare", **TEACHER)
     plan = plan_run(load_config(flags(files, "bare", teacher_hf=bare)).config, 1)
     assert f"note: the teacher's folder {bare} has no tokenizer" in plan.describe()
@@ -107,7 +107,7 @@ def test_a_teacher_without_tokenizer_is_said_to_be_unchecked(files, tmp_path):
 
 
 def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
-    """Ids of ordinary text beyond the head are refused; a special token that no text makes is not."""
+    """Ids of ordinary text beyond the head are refused; an unused special token is not."""
     narrow = add_tokenizer(make_model(tmp_path / "narrow", **TEACHER, vocab_size=280))
     last = load_vocabulary_size(narrow) - 1
     assert last >= 280
@@ -132,7 +132,7 @@ def load_vocabulary_size(folder) -> int:
 
 
 def add_special_token(folder, beyond: int, is_padding: bool = False) -> None:
-    """One with an id above `beyond`, which no document becomes."""
+    """Add a special token with an id above `beyond`, which no document contains."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -156,7 +156,7 @@ def test_a_model_without_tokenizer(files, tmp_path):
 
 
 def test_an_export_destroys_nothing(files, tmp_path):
-    """Of the folders that the run reads."""
+    """Every folder that the run reads is protected."""
     tokenizer = add_tokenizer(tmp_path / "tokenizer")
     argv = flags(files, "over", "--tokenizer-model", tokenizer)
     for read in (files / "student", files / "teacher", tokenizer):
@@ -164,8 +164,8 @@ def test_an_export_destroys_nothing(files, tmp_path):
         assert (error.exit_code, error.code) == (64, "export-hf-is-read") and str(read) in error.what
 
 
-def test_where_the_tokenizer_of_exports_comes_from(files, tmp_path, spm_file):  # noqa: F811
-    """What a user should know of it is said: it is another one than the student's, or comes without all its files."""
+def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa: F811
+    """Notes say that the tokenizer is not the student's, or that some of its files are missing."""
     stranger, same = (
         add_tokenizer(tmp_path / name, text=text) for name, text in (("b", OTHER_TEXT), ("a", TEXT))
     )
@@ -224,7 +224,7 @@ def test_folders_without_checkpoints_are_named_with_their_flag(files, tmp_path):
 
 
 def test_conversations_for_a_tokenizer_without_chat_template(files, tmp_path):
-    """The models of these tests have none: each that reads the text itself is named."""
+    """The models of these tests have no template; each one that reads the text itself is named."""
     chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
     path = write_records(tmp_path / "chat.jsonl", chat, chat)
     (student,) = problems_of(flags(files, "chat", data_path=path))
@@ -319,8 +319,8 @@ def test_a_corpus_of_another_tokenizer_and_a_damaged_one(files, tmp_path):
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_everything_that_goes_to_one_disk_must_fit_there(files, tmp_path, monkeypatch):
-    """The tiny student's checkpoint is 0.0x GiB and the text less: what is free decides, with what is cached left out."""
+def test_all_writes_to_one_disk_must_fit(files, tmp_path, monkeypatch):
+    """The check compares the sum of all writes with the free space; cached text is not written again."""
     argv = flags(files, "full", "--save", tmp_path / "a" / "b", data_cache_path=tmp_path / "cache")
     writes = {
         write.what: write
@@ -353,7 +353,7 @@ def test_one_path_in_the_way_is_one_problem(files):
 
 
 def test_a_folder_that_this_user_may_not_write_to(tmp_path):
-    """In a process that is not root's, for whom permissions do not count."""
+    """Check in a process that is not root's, because root ignores permissions."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
     process = multiprocessing.get_context("spawn").Process(target=check_as_nobody, args=(folder / "below",))

@@ -1,4 +1,4 @@
-"""Check the parallel layout: its settings, the batch, the length of packs, and what the models' shapes ask of it."""
+"""Check the parallel layout: its settings, the batch, the length of packs, and the models' shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     )
     if by_layers is not None and by_stages is not None:
         yield UsageError(
-            f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank {by_stages} "
+            f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank "
+            f"{by_stages} "
             "exclude each other",
             "both set the number of virtual stages",
             "give one of them",
@@ -50,7 +51,8 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     ):
         yield UsageError(
             "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
-            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions together",
+            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions "
+            "together",
             "add --use-distributed-optimizer --overlap-grad-reduce",
             code="overlap-without-distributed-optimizer",
         )
@@ -72,14 +74,16 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
     tokens = seq_length * micro_batch_size
     if tokens >= 2**31:
         yield UsageError(
-            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too "
+            "many",
             "document boundaries are 32-bit positions",
             f"lower {option.place} or --micro-batch-size",
             code="pack-too-long",
         )
     if seq_length % multiple:
         yield UsageError(
-            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
+            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = "
+            f"{multiple}",
             "context parallelism gives every process two equal parts of each document",
             f"use {option.place} {fitting}",
             code="seq-length-not-divisible",
@@ -123,8 +127,10 @@ def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel])
         groups = shape.padded_query_groups(tensor) // tensor
         if shape.sliding_window is not None and groups % context:
             yield UsageError(
-                f"the {role}'s {groups} key/value heads of a process are not divisible by context-parallel-size {context}",
-                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
+                f"the {role}'s {groups} key/value heads of a process are not divisible by "
+                f"context-parallel-size {context}",
+                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades "
+                "tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="heads-not-divisible",
             )
@@ -141,7 +147,8 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
     for role, shape, *_ in models:
         if shape.ffn_hidden_size % tensor:
             yield UsageError(
-                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
+                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by "
+                f"tensor-model-parallel-size {tensor}",
                 "every tensor-parallel process holds the same number of MLP channels",
                 f"use --tensor-model-parallel-size {fitting[-1]}",
                 code="ffn-not-divisible",

@@ -1,7 +1,8 @@
 """All checks of a configuration, in the order in which their problems are listed.
 
-A check is a function that returns or yields its problems, and raises none. To add one, list it here with the options
-that it calculates with: it is skipped if one of these is out of range, because `check_ranges` reports that.
+A check is a function that returns or yields its problems, and raises none. To add one, list it here with the
+options that it calculates with: it is skipped if one of these is out of range, because `check_ranges` reports
+that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_heads: SHARDS,
     check_layouts: STAGES,
 }
-"""Check of the settings together with the models whose shapes are known -> options that it calculates with."""
+"""Check of the settings together with the models of known shape -> options that it calculates with."""
 
 
 def find_problems(

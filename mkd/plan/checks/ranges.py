@@ -71,7 +71,10 @@ _RANGES = {
     ),
     "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
 }
-"""Option -> (what it must be, whether a value is that). Settings that are not given (None) are not checked."""
+"""Option -> (what it must be, whether a value is that).
+
+Settings that are not given (None) are not checked.
+"""
 
 
 def check_ranges(config: Config) -> Iterator[UsageError]:

@@ -20,7 +20,7 @@ _XTOKEN_LOSSES = {
 
 
 def check_models(config: Config) -> Iterator[UsageError]:
-    """Check that there is a student and, unless kd-ratio is 0, teachers with distinct names and usable weights."""
+    """Check that there is a student and, unless kd-ratio is 0, that teachers can be told apart and weighted."""
     if not (config.student.hf or config.student.load):
         yield UsageError(
             "no student is given",
@@ -35,7 +35,8 @@ def check_models(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             f"no teacher is given, but kd-ratio is {ratio}",
             "the distillation loss needs the teacher's logits",
-            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
+            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain "
+            "training",
             code="teacher-missing",
         )
         return
@@ -84,7 +85,8 @@ def _stored(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             f"kd-divergence {divergence} cannot be computed from "
             + " and ".join(place for place, one in divergences.items() if one == divergence),
-            "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
+            "of the ids outside the teacher's top-k only their total is stored, which suffices for "
+            "forward_kl alone",
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
             code="stored-teacher-divergence",
         )
