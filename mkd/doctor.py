@@ -184,7 +184,8 @@ def _devices(found: dict) -> Iterator[Finding]:
             "ok", "CUDA, NCCL", f"CUDA {found['cuda']}, NCCL {found['nccl']}, driver {_driver() or 'unknown'}"
         )
     elif found["cuda"]:
-        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {_driver() or 'none'}"
+        driver = _driver() or "none"
+        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {driver}"
         do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
         yield Finding("note", "GPU", text, do if _driver() else "")
     else:
@@ -217,7 +218,7 @@ def _megatron() -> Iterator[Finding]:
     if not seen.error:
         yield Finding("ok", "megatron-core", version)
     elif "transformer_engine" in seen.traceback:
-        text = f"{version}, but its import fails inside Transformer Engine, which is installed in part: {seen.error}"
+        text = f"{version}, but its import fails in a partly installed Transformer Engine: {seen.error}"
         yield Finding("FAIL", "megatron-core", text, _REPAIR_TE)
     else:
         yield Finding("FAIL", "megatron-core", f"{version}, but its import fails: {seen.error}", install)

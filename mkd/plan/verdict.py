@@ -35,7 +35,8 @@ class Remedy:
 
     def describe(self, more: str = "") -> str:
         """Return the flags, then `more`, then predicted time and memory."""
-        return f"{' '.join(change.text for change in self.changes)}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
+        flags = " ".join(change.text for change in self.changes)
+        return f"{flags}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
 
 
 def describe(forecast: Forecast) -> str:
@@ -52,7 +53,8 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
     """Say whether the run fits, by how much and on which pipeline rank; if not, how to make it fit."""
     usable = USABLE * device_memory_gib
     rank, need = fullest_rank(forecast)
-    left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {100 * (1 - USABLE):.0f} % for fragmentation"
+    reserve = f"{100 * (1 - USABLE):.0f} % for fragmentation"
+    left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {reserve}"
     if need <= usable:
         return f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the {left}"
     lines = [

@@ -102,11 +102,13 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
                 load_tokenizer("HuggingFaceTokenizer", str(student.assets))
             )
             if difference is not None:
-                yield f"note: --tokenizer-model {name} is not the tokenizer in {student.assets}, ids differ: {difference}"
+                other = f"--tokenizer-model {name} is not the tokenizer in {student.assets}"
+                yield f"note: {other}, ids differ: {difference}"
     if not (config.checkpoint.save or config.checkpoint.export_hf):
         return
     if kind == "SentencePieceTokenizer":
-        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone: without its settings transformers may make other ids"
+        asset = f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone"
+        yield f"{asset}: without its settings transformers may make other ids"
     elif kind == "TiktokenTokenizer":
         yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
 

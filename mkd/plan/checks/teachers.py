@@ -20,7 +20,7 @@ _XTOKEN_LOSSES = {
 
 
 def check_models(config: Config) -> Iterator[UsageError]:
-    """Check that there is a student and, unless kd-ratio is 0, that teachers can be told apart and weighted."""
+    """Check that there is a student and, unless kd-ratio is 0, teachers with usable names and weights."""
     if not (config.student.hf or config.student.load):
         yield UsageError(
             "no student is given",
