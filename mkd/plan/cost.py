@@ -1,9 +1,9 @@
 """The time of one micro-batch on each pipeline stage, from FLOPs and measured rates.
 
 Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes.
-The last stage also runs the LM heads and the loss: the fused head makes the gradient during forward, so all
-of it is forward time there. Embeddings, norms and communication are not counted, copies from and to the host
-where a forecast adds them.
+The last stage also runs the LM heads and the loss: the fused head computes the gradient during forward, so
+all of it is forward time there. Embeddings, norms and communication are not counted; `Forecast` adds copies
+from and to the host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
-"""Tokens of a document where nobody knows better: about what web text has.
-
-Attention costs in proportion to it.
-"""
+"""Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
 
 HOST_BYTES_PER_MS = 50e6
-"""Of page-locked memory over PCIe 5 x16: 63 GB/s by its specification, about 50 of it in use."""
+"""Bandwidth of page-locked memory over PCIe 5 x16: 63 GB/s as specified, about 50 in practice."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,13 @@ class StageTime:
     """Milliseconds of one micro-batch on one (pipeline rank, virtual stage)."""
 
     forward_ms: (
-        float  # teachers and student; on the last stage their heads and the gradient of the student's too
+        float  # teachers and student; the last stage adds the heads and the gradient of the student's head
     )
     backward_ms: float
 
     @property
     def total_ms(self) -> float:
+        """Time of forward and backward."""
         return self.forward_ms + self.backward_ms
 
 
@@ -68,11 +66,11 @@ class PairCost:
 
     @property
     def student_ms(self) -> float:
-        """One student layer, forward and backward."""
+        """Time of one student layer, forward and backward."""
         return self.student_forward_ms + self.student_backward_ms
 
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[StageTime]:
-        """The time of every stage, in model order."""
+        """Return the time of every stage, in model order."""
         frozen_ms = [
             sum(
                 layout.layers[stage] * ms
@@ -98,9 +96,9 @@ def pair_cost(
 ) -> PairCost:
     """Return the cost of a micro-batch under the parallel sizes and the recomputation of `config`.
 
-    Attention is counted for packs of documents of `document_length` student tokens, or of a whole pack if
-    that is shorter; a teacher with its own tokens has as many more or fewer as its packs are longer or
-    shorter. Every token counts as a loss token. Block recomputation counts as if stages were equal.
+    Attention is counted for documents of `document_length` student tokens, or of a whole pack if that is
+    shorter. Documents of a cross-tokenizer teacher are longer or shorter in proportion to its packs. Every
+    token counts as a loss token. Block recomputation is counted as if stages were equal.
     """
     rates = rates or Rates()
     parallel, training = config.parallel, config.training
