@@ -97,6 +97,20 @@ def layouts_of(
     return of_student, tuple(of_teachers)
 
 
+def one_model(config: Config, model: ModelShape, teacher: int | None = None) -> PlannedModel:
+    """Return the model that runs alone: the student, or the teacher of that number."""
+    others = () if teacher is None else (None,) * (teacher + 1)
+    (planned,) = planned_models(config, (*others, model))
+    return planned
+
+
+def layout_of(config: Config, model: ModelShape, stages: int, teacher: int | None = None) -> PipelineLayout:
+    """Return the layout of a model that runs alone. Raises UsageError if there is none."""
+    if config.parallel.pipeline_layout == "auto":
+        return layouts_of(config, model, (), stages)[0]
+    return one_layout(config, one_model(config, model, teacher), stages)
+
+
 def one_layout(config: Config, model: PlannedModel, stages: int) -> PipelineLayout:
     """Return the layout of one model, as given or even. Raises UsageError, which names the model."""
     pipeline = config.parallel.pipeline_model_parallel_size

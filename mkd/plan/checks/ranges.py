@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
@@ -77,9 +77,11 @@ Settings that are not given (None) are not checked.
 """
 
 
-def check_ranges(config: Config) -> Iterator[UsageError]:
-    """Check that every number is in its range."""
+def check_ranges(config: Config, names: Collection[str] | None = None) -> Iterator[UsageError]:
+    """Check that every number is in its range, or only the options of these `names`."""
     for option, value, wanted in _out_of_range(config):
+        if names is not None and option.name not in names:
+            continue
         yield UsageError(
             f"{option.label} {value} must be {wanted}",
             f"{option.label}: {option.help}",
