@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 EXIT_DONE = 0
 EXIT_USAGE = 64
@@ -40,7 +40,7 @@ class MkdError(Exception):
         super().__init__(what, why, do)
         self.what, self.why, self.do, self.code = what, why, do, code
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Let errors travel to other processes and `copy.copy`, although `code` is required."""
         return _restore, (type(self), self.args, self.__dict__)
 
@@ -63,7 +63,7 @@ class MkdError(Exception):
         return located
 
 
-def _restore(cls: type[E], args: tuple, state: dict) -> E:
+def _restore(cls: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -123,7 +123,7 @@ class ErrorList(UsageError):
 
     def __init__(self, errors: Sequence[MkdError]):
         assert errors
-        self.errors = [
+        self.errors: list[MkdError] = [
             one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])
         ]
         exit_codes = {error.exit_code for error in self.errors}
@@ -164,7 +164,7 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """
 
     @wraps(main)
-    def run(*args, **kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         try:
             return main(*args, **kwargs) or EXIT_DONE
         except MkdError as error:
