@@ -1,7 +1,7 @@
-"""What this machine and its Python environment offer to a run, found out without trusting any of it.
+"""Examine this machine and its Python environment without trusting either.
 
-Only the standard library is imported here. Everything else is imported by child processes, so that a broken installation,
-even one that kills its process, is a line of the report.
+Only the standard library is imported here. Child processes import everything else, so a broken installation,
+even one that kills its process, becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 GIB = 2**30
 MEGATRON_CORE = "0.16.1"
-TORCH_AT_LEAST = (2, 9)  # where torchrun passes SIGUSR1 on
+TORCH_AT_LEAST = (2, 9)  # since then torchrun forwards SIGUSR1
 TE_AT_LEAST, TE_BELOW = (2, 9), (2, 12)
-SHARED_MEMORY_GIB = 1.0  # below it, loader processes and NCCL run out
+SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of it
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
 PROBE_TIMEOUT_S = 180
@@ -50,7 +50,7 @@ if torch.cuda.is_available():
 class Finding:
     """One line of the report."""
 
-    level: str  # ok, note (a run starts without it), FAIL (no run starts)
+    level: str  # ok, note (a run can start anyway), FAIL (no run can start)
     subject: str
     text: str
     do: str = ""
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a child process said of a module: `found`, or the last line of its traceback."""
+    """The answer of a child process about a module: `found`, or the last line of its traceback."""
 
     found: dict
     error: str = ""
@@ -71,7 +71,7 @@ class Probe:
 
 
 def probe(code: str) -> Probe:
-    """Run `code`, which makes a dict `found`, in a child process with this interpreter."""
+    """Run `code`, which sets a dict `found`, in a child process with this interpreter."""
     code += "\nimport json\nprint('\\n' + json.dumps(found))"
     try:
         done = subprocess.run(
@@ -87,11 +87,11 @@ def probe(code: str) -> Probe:
     try:
         return Probe(json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, IndexError):
-        return Probe({}, "the import printed what cannot be read")
+        return Probe({}, "the import printed unreadable output")
 
 
 def examine(folder: Path) -> list[Finding]:
-    """All findings. `folder` is where a run would write."""
+    """Return all findings. A run would write to `folder`."""
     checks = (
         _python,
         _torch,
@@ -103,36 +103,35 @@ def examine(folder: Path) -> list[Finding]:
         _machine,
         _environment,
     )
-    with (
-        ThreadPoolExecutor() as threads
-    ):  # most of the time is that of child processes which import something
+    with ThreadPoolExecutor() as threads:  # child processes that import something take most of the time
         findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
 
 
 def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """What a check finds; one that fails itself adds a note."""
+    """Return what a check finds. If the check itself fails, add a note."""
     findings: list[Finding] = []
     try:
         findings += check()
     except Exception as error:  # the report of a broken machine must not break
-        findings.append(Finding("note", check.__name__.strip("_"), f"could not be looked at: {error!r}"))
+        findings.append(Finding("note", check.__name__.strip("_"), f"could not be examined: {error!r}"))
     return findings
 
 
 def describe(findings: list[Finding]) -> str:
-    """One block to paste into a report."""
+    """Return one block to paste into a report."""
     failed = sum(finding.level == "FAIL" for finding in findings)
     end = f"{failed} problems: no run can start" if failed else "a run can start"
     return "\n".join(["--- mkd doctor", *map(str, findings), f"--- {end}"])
 
 
 def is_healthy(findings: list[Finding]) -> bool:
+    """Return whether a run can start."""
     return not any(finding.level == "FAIL" for finding in findings)
 
 
 def version_of(distribution: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -140,14 +139,14 @@ def version_of(distribution: str) -> str | None:
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """(2, 11) of `2.11.0+cu130`."""
+    """Return (2, 11) for `2.11.0+cu130`."""
     first, second = (re.findall(r"\d+", version) + ["0", "0"])[:2]
     return int(first), int(second)
 
 
 def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
-    if sys.version_info < (3, 10):  # noqa: UP036  (the doctor itself starts on older ones)
+    if sys.version_info < (3, 10):  # noqa: UP036  (the doctor itself also runs on older ones)
         yield Finding("FAIL", "Python", text, "use Python 3.10 or newer: make test PYTHON=python3.12")
     else:
         yield Finding("ok", "Python", text)
@@ -185,11 +184,12 @@ def _devices(found: dict) -> Iterator[Finding]:
             "ok", "CUDA, NCCL", f"CUDA {found['cuda']}, NCCL {found['nccl']}, driver {_driver() or 'unknown'}"
         )
     elif found["cuda"]:
-        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {_driver() or 'none'}"
+        driver = _driver() or "none"
+        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {driver}"
         do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
         yield Finding("note", "GPU", text, do if _driver() else "")
     else:
-        yield Finding("note", "GPU", "torch is built for the CPU: runs use gloo and all cores they are given")
+        yield Finding("note", "GPU", "torch is built for the CPU: runs use gloo and all available cores")
 
 
 def _driver() -> str | None:
@@ -212,15 +212,13 @@ def _megatron() -> Iterator[Finding]:
             if numbers(version) > (0, 16)
             else "too old"
         )
-        yield Finding(
-            "FAIL", "megatron-core", f"{version}; mkd is written for {MEGATRON_CORE} ({why})", install
-        )
+        yield Finding("FAIL", "megatron-core", f"{version}; mkd needs {MEGATRON_CORE} ({why})", install)
         return
     seen = probe("import megatron.core, megatron.core.dist_checkpointing\nfound = {}")
     if not seen.error:
         yield Finding("ok", "megatron-core", version)
     elif "transformer_engine" in seen.traceback:
-        text = f"{version}, but its import fails inside Transformer Engine, which is installed in part: {seen.error}"
+        text = f"{version}, but its import fails in a partly installed Transformer Engine: {seen.error}"
         yield Finding("FAIL", "megatron-core", text, _REPAIR_TE)
     else:
         yield Finding("FAIL", "megatron-core", f"{version}, but its import fails: {seen.error}", install)
@@ -228,13 +226,16 @@ def _megatron() -> Iterator[Finding]:
 
 _REPAIR_TE = (
     "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12', or remove it: "
-    "pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12 transformer-engine-cu13"
+    "pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12 "
+    "transformer-engine-cu13"
 )
 
 
 def _transformer_engine() -> Iterator[Finding]:
     if importlib.util.find_spec("transformer_engine") is None:
-        text = "not installed: on GPUs mkd's own attention core runs, slower and with more memory; on CPUs nothing is lost"
+        text = (
+            "not installed: on GPUs mkd's own attention is slower and needs more memory; CPUs do not need it"
+        )
         yield Finding("note", "Transformer Engine", text)
         return
     version = version_of("transformer-engine") or "unknown version"
@@ -246,7 +247,7 @@ def _transformer_engine() -> Iterator[Finding]:
             "FAIL", "Transformer Engine", f"installed in part ({present}): {seen.error}", _REPAIR_TE
         )
     elif not TE_AT_LEAST <= numbers(version) < TE_BELOW:
-        text = f"{version}: megatron-core {MEGATRON_CORE} wants 2.9 to 2.11"
+        text = f"{version}: megatron-core {MEGATRON_CORE} needs 2.9 to 2.11"
         yield Finding(
             "note", "Transformer Engine", text, "pip install 'transformer-engine[pytorch]>=2.9,<2.12'"
         )
@@ -265,12 +266,12 @@ _TE_PARTS = (
 def _apex() -> Iterator[Finding]:
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        yield Finding("note", "apex", "not installed: nothing is lost beside Transformer Engine")
+        yield Finding("note", "apex", "not installed: not needed with Transformer Engine")
     elif any((Path(folder) / "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
         seen = probe("import apex.optimizers\nfound = {}")
         yield Finding("note" if seen.error else "ok", "apex", seen.error or "NVIDIA's")
     else:
-        text = "this is an unrelated package of the same name from PyPI; NVIDIA's is built from its source"
+        text = "this is an unrelated package of the same name from PyPI; NVIDIA's apex is built from source"
         yield Finding("note", "apex", text, "pip uninstall apex")
 
 
@@ -278,7 +279,7 @@ def _triton() -> Iterator[Finding]:
     version = version_of("triton") or version_of("pytorch-triton")
     text = (
         version
-        or "not installed: on GPUs the loss needs it (it comes with torch for CUDA); on CPUs nothing is lost"
+        or "not installed: the loss on GPUs needs it (it comes with torch for CUDA); CPUs do not need it"
     )
     yield Finding("ok" if version else "note", "triton", text)
 
@@ -299,7 +300,7 @@ _NEEDED = {
     "safetensors": "",
     "huggingface_hub": "",
     "sentencepiece": "",
-    "google.protobuf": "transformers reads SentencePiece models with it",
+    "google.protobuf": "transformers needs it to read SentencePiece models",
 }
 _EXTRAS = {
     "pyarrow": ("no .parquet and .arrow data", "data"),
@@ -313,7 +314,7 @@ _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}
 
 
 def _packages() -> Iterator[Finding]:
-    """Needed packages are imported, together; of the others it is enough that they are there."""
+    """Import all needed packages in one process; check only the versions of the others."""
     broken = probe(_PACKAGES_PROBE.format(names=list(_NEEDED)))
     failed = dict(broken.found) or ({"packages": broken.error} if broken.error else {})
     for name, error in failed.items():
@@ -345,7 +346,7 @@ def _machine() -> Iterator[Finding]:
         yield Finding(
             "note",
             "open files",
-            f"at most {limit}; loader processes share tensors by open files",
+            f"at most {limit}; loader processes share tensors through open files",
             "ulimit -n 65536",
         )
     shared = Path("/dev/shm")
@@ -357,17 +358,17 @@ def _machine() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    """Variables that change a run; never one that may hold a secret."""
+    """List variables that change a run, except those that may hold a secret."""
     chosen = sorted(name for name in os.environ if ENVIRONMENT.fullmatch(name) and not SECRET.search(name))
     yield Finding(
         "ok",
         "environment",
-        ", ".join(f"{name}={os.environ[name]}" for name in chosen) or "nothing that a run reads",
+        ", ".join(f"{name}={os.environ[name]}" for name in chosen) or "no variable that affects a run",
     )
 
 
 def _disk(folder: Path) -> list[Finding]:
-    """Whether the run could write to `folder`, or to the nearest parent that exists."""
+    """Check that the run can write to `folder`, or to its nearest existing parent."""
     existing = next(
         (path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/")
     )
@@ -378,7 +379,7 @@ def _disk(folder: Path) -> list[Finding]:
     try:
         free = look()
     except OSError as error:
-        return [Finding("FAIL", "disk", f"{existing} cannot be looked at: {error}", "choose another folder")]
+        return [Finding("FAIL", "disk", f"{existing} cannot be examined: {error}", "choose another folder")]
     text = f"{free:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK):
         return [
@@ -391,8 +392,8 @@ def _disk(folder: Path) -> list[Finding]:
         ]
     if not free:
         do = "make room, or choose another folder with --save and --log-dir"
-        return [Finding("FAIL", "disk", f"the disk of {folder} has no room left", do)]
+        return [Finding("FAIL", "disk", f"the disk of {folder} is full", do)]
     if free < FREE_DISK_GIB:
-        do = "a checkpoint takes 14 bytes a student parameter in bf16 runs, 12 in fp32"
+        do = "a checkpoint takes 14 bytes per student parameter in bf16 runs, 12 in fp32"
         return [Finding("note", "disk", text, do)]
     return [Finding("ok", "disk", text)]

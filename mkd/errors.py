@@ -1,7 +1,8 @@
 """The one family of errors that users see, and the exit codes that scripts rely on.
 
-Every error has a code, which never changes, and says what is wrong, why that matters, and what to do. Anything that a user can
-cause raises one of these, before expensive work; `assert` guards the invariants of our own code. docs/errors.md lists them all.
+Every error has a code, which never changes, and says what is wrong, why that matters, and what to do.
+Anything that a user can cause raises one of these, before expensive work; `assert` guards the invariants of
+our own code. docs/errors.md lists them all.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ class MkdError(Exception):
     on_all_ranks = False  # True: every rank raises it, so only rank 0 prints it
 
     def __init__(self, what: str, why: str = "", do: str = "", *, code: str):
-        """`code` names the problem in kebab case. Two places share a code only if they report the same problem."""
+        """`code` names the problem in kebab case.
+
+        Two places share a code only if they report the same problem.
+        """
         super().__init__(what, why, do)
         self.what, self.why, self.do, self.code = what, why, do, code
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Let errors travel to other processes and `copy.copy`, although `code` is required."""
         return _restore, (type(self), self.args, self.__dict__)
 
@@ -59,7 +63,7 @@ class MkdError(Exception):
         return located
 
 
-def _restore(cls: type[E], args: tuple, state: dict) -> E:
+def _restore(cls: type[E], args: tuple[Any, ...], state: dict[str, Any]) -> E:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -108,10 +112,11 @@ class OutOfMemory(MkdError):
 
 
 class ErrorList(UsageError):
-    """Several independent problems, reported at once. An ErrorList among `errors` counts as the problems in it.
+    """Several independent problems, reported at once.
 
-    If all problems have one exit code, the list has it too; otherwise it has that of a UsageError. Lists come from flags, plans
-    and headers, which are the same on all ranks.
+    An ErrorList among `errors` counts as the problems in it. If all problems have one exit code, the list has
+    it too; otherwise it has that of a UsageError. Lists come from flags, plans and headers, which are the
+    same on all ranks.
     """
 
     on_all_ranks = True
@@ -154,7 +159,8 @@ def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | Non
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 
-    Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its own error itself.
+    Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its
+    own error itself.
     """
 
     @wraps(main)

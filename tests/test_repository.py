@@ -199,16 +199,15 @@ def test_readme_map_points_at_real_places():
 
 def test_every_error_has_a_code():
     """A missing `code=` would be a TypeError in the moment when a user needs the error."""
-    names = {
-        name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)
+    classes = {
+        key for key, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)
     }
-    names = names - {"ErrorList"} | {"BadRecord"}
-    missing = []
-    for path in python_files():
-        for node in ast.walk(ast.parse(read(path))):
-            is_error = (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
-            )
-            if is_error and "code" not in [word.arg for word in node.keywords]:
-                missing.append(f"{name(path)}:{node.lineno}")
+    classes = classes - {"ErrorList"} | {"BadRecord"}
+    missing = [
+        f"{name(path)}:{call.lineno}"
+        for path in python_files()
+        for call in ast.walk(ast.parse(read(path)))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in classes
+        if "code" not in [word.arg for word in call.keywords]
+    ]
     assert not missing

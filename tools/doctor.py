@@ -1,9 +1,9 @@
-"""Say what this machine and its Python environment are fit for, and what to do about what they are not.
+"""Check this machine and its Python environment, and say how to fix what a run needs.
 
     python tools/doctor.py [--folder DIR]
 
-Starts no run and changes nothing. The output is one block to paste into a report; variables that may hold a secret are left
-out. Exit code 0 when a run can start here, 1 when not.
+Starts no run and changes nothing. The output is one block to paste into a report; variables that may hold a
+secret are left out. The exit code is 0 if a run can start here, else 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Show what a configuration will do, without torch: batch, layouts, stage times, bubble, FLOPs, memory of every pipeline rank.
+"""Plan a run without torch: batch, layouts, stage times, bubble, FLOPs, and memory of every pipeline rank.
 
     python tools/plan.py --world-size 32 --config configs/qwen3_1.7b_from_8b.yaml [--flag value ...]
 
-It takes the flags of pretrain_kd.py; models need their config.json only, and neither data nor --train-iters is asked for.
-Exit codes are those of pretrain_kd.py.
+It takes the flags of pretrain_kd.py, except that data and --train-iters may be missing. Models need only
+their config.json. Exit codes are those of pretrain_kd.py.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mkd.plan.verdict import describe
 
 @returns_exit_code
 def main(argv: list[str]) -> None:
-    """Print the plan; returns the exit code."""
+    """Print the plan."""
     own, rest = own_flags(argv)
     print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this tool, and the rest of the command line, which is that of pretrain_kd.py."""
+    """Return the flags of this tool, and the rest of the command line: the flags of pretrain_kd.py."""
     parser = FlagParser(
         prog="plan.py",
         description=__doc__.splitlines()[0],
@@ -50,8 +50,9 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=whole_number,
         default=DOCUMENT_LENGTH,
         metavar="N",
-        help="tokens of a typical document, for the cost of attention. A run with --pipeline-layout auto assumes "
-        f"{DOCUMENT_LENGTH} (the default); for other documents, give it the layouts that this tool prints",
+        help=f"tokens of a typical document, for the cost of attention (default: {DOCUMENT_LENGTH}). A run "
+        "with "
+        "--pipeline-layout auto assumes the default; for other documents, give it the layouts printed here",
     )
     if "--help" in argv:
         parser.print_help()
@@ -59,7 +60,10 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:
-    """The forecast of a run on `world_size` processes. Raises MkdError, with everything that is wrong."""
+    """Return the forecast of a run on `world_size` processes.
+
+    Raises ErrorList with everything that is wrong.
+    """
     config = replace(
         config,
         training=replace(config.training, train_iters=config.training.train_iters or 1),
@@ -78,7 +82,7 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
 def find_shape(
     problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig
 ) -> ModelShape | None:
-    """The shape of a folder, of a hub model (only its config.json is fetched) or of a Megatron checkpoint folder."""
+    """Return the shape of a model folder, a hub model (only config.json is fetched) or a checkpoint."""
     if not (source.hf or source.load):
         return None
     try:
@@ -93,7 +97,7 @@ def find_shape(
 
 
 def fetch_config(flag: str, hub_id: str) -> Path:
-    """The folder in the hub's cache with the config.json of a model. Raises CheckpointError when there is none."""
+    """Download a model's config.json and return its folder. Raises CheckpointError if there is none."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -102,7 +106,7 @@ def fetch_config(flag: str, hub_id: str) -> Path:
         raise CheckpointError(
             f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            "check the path; for a plan, a folder with the model's config.json is enough",
+            "check the path; a plan needs only a folder with the model's config.json",
             code="hf-model-not-found",
         ) from error
 

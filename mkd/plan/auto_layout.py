@@ -1,10 +1,12 @@
-"""The pipeline layouts of all models of a run: as given, even, or chosen together by `--pipeline-layout auto`.
+"""The pipeline layouts of all models of a run: as given, even, or chosen together by `--pipeline-layout
+auto`.
 
-The search makes the slowest pipeline rank as fast as possible. A rank with s student and t teacher layers spends
-`s x student_ms + t x teacher_ms` on a micro-batch, the last rank also the time of the heads. The search finds the smallest
-possible largest time over ranks, then the most even counts among all splits within `TIE` of it. The same search then splits a
-rank's layers over its virtual stages. It is exact for the student and one teacher, the one with the slowest layers; layers of
-further teachers, slowest first, then fill up the rest, teacher by teacher.
+The search makes the slowest pipeline rank as fast as possible. A rank with s student and t teacher layers
+spends `s x student_ms + t x teacher_ms` on a micro-batch, the last rank also the time of the heads. The
+search finds the smallest possible largest time over ranks, then the most even counts among all splits within
+`TIE` of it. The same search then splits a rank's layers over its virtual stages. It is exact for the student
+and one teacher, the one with the slowest layers; layers of further teachers, slowest first, then fill up the
+rest, teacher by teacher.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from mkd.plan.layout import PipelineLayout, count_virtual_stages
 from mkd.plan.model_shape import ModelShape
 
 TIE = 0.02
-"""Splits whose largest times differ by less than this proportion count as equal. Rates are not known more exactly, and even
-counts spread memory evenly."""
+"""Splits whose largest times differ by less than this proportion count as equal.
+
+Rates are not known more exactly, and even counts spread memory evenly.
+"""
 _ROUNDING = 1e-9  # relative; sums of the same times in another order
 
 
@@ -60,7 +64,10 @@ def layout_flags(config: Config) -> list[str]:
 
 
 def virtual_stages(config: Config, student: ModelShape) -> int:
-    """Return the virtual stages of each pipeline rank, for all models. Raises UsageError as `count_virtual_stages`."""
+    """Return the virtual stages of each pipeline rank, for all models.
+
+    Raises UsageError as `count_virtual_stages`.
+    """
     parallel = config.parallel
     return count_virtual_stages(
         student.num_layers,
@@ -88,6 +95,20 @@ def layouts_of(
         one_layout(config, model, stages) for model in planned_models(config, (student, *teachers))
     )
     return of_student, tuple(of_teachers)
+
+
+def one_model(config: Config, model: ModelShape, teacher: int | None = None) -> PlannedModel:
+    """Return the model that runs alone: the student, or the teacher of that number."""
+    others = () if teacher is None else (None,) * (teacher + 1)
+    (planned,) = planned_models(config, (*others, model))
+    return planned
+
+
+def layout_of(config: Config, model: ModelShape, stages: int, teacher: int | None = None) -> PipelineLayout:
+    """Return the layout of a model that runs alone. Raises UsageError if there is none."""
+    if config.parallel.pipeline_layout == "auto":
+        return layouts_of(config, model, (), stages)[0]
+    return one_layout(config, one_model(config, model, teacher), stages)
 
 
 def one_layout(config: Config, model: PlannedModel, stages: int) -> PipelineLayout:
@@ -118,8 +139,8 @@ def auto_layouts(
 ) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
     """Choose the layouts of the student and of each teacher together.
 
-    Every stage gets a layer of each model. The first stage (embedding) and the last one (heads) may have none.
-    Raises UsageError when a model has too few layers for that.
+    Every stage gets a layer of each model. The first stage (embedding) and the last one (heads) may have
+    none. Raises UsageError when a model has too few layers for that.
     """
     counts = (student_layers, *teacher_layers)
     stages = pipeline_parallel * virtual_stages
@@ -153,7 +174,10 @@ def balance_all(
     layer_ms: Sequence[float],  # of one layer of each
     bins: Sequence[Bin],
 ) -> list[tuple[int, ...]]:
-    """Return the layers of each model in each bin: `balance` the student and the slowest teacher, then one teacher at a time."""
+    """Return the layers of each model in each bin.
+
+    `balance` places the student and the slowest teacher first, then one teacher at a time.
+    """
     first, *others = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model]) or [None]
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
     for pair in [(0, first), *((other, None) for other in others)]:
@@ -175,7 +199,10 @@ def balance(
     bins: Sequence[Bin],
     tie: float = TIE,
 ) -> list[tuple[int, int]]:
-    """Return (student layers, teacher layers) of each bin: the most even counts within `1 + tie` of the smallest largest time."""
+    """Return (student layers, teacher layers) of each bin.
+
+    These are the most even counts within `1 + tie` of the smallest largest time.
+    """
     counts = [(student, teacher) for student in range(layers[0] + 1) for teacher in range(layers[1] + 1)]
     times = sorted(
         {fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts}
@@ -197,7 +224,8 @@ def _fits(
 ) -> bool:
     """Return whether all layers fit into bins of `limit_ms`.
 
-    Dynamic programming over bins: for each number of student layers placed so far, the most teacher layers that fit beside them.
+    Dynamic programming over bins: for each number of student layers placed so far, the most teacher layers
+    that fit beside them.
     """
     most = {0: 0}
     for one in bins:
@@ -213,7 +241,7 @@ def _fits(
 
 
 def _room(one: Bin, student: int, most: int, layer_ms: tuple[float, float], limit_ms: float) -> int:
-    """Return how many teacher layers, at most `most`, fit beside `student` layers in a bin; -1 if these alone do not fit."""
+    """Return how many teacher layers fit beside `student` layers in a bin; -1 if these alone do not fit."""
     free_ms = limit_ms * (1 + _ROUNDING) - one.fixed_ms - student * layer_ms[0]
     if free_ms < 0:
         return -1
@@ -225,8 +253,9 @@ def _most_even(
 ) -> list[tuple[int, int]]:
     """Return the split within `limit_ms` with the smallest squared distance to equal counts.
 
-    Among equals, early bins get fewer student layers, because they keep the activations of more micro-batches. This is
-    Dijkstra's search over (bin, layers placed so far). All bins together may leave `spare_ms` unused: their time less that of all layers.
+    Among equals, early bins get fewer student layers, because they keep the activations of more
+    micro-batches. This is Dijkstra's search over (bin, layers placed so far). All bins together may leave
+    `spare_ms` unused: their time less that of all layers.
     """
     spare_ms = (
         len(bins) * limit_ms * (1 + 2 * _ROUNDING)

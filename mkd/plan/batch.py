@@ -1,4 +1,4 @@
-"""The batch arithmetic: how a global batch of packs becomes micro-batches of data-parallel ranks."""
+"""The batch arithmetic: how a global batch of packs is split into micro-batches of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from mkd.errors import UsageError
 class BatchPlan:
     """Sizes of one optimizer step. A sample is one pack of `seq_length` tokens; batch sizes count packs."""
 
-    micro_batch_size: (
-        int  # packs of one micro-batch, run together as one row of micro_batch_size * seq_length tokens
-    )
+    micro_batch_size: int  # packs of one micro-batch, run as one row of micro_batch_size * seq_length tokens
     num_microbatches: int  # of each data-parallel rank
     data_parallel: int
     seq_length: int  # tokens of a pack
@@ -26,13 +24,15 @@ class BatchPlan:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, padding included."""
         return self.global_batch_size * self.seq_length
 
     def equation(self) -> str:
-        """The arithmetic, for the start of a run."""
+        """Return the arithmetic as one line."""
         packs = "pack" if self.global_batch_size == 1 else "packs"
         return (
-            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x {self.num_microbatches} "
+            f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x "
+            f"{self.num_microbatches} "
             f"micro-batches x {self.data_parallel} data-parallel; "
             f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
         )
@@ -41,13 +41,17 @@ class BatchPlan:
     def create(
         cls, *, micro_batch_size: int, global_batch_size: int | None, data_parallel: int, seq_length: int
     ) -> BatchPlan:
-        """`global_batch_size` None: one micro-batch per data-parallel rank. Raises UsageError where it does not divide."""
+        """Divide the global batch; None means one micro-batch on each data-parallel rank.
+
+        Raises UsageError if it does not divide.
+        """
         unit = micro_batch_size * data_parallel
         num_microbatches, rest = divmod(unit if global_batch_size is None else global_batch_size, unit)
         if rest:
             nearest = [n * unit for n in (num_microbatches, num_microbatches + 1) if n]
             raise UsageError(
-                f"global-batch-size {global_batch_size} is not divisible by micro-batch-size {micro_batch_size} x "
+                f"global-batch-size {global_batch_size} is not divisible by micro-batch-size "
+                f"{micro_batch_size} x "
                 f"data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
@@ -58,32 +62,43 @@ class BatchPlan:
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> BatchPlan:
         """Return the plan of `config` on `world_size` processes. Raises UsageError as `create`."""
-        parallel, training = config.parallel, config.training
-        model_parallel = model_parallel_size(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.context_parallel_size,
-        )
+        training = config.training
         return cls.create(
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size,
-            data_parallel=data_parallel_size(world_size, model_parallel),
+            data_parallel=data_parallel_of(config, world_size),
             seq_length=training.seq_length,
         )
 
 
 def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
-    """Processes that hold one replica of the pair."""
+    """Return the number of processes that hold one replica of the models."""
     return tensor * pipeline * context
 
 
+def data_parallel_of(config: Config, world_size: int) -> int:
+    """Return the number of replicas that `config` makes of `world_size` processes.
+
+    Raises UsageError if some are left over.
+    """
+    parallel = config.parallel
+    sizes = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    return data_parallel_size(world_size, model_parallel_size(parallel.tensor_model_parallel_size, *sizes))
+
+
 def document_multiple(context_parallel: int) -> int:
-    """Tokens that padded documents and packs are multiples of: context parallelism cuts each into 2 equal parts a process."""
+    """Return the number of tokens that padded documents and packs are multiples of.
+
+    Context parallelism cuts each into 2 equal parts a process.
+    """
     return 2 * context_parallel if context_parallel > 1 else 1
 
 
 def data_parallel_size(world_size: int, model_parallel: int) -> int:
-    """Replicas that `world_size` processes make. Raises UsageError when some processes would be left over."""
+    """Return the number of replicas that `world_size` processes make.
+
+    Raises UsageError if some are left over.
+    """
     if world_size % model_parallel:
         raise UsageError(
             f"{world_size} processes do not divide into replicas of {model_parallel} "

@@ -1,8 +1,10 @@
-"""The pipeline bubble: time that ranks wait in a step, by formula for equal stages and by simulation for any.
+"""The pipeline bubble, the time that ranks wait in a step: a formula for equal stages, a simulation for any
+stages.
 
-The simulation runs every rank's work in Megatron's order; a task starts when its rank is free and its input has been
-computed. Messages take no time, and the update after the last backward is not part of it. Of a long step only the beginning
-is run: once the pipeline is full, a micro-batch more adds the time of the slowest rank, or of ranks that wait for each other.
+The simulation runs every rank's work in Megatron's order. A task starts when its rank is free and its input
+has been computed. Messages take no time, and the update after the last backward is not included. Only the
+beginning of a long step is simulated: once the pipeline is full, each further micro-batch adds the time of
+the slowest rank, or of ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from typing import NamedTuple
 
 from mkd.plan.cost import StageTime
 
-SIMULATED = 32  # micro-batches for each pipeline rank
+SIMULATED = 32  # micro-batches per pipeline rank
 
 
 class Task(NamedTuple):
-    """The forward or backward of one micro-batch through one chunk of a pipeline rank."""
+    """The forward or backward of one micro-batch through one virtual stage of a pipeline rank."""
 
     is_forward: bool
     microbatch: int
@@ -29,7 +31,7 @@ class StepForecast:
     """Predicted time of all micro-batches of one optimizer step."""
 
     step_ms: float
-    ideal_ms: float  # the same work spread evenly over all ranks, nobody waiting
+    ideal_ms: float  # the same work spread evenly over all ranks, without waiting
 
     @property
     def bubble(self) -> float:
@@ -43,9 +45,10 @@ class StepForecast:
 
 
 def balanced_bubble(pipeline_parallel: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Bubble (0 to 1) of equal stages, (p - 1) / (v m + p - 1): Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    """Return the bubble (0 to 1) of equal stages, (p - 1) / (v m + p - 1).
 
-    It holds for v > 1 when m is a multiple of p, which the interleaved schedule wants anyway.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2. For v > 1 it holds if m is a multiple of p,
+    which the interleaved schedule requires anyway.
     """
     waits = pipeline_parallel - 1
     return waits / (virtual_stages * num_microbatches + waits)
@@ -54,10 +57,11 @@ def balanced_bubble(pipeline_parallel: int, num_microbatches: int, virtual_stage
 def rank_order(
     pipeline_rank: int, pipeline_parallel: int, virtual_stages: int, num_microbatches: int
 ) -> list[Task]:
-    """What Megatron's schedules run on one rank: forwards to fill the pipeline, one forward and one backward in turn, rest.
+    """Return what Megatron's schedules run on one rank.
 
-    Interleaved, micro-batches go through the chunks in groups of `pipeline_parallel`; backward takes the chunks from the
-    last to the first.
+    Forwards fill the pipeline, then one forward and one backward alternate, then the remaining backwards
+    follow. With interleaving, micro-batches go through the virtual stages in groups of `pipeline_parallel`;
+    backward takes the virtual stages from the last to the first.
     """
     groups = range(0, num_microbatches, pipeline_parallel if virtual_stages > 1 else num_microbatches)
     forwards = [
@@ -77,10 +81,10 @@ def rank_order(
 
 
 def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
-    """One step over `stages` (in model order, a multiple of `pipeline_parallel`).
+    """Simulate one step over `stages` (in model order, a multiple of `pipeline_parallel`).
 
-    Beyond `SIMULATED` micro-batches a rank the time goes on as over the second half of those, or as the slowest
-    rank works, if that is more.
+    Beyond `SIMULATED` micro-batches per rank, each further one takes as long as those of the second half on
+    average, or as long as the slowest rank needs for it, if that is more.
     """
     simulated = SIMULATED * pipeline_parallel
     if num_microbatches <= simulated:
@@ -100,7 +104,7 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
 
 
 def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
-    """Milliseconds until the last of all ranks has done all its tasks."""
+    """Return the milliseconds until all ranks have done all their tasks."""
     virtual_stages = len(stages) // pipeline_parallel
     orders = [
         rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches)
@@ -121,12 +125,15 @@ def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microba
                 clock_ms[rank] = max(clock_ms[rank], done_ms.get(source, 0.0)) + took_ms
                 done_ms[(task.is_forward, task.microbatch, stage)] = clock_ms[rank]
                 position[rank] += 1
-        assert position != before, "the schedule's order waits for itself"
+        assert position != before, "the schedule waits for itself"
     return max(clock_ms)
 
 
 def _input(task: Task, stage: int, num_stages: int) -> tuple[bool, int, int] | None:
-    """What a task waits for: the forward of the stage before, the backward of the stage behind, or its own forward."""
+    """Return the task that must be done first.
+
+    It is the previous stage's forward, the next stage's backward, or the task's own forward.
+    """
     if task.is_forward:
         return (True, task.microbatch, stage - 1) if stage else None
     if stage == num_stages - 1:

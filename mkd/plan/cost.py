@@ -1,8 +1,9 @@
 """The time of one micro-batch on each pipeline stage, from FLOPs and measured rates.
 
-Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes. The last stage
-also runs the LM heads and the loss: the fused head makes the gradient during forward, so all of it is forward time there.
-Embeddings, norms and communication are not counted, copies from and to the host where a forecast adds them.
+Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes.
+The last stage also runs the LM heads and the loss: the fused head computes the gradient during forward, so
+all of it is forward time there. Embeddings, norms and communication are not counted; `Forecast` adds copies
+from and to the host.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
-"""Tokens of a document where nobody knows better: about what web text has. Attention costs in proportion to it."""
+"""Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
 
 HOST_BYTES_PER_MS = 50e6
-"""Of page-locked memory over PCIe 5 x16: 63 GB/s by its specification, about 50 of it in use."""
+"""Bandwidth of page-locked memory over PCIe 5 x16: 63 GB/s as specified, about 50 in practice."""
 
 
 @dataclass(frozen=True)
 class Rates:
     """Useful TFLOP/s of one device, in bf16.
 
-    Measured on one H200 (Megatron-core 0.16.1, TE 2.11, torch 2.11+cu130, packs of 8,192 tokens): Qwen3-8B-shaped forward
-    200.2 ms with short documents and 235.5 ms with one long one, Qwen3-1.7B-shaped forward + backward 148.5 and 193.7 ms, no
-    heads. The difference is attention (490 and 447 TFLOP/s), the rest matrix products. Fused heads: 41 ms for
-    2 N V (3 h_s + h_t) = 25.5 TFLOP.
+    Measured on one H200 (Megatron-core 0.16.1, TE 2.11, torch 2.11+cu130, packs of 8,192 tokens):
+    Qwen3-8B-shaped forward 200.2 ms with short documents and 235.5 ms with one long one, Qwen3-1.7B-shaped
+    forward + backward 148.5 and 193.7 ms, no heads. The difference is attention (490 and 447 TFLOP/s), the
+    rest matrix products. Fused heads: 41 ms for 2 N V (3 h_s + h_t) = 25.5 TFLOP.
     """
 
     student_matmul: float = 488.0  # forward and backward, width 2048
@@ -44,12 +45,13 @@ class StageTime:
     """Milliseconds of one micro-batch on one (pipeline rank, virtual stage)."""
 
     forward_ms: (
-        float  # teachers and student; on the last stage their heads and the gradient of the student's too
+        float  # teachers and student; the last stage adds the heads and the gradient of the student's head
     )
     backward_ms: float
 
     @property
     def total_ms(self) -> float:
+        """Time of forward and backward."""
         return self.forward_ms + self.backward_ms
 
 
@@ -64,11 +66,11 @@ class PairCost:
 
     @property
     def student_ms(self) -> float:
-        """One student layer, forward and backward."""
+        """Time of one student layer, forward and backward."""
         return self.student_forward_ms + self.student_backward_ms
 
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[StageTime]:
-        """The time of every stage, in model order."""
+        """Return the time of every stage, in model order."""
         frozen_ms = [
             sum(
                 layout.layers[stage] * ms
@@ -94,9 +96,9 @@ def pair_cost(
 ) -> PairCost:
     """Return the cost of a micro-batch under the parallel sizes and the recomputation of `config`.
 
-    Attention is counted for packs of documents of `document_length` student tokens, or of a whole pack if that is shorter; a
-    teacher with its own tokens has as many more or fewer as its packs are longer or shorter. Every token counts as a loss
-    token. Block recomputation counts as if stages were equal.
+    Attention is counted for documents of `document_length` student tokens, or of a whole pack if that is
+    shorter. Documents of a cross-tokenizer teacher are longer or shorter in proportion to its packs. Every
+    token counts as a loss token. Block recomputation is counted as if stages were equal.
     """
     rates = rates or Rates()
     parallel, training = config.parallel, config.training
@@ -131,11 +133,13 @@ def pair_cost(
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
-    """FLOPs of the heads for one pack: the student's with both gradients (3 products) in every pass, each teacher's once.
+    """Count the FLOPs of the heads for one pack.
 
-    One divergence over the student's own tokens (an average of teachers is one) shares its pass with the cross entropy;
-    otherwise the cross entropy and each teacher have passes of their own. Weights that depend on the pack read every teacher's
-    logits a second time.
+    The student's head runs with both gradients (3 products) in every pass, each teacher's head once.
+
+    A single divergence over the student's tokens (an average of teachers is one) shares its pass with the
+    cross entropy. Otherwise the cross entropy and each teacher have a pass each. Weights that depend on the
+    pack read every teacher's logits a second time.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
@@ -149,7 +153,7 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
 
 
 def _recomputed_share(training: TrainingConfig, layers: float) -> float:
-    """Proportion (0 to 1) of a stage's `layers` that full recomputation runs again; block takes the first N of each stage."""
+    """Return the proportion (0 to 1) of a stage's `layers` that full recomputation runs again."""
     return 1.0 if training.recompute_method == "uniform" else min(training.recompute_num_layers / layers, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Predict a run before it starts: batch, layouts, stage times, bubble, FLOPs and memory, as the text shown on startup."""
+"""Predict a run before it starts: batch, layouts, stage times, bubble, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity, which is MFU 1
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one configuration will do on GPUs. Times are those of H200s (see `mkd.plan.cost.Rates`), memory that of any GPU."""
+    """The predictions for one configuration.
+
+    Times hold for H200s (see `mkd.plan.cost.Rates`), memory for any GPU.
+    """
 
     config: Config
     batch: BatchPlan
@@ -53,11 +56,17 @@ class Forecast:
         return cls(config, batch, student, teachers, *layouts, document_length)
 
     def with_config(self, config: Config) -> Forecast:
-        """Predict the same models on as many GPUs with other settings. Raises ErrorList if these cannot run."""
+        """Predict the same models on as many GPUs with other settings.
+
+        Raises ErrorList if these cannot run.
+        """
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
     def stage_times(self) -> list[StageTime]:
-        """Return the time of each stage, in model order. Copies of teachers on the host count as far as computing hides them not."""
+        """Return the time of each stage, in model order.
+
+        Copies of teachers on the host count as far as computation does not hide them.
+        """
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         times = cost.stage_times(self.student_layout, self.teacher_layouts)
@@ -152,7 +161,8 @@ class Forecast:
         tensor = self.config.parallel.tensor_model_parallel_size
         teachers = [(teacher.role, teacher.shape) for teacher in plan_teachers(self.config, self.teachers)]
         return [
-            f"{role} attention: {shape.num_query_groups} key/value heads padded to {shape.padded_query_groups(tensor)} "
+            f"{role} attention: {shape.num_query_groups} key/value heads padded to "
+            f"{shape.padded_query_groups(tensor)} "
             "for tensor parallel"
             for role, shape in [("student", self.student), *teachers]
             if shape.num_query_groups % tensor
@@ -171,7 +181,8 @@ class Forecast:
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *([copies] if copies_ms > 0 else []),
-            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step_ms):.3f}; "
+            f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
+            f"{self.mfu(step_ms):.3f}; "
             f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
             *([share] if self.teachers else []),
         ]

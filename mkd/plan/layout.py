@@ -1,4 +1,4 @@
-"""How the decoder layers of one model are split over pipeline ranks and their virtual stages."""
+"""The split of one model's decoder layers over pipeline ranks and their virtual stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ STUDENT_FLAG = "--student-pipeline-layout"
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Layers per stage in model order; the stage of a chunk is `virtual_stage * pipeline_parallel + pipeline_rank`."""
+    """Layers per stage in model order.
+
+    A stage has the number `virtual_stage * pipeline_parallel + pipeline_rank`.
+    """
 
     layers: tuple[int, ...]
     pipeline_parallel: int
@@ -25,9 +28,9 @@ class PipelineLayout:
     def even(
         cls, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
     ) -> PipelineLayout:
-        """The same number of layers on every stage.
+        """Put the same number of layers on every stage.
 
-        Raises UsageError when that is impossible; it names `flag`, the one that takes an uneven split.
+        Raises UsageError if that is impossible; the error names `flag`, which takes an uneven split.
         """
         stages = pipeline_parallel * virtual_stages
         layers, rest = divmod(num_layers, stages)
@@ -37,7 +40,7 @@ class PipelineLayout:
                 split += f" x {virtual_stages} virtual stages = {stages}"
             raise UsageError(
                 f"{num_layers} layers do not divide over {split}",
-                "an even split would leave out the remainder, and mkd never drops a layer",
+                "an even split would drop the remaining layers",
                 f"use {flag} {nearly_even(num_layers, stages)} or --pipeline-layout auto"
                 if layers
                 else "use fewer pipeline stages",
@@ -56,8 +59,8 @@ class PipelineLayout:
     ) -> PipelineLayout:
         """Read `8,8,7,7` (layers per stage) or Megatron's `Et*8|t*8|t*7|t*7L`, where `(...)*n` repeats.
 
-        Raises UsageError for a text that is neither, or that does not fit the model and the pipeline. A stage without
-        layers is accepted where it holds the embedding (the first one) or the head (the last one).
+        Raises UsageError for another text, and for a layout that does not fit the model or the pipeline. Only
+        the first stage (embedding) and the last one (head) may have no layers.
         """
         stages = pipeline_parallel * virtual_stages
         layers = _parse_counts(text) or _parse_megatron(text, flag)
@@ -66,7 +69,7 @@ class PipelineLayout:
         if len(layers) != stages:
             raise UsageError(
                 f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}",
-                f"every one of {pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages needs an entry",
+                f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each",
                 do,
                 code="layout-stages-differ",
             )
@@ -95,25 +98,25 @@ class PipelineLayout:
         virtual_stages: int = 1,
         flag: str = STUDENT_FLAG,
     ) -> PipelineLayout:
-        """`parse` where the user gave a layout, else `even`."""
+        """Parse the layout if the user gave one, else split evenly."""
         sizes = (num_layers, pipeline_parallel, virtual_stages, flag)
         return cls.parse(text, *sizes) if text else cls.even(*sizes)
 
     def to_megatron(self) -> list[list[str]]:
-        """The list form of Megatron's `pipeline_model_parallel_layout`: one list of layer kinds per stage."""
+        """Return Megatron's `pipeline_model_parallel_layout`: a list of layer kinds per stage."""
         stages = [["decoder"] * count for count in self.layers]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         return stages
 
     def for_rank(self, pipeline_rank: int, virtual_stage: int = 0) -> tuple[int, int]:
-        """(first layer, number of layers) of one chunk; layers count from 0."""
+        """Return (first layer, number of layers) of one virtual stage; layers count from 0."""
         stage = virtual_stage * self.pipeline_parallel + pipeline_rank
         return sum(self.layers[:stage]), self.layers[stage]
 
 
 def nearly_even(num_layers: int, stages: int) -> str:
-    """`8,8,7,7` for 30 layers on 4 stages."""
+    """Return the most even split as text: `8,8,7,7` for 30 layers on 4 stages."""
     layers, rest = divmod(num_layers, stages)
     return ",".join(str(layers + (stage < rest)) for stage in range(stages))
 
@@ -124,10 +127,10 @@ def count_virtual_stages(
     layers_per_virtual_stage: int | None = None,
     num_virtual_stages: int | None = None,
 ) -> int:
-    """Model chunks of each pipeline rank, from Megatron's two ways to ask for interleaving; 1 for none.
+    """Return the virtual stages of each pipeline rank (default: 1), from Megatron's two settings.
 
-    `--num-layers-per-virtual-pipeline-stage N` counts the student's layers; the teacher gets the same number of virtual
-    stages. Raises UsageError where N does not divide the student's layers of a rank.
+    `--num-layers-per-virtual-pipeline-stage N` counts the student's layers; the teacher gets as many stages.
+    Raises UsageError if N does not divide the student's layers of a rank.
     """
     if layers_per_virtual_stage is None:
         return num_virtual_stages or 1
@@ -144,21 +147,21 @@ def count_virtual_stages(
 
 
 def _parse_counts(text: str) -> tuple[int, ...] | None:
-    """`8, 8, 7, 7` -> (8, 8, 7, 7); None for another notation."""
+    """Read `8, 8, 7, 7` as (8, 8, 7, 7); return None for another notation."""
     parts = [part.strip() for part in text.split(",")]
     return tuple(map(int, parts)) if all(re.fullmatch(r"\d+", part) for part in parts) else None
 
 
 def _parse_megatron(text: str, flag: str) -> tuple[int, ...]:
-    """Decoder layers per stage of Megatron's string form: E embedding, t decoder layer, L loss, `|` between stages."""
+    """Read Megatron's form: E embedding, t decoder layer, L loss, `|` between stages."""
     expanded = re.sub(r"[,\s]", "", text)
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtL|])\*(\d+)"):
         expanded = re.sub(repeated, lambda match: match[1] * int(match[2]), expanded)
     if not re.fullmatch(r"E[t|]*L", expanded):
         raise UsageError(
             f"{flag} {text} is not a layout",
-            "it is either a list of layers per stage, or Megatron's string form, where E (embedding) comes first, L (loss) "
-            "last, t is a decoder layer, | ends a stage and *n repeats",
+            "write a list of layers per stage, or Megatron's form: E (embedding) comes first, L (loss) last, "
+            "t is a decoder layer, | ends a stage and *n repeats",
             f"use for example {flag} 8,8,7,7 or 'Et*8|t*8|t*7|t*7L'",
             code="layout-not-valid",
         )

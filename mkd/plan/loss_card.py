@@ -1,4 +1,4 @@
-"""The loss card: the objective of a run as one short text, with its numbers, and what gives the same in other engines."""
+"""The loss card: the objective of a run as a short text, with its numbers and settings of other engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMBINATIONS = {
 
 @dataclass(frozen=True)
 class Term:
-    """What is minimised for one teacher."""
+    """The loss of one teacher."""
 
     temperature: float
     scaling: str  # squared or none
@@ -60,7 +60,7 @@ class Term:
 
 
 def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
-    """The card of an `mkd.config.schema.Config`; `teachers` are the shapes of those that run, none for a stored one."""
+    """Return the card. `teachers` are the shapes of the teachers that run; a stored one has none."""
     rows = [("loss card", ""), *_formula(config, student)]
     if config.kd.kd_ratio > 0:
         rows += _teachers(config, student, teachers)
@@ -141,12 +141,12 @@ def _vocabulary(teacher: TeacherConfig, student: ModelShape, shape: ModelShape) 
 def _elsewhere(
     config: Config, student: ModelShape, teachers: Sequence[ModelShape]
 ) -> Iterator[tuple[str, str]]:
-    """Settings of other engines with the same objective, or why there are none.
+    """Yield settings of other engines with the same objective, or why there are none.
 
-    Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha kd`), NeMo Automodel
-    `nemo_automodel/components/loss/kd_loss.py` (forward KL times T^2, `(1 - kd_ratio) ce + kd_ratio kd`), TRL `GKDTrainer`
-    (generalized JSD, whose weight of the teacher in the mixture is `beta`; no cross entropy, and its temperature is that of
-    sampling).
+    Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha
+    kd`), NeMo Automodel `nemo_automodel/components/loss/kd_loss.py` (forward KL times T^2, `(1 - kd_ratio) ce
+    + kd_ratio kd`), TRL `GKDTrainer` (generalized JSD, whose weight of the teacher in the mixture is `beta`;
+    no cross entropy, and its temperature is that of sampling).
     """
     ratio, term = config.kd.kd_ratio, Term.of(config.kd, config.teachers[0])
     names, divergence = ("ModelOpt", "NeMo Automodel", "TRL GKD"), term.divergence.resolved()
@@ -183,7 +183,7 @@ def _elsewhere(
 
 
 def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:
-    """(share of KD, factor) in an engine that multiplies the divergence D by `other_scale` where mkd does by `scale`.
+    """Return (share of KD, factor) for an engine that scales the divergence D by `other_scale`, mkd by `scale`.
 
     (1 - ratio) CE + ratio scale D = factor ((1 - share) CE + share other_scale D).
     """
@@ -192,7 +192,7 @@ def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, flo
 
 
 def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
-    """Why no other engine has this objective; None where one may."""
+    """Return why no other engine has this objective; None if one may."""
     if len(config.teachers) > 1:
         return "one teacher only"
     if config.teachers[0].topk:

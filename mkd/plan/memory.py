@@ -1,8 +1,8 @@
 """Peak GPU memory of every pipeline rank, before anything runs.
 
-Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor, as
-Transformer Engine's layers save them; how many micro-batches are alive follows from the order of the schedule. Not counted:
-fragmentation of torch's allocator (a few percent of what it reserves).
+Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor,
+as Transformer Engine's layers save them; how many micro-batches are alive follows from the order of the
+schedule. Not counted: fragmentation of torch's allocator (a few percent of what it reserves).
 """
 
 from __future__ import annotations
@@ -21,35 +21,44 @@ from mkd.plan.teachers import Teacher, plan_teachers
 
 GIB = 2**30
 WORKSPACE_GIB = (
-    0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, loss scalars
+    0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars
 )
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
-STREAMED_LAYERS = 2  # of a teacher on the host, on the device: one runs while the next arrives; embedding and head stay there
+# Layers of a teacher on the host that the device holds: one runs while the next arrives. Embedding and head
+# stay.
+STREAMED_LAYERS = 2
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one pipeline rank, GiB per process. The first rows are allocated by torch, `device_gib` is not."""
+    """Peak memory of one pipeline rank, GiB per process.
+
+    Torch allocates all of it except `device_gib`.
+    """
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
-    optimizer_gib: float  # fp32 master weights (bf16 runs) and two moments; from the host, only what an update adds to the peak
+    # fp32 master weights (bf16 runs) and two moments; kept on the host, only what an update adds to the peak
+    optimizer_gib: float
     teacher_gib: float  # weights of all teachers
     activations_gib: float  # of the student, all micro-batches that are alive at the peak
-    transient_gib: float  # a teacher's forward, head, or one layer's backward, whatever makes the peak; messages; workspaces
+    # a teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces
+    transient_gib: float
     device_gib: float  # CUDA context and NCCL: seen by nvidia-smi, not by torch
 
     @property
     def allocated_gib(self) -> float:
-        """What `torch.cuda.max_memory_allocated` will say."""
+        """Expected value of `torch.cuda.max_memory_allocated`."""
         return self.total_gib - self.device_gib
 
     @property
     def total_gib(self) -> float:
+        """Sum of all fields."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     def describe(self) -> str:
+        """Return the total and its parts as one line."""
         parts = " + ".join(
             f"{field.name.removesuffix('_gib')} {getattr(self, field.name):.2f}" for field in fields(self)
         )
@@ -58,12 +67,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The prediction for all pipeline ranks; processes of one pipeline rank are alike."""
+    """The prediction for all pipeline ranks; processes of one pipeline rank need the same."""
 
     ranks: tuple[RankMemory, ...]
 
     def describe(self) -> str:
-        """One line per pipeline rank."""
+        """Return one line per pipeline rank."""
         lines = [
             f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in enumerate(self.ranks)
         ]
@@ -120,7 +129,7 @@ class _Models:
 
     @property
     def vocab_rows(self) -> int:
-        """Of each embedding and head on one process: models that read the same tokens are padded alike."""
+        """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
         shapes = [
             self.student,
@@ -129,7 +138,11 @@ class _Models:
         return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
-        """Of a teacher's head on one process. With its own tokens it has a place beside each row of the student's."""
+        """Return the rows of a teacher's head on one process.
+
+        A cross-tokenizer teacher has at least as many as the student, because each student row has one beside
+        it.
+        """
         tensor = self.config.parallel.tensor_model_parallel_size
         return max(
             self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
@@ -178,7 +191,10 @@ class _Models:
         return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
-        """On the device. With its own tokens a teacher has an embedding padded by itself, and a head never tied to it."""
+        """Return the parameters of a teacher on the device of one process.
+
+        The embedding of a cross-tokenizer teacher is padded by itself, and its head is never tied to it.
+        """
         if not teacher.is_cross_tokenizer:
             return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
         tensor = self.config.parallel.tensor_model_parallel_size
@@ -189,7 +205,7 @@ class _Models:
         return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(activations alive, transient), bytes, at each moment of the rank's schedule that may be its peak."""
+        """Yield (activations alive, transient), bytes, at each moment of the schedule that may be the peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
         table = (
@@ -215,7 +231,10 @@ class _Models:
                 yield alive, table if stage == 0 else 0
 
     def _teachers_forward_bytes(self, stage: int) -> int:
-        """Peak of the teachers' forwards through a stage, one after another, those done keeping their hidden states."""
+        """Return the peak of the teachers' forwards through a stage, one after another.
+
+        A teacher that has run keeps its hidden states.
+        """
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
             if layout.layers[stage]:
@@ -224,8 +243,10 @@ class _Models:
         return peak
 
     def _head_bytes(self, with_gradient: bool = True) -> int:
-        """The heads: the largest of the teachers' (`_chunk_bytes`), and for all rows every teacher's hidden state, the
-        gradient of the student's, and statistics. With sequence parallelism hidden states are gathered.
+        """Return the bytes of the heads: the largest chunk (`_chunk_bytes`), and what all rows keep.
+
+        All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
+        sequence parallelism hidden states are gathered.
         """
         student = self._student_activations
         groups = [(teacher,) for teacher in self.teachers] or [()]
@@ -237,9 +258,10 @@ class _Models:
         return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
 
     def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """One divergence from `teachers`, for a chunk of rows (all, if the teacher is stored): the logits of all models, their
-        hidden states and the student's gradient. The weight's gradient goes into DDP's buffer. Without a gradient logits are
-        fp32.
+        """Return the bytes of one divergence, for a chunk of rows (all rows, if the teacher is stored).
+
+        They hold the logits of all models, their hidden states and the student's gradient. The weight's
+        gradient goes into DDP's buffer. Without a gradient logits are fp32.
         """
         kd = self.config.kd
         is_fp32 = kd.kd_fp32_logits or not with_gradient
@@ -262,7 +284,7 @@ class _Models:
         return total
 
     def _message_bytes(self) -> int:
-        """Pipeline messages: activations of all models on the way in and out, or the student's gradients."""
+        """Return the bytes of pipeline messages: activations of all models in and out, or gradients."""
         if self.config.parallel.pipeline_model_parallel_size == 1:
             return 0
         models = [self._student_activations, *map(self._activations, self.teachers)]

@@ -1,4 +1,4 @@
-"""The teachers as a plan sees them: shape, name, and the tokens that each reads."""
+"""The teachers in a plan: shape, name, and the tokens that each reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkd.plan.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that runs, under a configuration."""
+    """A teacher that runs, with its settings."""
 
     shape: ModelShape
     role: str
@@ -22,10 +22,10 @@ class Teacher:
 
 
 def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
-    """`shapes`, of `config.teachers` in their order (none where none runs), with what the configuration says of them.
+    """Combine `shapes` with the settings of `config.teachers`, in their order; no shapes if no teacher runs.
 
-    A teacher with another tokenizer reads `xtoken.seq_length` tokens a pack, or, before the data are known, as many as the
-    student.
+    A cross-tokenizer teacher reads `xtoken.seq_length` tokens a pack. Until the data are known, the default
+    is the student's number.
     """
     assert len(shapes) <= len(config.teachers), f"{len(shapes)} shapes of {len(config.teachers)} teachers"
     return tuple(

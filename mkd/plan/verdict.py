@@ -1,4 +1,4 @@
-"""Say whether a planned run fits its GPUs and, if not, which settings to change. Every change is tried through the plan."""
+"""The verdict of a plan: whether the run fits its GPUs and, if not, which settings to change."""
 
 from __future__ import annotations
 
@@ -35,30 +35,37 @@ class Remedy:
 
     def describe(self, more: str = "") -> str:
         """Return the flags, then `more`, then predicted time and memory."""
-        return f"{' '.join(change.text for change in self.changes)}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
+        flags = " ".join(change.text for change in self.changes)
+        return f"{flags}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
 
 
 def describe(forecast: Forecast) -> str:
-    """Describe the forecast. If --device-memory-gib is given, add whether the run fits, or what would make it fit."""
+    """Describe the forecast.
+
+    If --device-memory-gib is given, add whether the run fits, or what would make it fit.
+    """
     memory_gib = forecast.config.device_memory_gib
     described = forecast.describe()
     return described if memory_gib is None else f"{described}\n{verdict(forecast, memory_gib)}"
 
 
 def verdict(forecast: Forecast, device_memory_gib: float) -> str:
-    """Say whether the run fits, by how much, and on which pipeline rank; if it does not, the cheapest changes that help."""
+    """Say whether the run fits, by how much and on which pipeline rank; if not, how to make it fit."""
     usable = USABLE * device_memory_gib
     rank, need = fullest_rank(forecast)
-    left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {100 * (1 - USABLE):.0f} % for fragmentation"
+    reserve = f"{100 * (1 - USABLE):.0f} % for fragmentation"
+    left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {reserve}"
     if need <= usable:
         return f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the {left}"
     lines = [
-        f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"
+        f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than "
+        f"the {left}"
     ]
     found = remedies(forecast, usable)
     if found:
         lines.append(
-            f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} ms):"
+            f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} "
+            "ms):"
         )
         # without a given batch size it follows from the layout, which the changes may change
         follows = forecast.config.training.global_batch_size is None
@@ -66,7 +73,8 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
         lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     else:
         lines.append(
-            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or a shorter "
+            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or "
+            "a shorter "
             "--seq-length"
         )
     return "\n".join(lines)
@@ -82,8 +90,9 @@ def fullest_rank(forecast: Forecast) -> tuple[int, float]:
 def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     """Return changes that make the run fit into `usable_gib`, by step time.
 
-    Pairs of changes are tried if few single changes help, and three together if nothing else does. Of each choice of kinds only
-    the cheapest is kept. A set that contains a smaller remedy is left out, so every change in a remedy is necessary.
+    Pairs of changes are tried if few single changes help, and three together if nothing else does. Of each
+    choice of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
+    change in a remedy is necessary.
     """
     config = _training(forecast.config, global_batch_size=forecast.batch.global_batch_size)
     known = list(changes(config, max(forecast.student_layout.layers)))
@@ -120,7 +129,10 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
 
 
 def changes(config: Config, stage_layers: int) -> Iterator[Change]:
-    """Yield what may be changed, the least intrusive first. The student's largest stage has `stage_layers` layers."""
+    """Yield what may be changed, the least intrusive first.
+
+    The student's largest stage has `stage_layers` layers.
+    """
     kd, parallel = config.kd, config.parallel
     if kd.kd_fp32_logits:
         yield Change(

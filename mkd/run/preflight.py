@@ -1,6 +1,6 @@
-"""What of tokenizers, data and the export's folder would end a run, found before processes meet and weights are read.
+"""Find the problems of tokenizers, data and the export's folder before processes meet and weights are read.
 
-All ranks look at the same few files, so that all refuse the run together.
+All ranks read the same few files, so all of them refuse the run together.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 
-LOOKED_AT = 16  # records of each raw file, and more where more may be bad
+LOOKED_AT = 16  # records read of each raw file; more if more may be bad
 CORPUS_SUFFIXES = (".bin", ".idx")
 
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """Opened once, for the checks and for the run."""
+    """The tokenizers of a run, opened once for the checks and the run itself."""
 
     student: Tokenizer
     teachers: tuple[
         Tokenizer | None, ...
-    ]  # one for every teacher that runs; None for those that read the student's tokens
+    ]  # one for each teacher that runs; None: it reads the student's tokens
     source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
-    notes: tuple[str, ...]  # what its user should know of it
+    notes: tuple[str, ...]  # shown to the user
 
 
 def open_tokenizers(
@@ -48,9 +48,10 @@ def open_tokenizers(
     student: ModelSource | None,
     teachers: Sequence[ModelSource | None],
 ) -> Tokenizers | None:
-    """The tokenizers of a run, compared with its models and each other; None where the student's cannot be opened.
+    """Open the tokenizers of a run and compare them with its models and each other.
 
-    What is wrong is added to `problems`. A model that is None is one already.
+    Problems are added to `problems`. Return None if the student's tokenizer cannot be opened. A model that is
+    None has been reported before.
     """
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
@@ -73,7 +74,8 @@ def open_tokenizers(
             )
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     unchecked = [
-        f"note: the {role}'s folder {source.assets} has no tokenizer, so that its ids are taken for the student's unchecked"
+        f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be the "
+        "student's"
         for role, settings, source in zip(
             teacher_roles(config.teachers), config.teachers, teachers, strict=False
         )
@@ -83,69 +85,71 @@ def open_tokenizers(
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
-    """What `HFAssets` copies of the tokenizer of that name. Raises CheckpointError where it cannot be had from the hub."""
+    """Return what `HFAssets` copies of the tokenizer. Raises CheckpointError if the hub does not have it."""
     if tokenizer_type == "TiktokenTokenizer":
         return None
     return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_PATTERNS)
 
 
 def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) -> Iterator[str]:
-    """On a --tokenizer-model that is not in the student's folder, and what is written of it."""
+    """Yield notes on a --tokenizer-model outside the student's folder, and on what exports get of it."""
     name, kind = config.data.tokenizer_model, config.data.tokenizer_type
     if name is None:
         return
     if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
-        with suppress(UsageError):  # the student's own need not be readable: it is not used
+        with suppress(UsageError):  # the student's own is not used, so it need not be readable
             difference = tokenizer.vocabulary_difference(
                 load_tokenizer("HuggingFaceTokenizer", str(student.assets))
             )
             if difference is not None:
-                yield f"note: --tokenizer-model {name} is not the tokenizer in {student.assets}, ids differ: {difference}"
+                other = f"--tokenizer-model {name} is not the tokenizer in {student.assets}"
+                yield f"note: {other}, ids differ: {difference}"
     if not (config.checkpoint.save or config.checkpoint.export_hf):
         return
     if kind == "SentencePieceTokenizer":
-        yield f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone: without its settings transformers may make other ids"
+        asset = f"note: exports get {name} as {SENTENCEPIECE_ASSET} alone"
+        yield f"{asset}: without its settings transformers may make other ids"
     elif kind == "TiktokenTokenizer":
         yield f"note: exports get no tokenizer: {name} is no file that transformers reads"
 
 
 def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
-    """That of a teacher with tokens of its own. Raises UsageError, which says whose it is."""
+    """Open the tokenizer of a cross-tokenizer teacher. Raises UsageError, which names the teacher."""
     if not has_tokenizer(teacher.assets):
         raise UsageError(
             f"the {role} has no tokenizer in {teacher.assets}",
-            "it is compared with the student on the same text (xtoken), which it reads in tokens of its own",
-            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
+            "it is compared with the student on the same text (xtoken), which it reads in its own tokens",
+            "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the "
+            "student's tokens, "
             "remove its xtoken settings",
             code="tokenizer-missing",
         )
     try:
         return open_tokenizer(str(teacher.assets))
     except UsageError as error:
-        raise UsageError(
-            f"the {role}'s tokenizer, {error.what}", error.why, error.do, code=error.code
-        ) from error
+        raise error.located(f"the {role}'s tokenizer") from error
 
 
 def same_vocabulary_problems(
     tokenizer: Tokenizer, config: Config, role: str, teacher: ModelSource
 ) -> list[MkdError]:
-    """Of a teacher that reads the ids of `tokenizer`."""
+    """Return the problems of a teacher that reads the ids of `tokenizer`."""
     problems: list[MkdError] = []
     collect_error(problems, lambda: require_same_tokenizer(tokenizer, teacher))
     return problems or list(wider_than_head(tokenizer, config, role, teacher))
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
-    """Refuse a teacher whose ids mean other strings: its logits would be compared with the wrong words."""
+    """Raise UsageError for a teacher whose ids mean other strings: its logits would belong to other words."""
     if not has_tokenizer(teacher.assets):
-        return  # nothing to compare: a teacher of bare weights is taken at its user's word
+        return  # bare weights cannot be compared
     difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
     if difference is not None:
         raise UsageError(
             f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
             "distillation compares the two models id by id",
-            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+            "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss "
+            "partition_kl (`xtoken: {}`)",
             code="tokenizers-differ",
         )
 
@@ -153,7 +157,10 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Special tokens beyond the model are fine until the data has them, unless every pack may have them."""
+    """Yield a problem if text or padding can have ids beyond the model.
+
+    Unused special tokens may be beyond it.
+    """
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
@@ -165,14 +172,17 @@ def wider_than_head(
     if max(used) >= rows:
         yield UsageError(
             f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
-            "text would become ids that the model has no embedding for",
+            "text would become ids for which the model has no embedding",
             f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
             code="tokenizer-beyond-vocabulary",
         )
 
 
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
-    """Path -> flag of every corpus; a flag that is no list of paths and weights is added to `problems`."""
+    """Return path -> flag of every corpus.
+
+    Add to `problems` a flag that is not a list of paths and weights.
+    """
     found: dict[str, str] = {}
     for flag, values in (
         ("--data-path", config.data.data_path),
@@ -188,16 +198,16 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
 
 
 def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, config: Config) -> list[MkdError]:
-    """What is wrong with each corpus (path -> flag): nothing there, of an unknown kind, without records, damaged, of other ids.
+    """Return the problems of each corpus (path -> flag): missing, unknown kind, empty, damaged, other ids.
 
-    Or with its records: that some tokenizer has no template for conversations, or no EOS for what must end with it.
+    Also report tokenizers without a chat template for conversations, or without an EOS to end documents.
     """
     problems: list[MkdError] = []
     kinds: set[str] = set()
     for path, flag in paths.items():
         found = collect_error(
             problems,
-            lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records),
+            lambda flag=flag, path=path: _kinds_in(flag, path, tokenizers, config.data.max_bad_records),
         )
         kinds |= found or set()
         if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
@@ -210,7 +220,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
 def export_problems(
     checkpoint: CheckpointConfig, models: Sequence[ModelSource], tokenizers: Tokenizers | None
 ) -> list[MkdError]:
-    """What --export-hf would destroy, and which is otherwise found out only after all training."""
+    """Return a problem if --export-hf would overwrite a folder that the run reads."""
     if checkpoint.export_hf is None:
         return []
     folder = Path(checkpoint.export_hf)
@@ -224,14 +234,14 @@ def export_problems(
     return []
 
 
-def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
-    """The kinds of the first records, none without records but tokens.
+def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
+    """Return the kinds of a corpus's first records; none for a tokenised one.
 
-    Raises DataError for a corpus that cannot be trained on, as far as its beginning or its sizes say.
+    Raises DataError if its beginning or its sizes show that it cannot be trained on.
     """
     if is_raw(path):
         require_file(path, flag)
-        return _look_at_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
+        return _kinds_of_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
         raise DataError(
             f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
@@ -247,8 +257,11 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
     return set()
 
 
-def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
-    """Their kinds. One good record is enough: how many bad ones are too many is for those who read them all."""
+def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
+    """Return the kinds of the first records.
+
+    One good record is enough; the run itself counts the bad ones.
+    """
     kinds, refused = set(), None
     for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
         if kinds and place >= LOOKED_AT:
@@ -268,14 +281,14 @@ def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
-    """One for every model that has to read conversations and cannot."""
+    """Yield one problem for every model that has to read conversations and cannot."""
     for role, tokenizer in zip(
         ("student", *teacher_roles(config.teachers)), (tokenizers.student, *tokenizers.teachers), strict=False
     ):
         if tokenizer is not None and not tokenizer.has_chat_template:
             yield DataError(
                 f"the {role}'s tokenizer has no chat template",
-                f"{corpus} has conversations, which become its tokens by that",
+                f"{corpus} has conversations, which the template turns into tokens",
                 "put the chat_template of its instruction-tuned version into tokenizer_config.json"
                 + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
                 code="chat-template-missing",

@@ -78,13 +78,13 @@ def test_config_file_is_not_a_setting():
 
 def test_unknown_flag_names_the_nearest():
     error = problem("--tensor-parallel-size", "2")
-    assert error.what == "--tensor-parallel-size is not a flag of mkd"
-    assert error.do == "did you mean --tensor-model-parallel-size?"
+    assert error.code == "flag-unknown" and error.what.startswith("--tensor-parallel-size ")
+    assert "--tensor-model-parallel-size?" in error.do
     assert problem("--xyzzy").do == "see --help"
 
 
 def test_no_abbreviations():
-    assert problem("--seq", "3").what == "--seq is not a flag of mkd"
+    assert problem("--seq", "3").code == "flag-unknown"
 
 
 def test_a_misspelt_flag_with_values_does_not_hide_the_others():
@@ -92,37 +92,33 @@ def test_a_misspelt_flag_with_values_does_not_hide_the_others():
         ["--data-paths", "a", "b", "--lr", "3e-4", "--num-layers", "12", "--seq-length", "x"]
     )
     assert result.values == {"optimizer.lr": (3e-4, "--lr")}
-    assert [error.what.split(":")[0] for error in result.errors] == [
-        "--data-paths is not a flag of mkd",
-        "--num-layers",
-        "--seq-length",
-    ]
+    assert [error.code for error in result.errors] == ["flag-unknown", "flag-replaced", "value-not-valid"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "what"),
+    ("argv", "code"),
     [
-        (["--seq-length", "abc"], "--seq-length: 'abc' is not a whole number"),
-        (["--seq-length", "1.5"], "--seq-length: '1.5' is not a whole number"),
-        (["--lr", "fast"], "--lr: 'fast' is not a number"),
-        (["--lr", "nan"], "--lr: 'nan' is not a number"),
-        (["--pack", "ffd"], "--pack: 'ffd' is not a known value"),
-        (["--kd-divergence", "tvd"], "--kd-divergence: 'tvd' is not a known value"),
-        (["--lr"], "argument --lr: expected 1 argument"),
-        (["--bf16", "true"], "unrecognized arguments: true"),
-        (["stray"], "unrecognized arguments: stray"),
-        (["-x"], "unrecognized arguments: -x"),
+        (["--seq-length", "abc"], "value-not-valid"),
+        (["--seq-length", "1.5"], "value-not-valid"),
+        (["--lr", "fast"], "value-not-valid"),
+        (["--lr", "nan"], "value-not-valid"),
+        (["--pack", "ffd"], "value-unknown"),
+        (["--kd-divergence", "tvd"], "value-unknown"),
+        (["--lr"], "command-line-not-valid"),
+        (["--bf16", "true"], "command-line-not-valid"),
+        (["stray"], "command-line-not-valid"),
+        (["-x"], "command-line-not-valid"),
     ],
 )
-def test_wrong_values(argv, what):
+def test_wrong_values(argv, code):
     error = problem(*argv)
-    assert error.what == what
-    assert error.do and error.exit_code == 64
+    assert error.code == code and error.do and error.exit_code == 64
+    assert argv[-1] in error.what
 
 
 def test_choices_are_listed():
     assert problem("--pack", "ffd").do == "use bfd or none"
-    assert problem("--kd-divergence", "tvd").do == f"use {' or '.join(DIVERGENCES)}"
+    assert all(name in problem("--kd-divergence", "tvd").do for name in DIVERGENCES)
 
 
 def test_help_is_grouped_and_ends_with_0(capsys):

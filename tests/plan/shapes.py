@@ -32,14 +32,14 @@ TEACHER = qwen3(36, 4096, 12288, 32, tied=False)
 
 
 def config(*argv: str | int) -> Config:
-    """What these flags give in bf16."""
+    """Return the configuration of these flags, in bf16."""
     return load_config(
         ["--teacher-hf", "t", "--bf16", "--seq-length", str(SEQ_LENGTH), *map(str, argv)]
     ).config
 
 
 def several(*teachers: dict, **kd) -> Config:
-    """A configuration in bf16 with `TeacherConfig` fields of each teacher."""
+    """Return a configuration in bf16 with `TeacherConfig` fields of each teacher."""
     settings = config()
     sources = tuple(TeacherConfig(**{"hf": f"t{index}"} | fields) for index, fields in enumerate(teachers))
     return replace(settings, teachers=sources, kd=replace(settings.kd, **kd))

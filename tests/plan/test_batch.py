@@ -33,12 +33,11 @@ def test_default_is_one_microbatch_a_replica():
 def test_indivisible_batch_names_the_nearest_ones():
     with pytest.raises(UsageError) as caught:
         BatchPlan.from_config(config(micro_batch_size=8, global_batch_size=100), world_size=4)
-    assert (
-        caught.value.what
-        == "global-batch-size 100 is not divisible by micro-batch-size 8 x data-parallel 4 = 32"
+    assert caught.value.code == "batch-not-divisible" and caught.value.why
+    assert str(caught.value).startswith(
+        "global-batch-size 100 is not divisible by micro-batch-size 8 x data-parallel 4 = 32\n"
     )
     assert caught.value.do == "use 96 or 128"
-    assert caught.value.why
 
 
 def test_batch_smaller_than_one_round_has_one_nearest():
@@ -48,9 +47,9 @@ def test_batch_smaller_than_one_round_has_one_nearest():
 
 
 def test_left_over_processes():
-    with pytest.raises(UsageError, match="6 processes do not divide into replicas of 4") as caught:
+    with pytest.raises(UsageError) as caught:
         BatchPlan.from_config(config(tp=2, pp=2), world_size=6)
-    assert "a multiple of 4 processes" in caught.value.do
+    assert caught.value.code == "world-not-divisible" and "multiple of 4" in caught.value.do
 
 
 def test_context_parallel_processes_share_their_packs():

@@ -37,7 +37,10 @@ def test_two_unequal_stages_by_hand():
 
 
 def test_a_heavy_first_stage_by_hand():
-    """Stage 0: F0 0-4, F1 4-8, B0 8-12, F2 12-16, B1 16-20, B2 20-24. Stage 1 follows: 4-5, 5-6, 8-9, 9-10, 16-17, 17-18."""
+    """Stage 0: F0 0-4, F1 4-8, B0 8-12, F2 12-16, B1 16-20, B2 20-24.
+
+    Stage 1 follows: 4-5, 5-6, 8-9, 9-10, 16-17, 17-18.
+    """
     step = simulate([StageTime(4, 4), StageTime(1, 1)], 2, 3)
     assert step.step_ms == 24
     assert step.ideal_ms == 15
@@ -50,7 +53,7 @@ def test_interleaved_by_hand():
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(1, 1), (2, 1), (4, 1), (4, 3), (8, 2)])
 def test_a_long_step_goes_on_as_it_began(pipeline, stages):
-    """Beside the whole simulation of stages that differ by up to a half; three times what is simulated."""
+    """Compare with the full simulation, for stages that differ by up to a half and thrice `SIMULATED`."""
     times = random.Random(7)
     chunks = [StageTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
     number = 3 * SIMULATED * pipeline
@@ -65,7 +68,7 @@ def test_any_number_of_micro_batches_is_simulated_at_once():
 
 
 def test_a_rank_that_is_hardly_slower_tells_in_a_long_step():
-    """The first of two: its work is the longest path only after some 700 micro-batches."""
+    """The first rank's work is the longest path only after some 700 micro-batches."""
     stages, number = [StageTime(10.01, 20.02), StageTime(10, 20)], 10_000
     assert simulate(stages, 2, number).step_ms == pytest.approx(makespan_ms(stages, 2, number), rel=1e-4)
 
@@ -99,7 +102,7 @@ def test_order_of_the_first_of_three_ranks():
     ("pipeline", "stages", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 7), (4, 1, 6)]
 )
 def test_order_is_megatrons(pipeline, stages, microbatches):
-    """Same forwards in the same order, same number of them before the first backward."""
+    """The forwards have the same order, and as many come before the first backward."""
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
     group = pipeline if stages > 1 else microbatches

@@ -92,7 +92,7 @@ def test_every_teacher_has_its_forward_and_its_layers():
 
 
 def test_a_teacher_s_own_tokens_are_counted():
-    """Packs twice as long: documents are too, so that attention costs four times as much."""
+    """Packs and documents twice as long make attention four times as expensive."""
     xtoken = XTokenConfig(seq_length=2 * SEQ_LENGTH)
     short, long = (
         pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1)

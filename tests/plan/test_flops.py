@@ -18,7 +18,10 @@ def test_layer_parameters_are_the_matrices_of_a_layer(family, tmp_path):
 
 
 def test_forward_by_hand():
-    """A layer of 8B: attention 4096 x (4096 + 1024 + 1024 + 4096), MLP 3 x 4096 x 12288; 2 FLOPs a parameter and token."""
+    """A layer of 8B: attention 4096 x (4096 + 1024 + 1024 + 4096), MLP 3 x 4096 x 12288.
+
+    Each parameter takes 2 FLOPs a token.
+    """
     layer = 4096 * 10240 + 3 * 4096 * 12288
     body_and_head = 36 * layer + 4096 * 151936
     attention = 36 * 2 * 4096 * (100**2 + 20**2)  # 2 n^2 d heads: QK^T and AV, half of each

@@ -23,7 +23,7 @@ def forecast(
 
 
 def test_one_gpu_is_as_fast_as_the_sum_of_its_parts():
-    """Bodies measured alone, 148.5 + 200.2 ms on packs of short documents, and a 41 ms head, 8 times; 55% MFU."""
+    """Bodies measured alone take 148.5 + 200.2 ms on packs of short documents, and a head 41 ms; MFU 0.55."""
     one = forecast()
     assert one.step().step_ms == pytest.approx(8 * (148.5 + 200.2 + 41), rel=0.02)
     assert one.step().bubble == pytest.approx(0)

@@ -1,4 +1,4 @@
-"""The verdict of a plan: what fits, what does not, and changes that do make it fit when they are made."""
+"""The verdict of a plan: whether it fits, and changes that really make it fit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def forecast(world_size: int, *argv: str | int):
 
 
 def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str]:
-    """The lines from the verdict on."""
+    """Return the lines from the verdict on."""
     text = describe(forecast(world_size, "--device-memory-gib", memory_gib, *argv))
     return text[text.index("memory: ") :].splitlines()
 
 
 def shown(lines: list[str]) -> list[tuple[list[str], float, float]]:
-    """(flags, predicted ms, GiB) of each change."""
+    """Return (flags, predicted ms, GiB) of each change."""
     found = [re.fullmatch(r"  \d\. (.*): ([\d.e+]+) ms, ([\d.]+) GiB", line).groups() for line in lines[2:]]
     return [(shlex.split(flags), float(ms), float(gib)) for flags, ms, gib in found]
 
@@ -67,7 +67,7 @@ def test_five_percent_stay_free():
     ],
 )
 def test_changes_do_what_they_say(world_size, memory_gib, argv):
-    """Each, given as flags to the same command, needs the memory and the time it was shown with, and fits."""
+    """Each remedy, given as flags to the same command, fits with the memory and time that were shown."""
     lines = verdict_of(world_size, memory_gib, *argv)
     assert lines[0].startswith("memory: does not fit; pipeline rank 0 needs")
     found = shown(lines)
@@ -83,7 +83,7 @@ def test_changes_do_what_they_say(world_size, memory_gib, argv):
 
 
 def test_no_part_of_a_change_is_idle():
-    """Each without one of its flags no longer fits."""
+    """A remedy without one of its flags does not fit."""
     found = shown(verdict_of(8, 24, "--global-batch-size", 64))
     pairs = [
         flags
@@ -120,6 +120,7 @@ def test_host_copies_cost_time():
     )
 
 
-def test_a_forecast_of_what_cannot_run_says_so():
-    with pytest.raises(ErrorList, match="3 processes do not divide"):
+def test_a_configuration_that_cannot_run_has_no_forecast():
+    with pytest.raises(ErrorList) as caught:
         forecast(3, "--tensor-model-parallel-size", 2)
+    assert caught.value.codes == ["world-not-divisible"]

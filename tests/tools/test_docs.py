@@ -51,7 +51,7 @@ def test_tables_have_as_many_cells_in_every_row():
 
 
 def test_a_stale_page_is_named_and_rewritten(tmp_path, monkeypatch, capsys):
-    """Use copies: the pages of the repository stay as they are."""
+    """Work on copies, so that the pages of the repository stay as they are."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkd").mkdir()
     (tmp_path / "docs" / "performance.md").write_text(

@@ -1,4 +1,4 @@
-"""tools/doctor.py on this environment, and on ones that are broken as users have them broken."""
+"""tools/doctor.py on this environment, and on environments that are broken in the usual ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_doctor(*argv: str, modules: Path | None = None, **environment: str) -> tuple[int, list[str]]:
-    """(exit code, lines) of the tool; packages in the folder `modules` come before those that are installed."""
+    """Return (exit code, lines) of the tool; packages in `modules` override installed ones."""
     environment = {**os.environ, **environment, **({"PYTHONPATH": str(modules)} if modules else {})}
     command = [sys.executable, str(ROOT / "tools" / "doctor.py"), *argv]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -58,7 +58,7 @@ def test_half_installed_and_unrelated_packages_are_explained(tmp_path):
     assert line_of(lines, "Transformer Engine").startswith("FAIL  Transformer Engine    installed in part")
     assert "--no-build-isolation" in text and "pip uninstall transformer-engine" in text
     assert "unrelated package" in line_of(lines, "apex") and "pip uninstall apex" in text
-    assert line_of(lines, "protobuf").startswith("FAIL") and "transformers reads SentencePiece" in line_of(
+    assert line_of(lines, "protobuf").startswith("FAIL") and "transformers needs it to read" in line_of(
         lines, "protobuf"
     )
 
@@ -70,7 +70,7 @@ def test_an_import_that_ends_its_process_is_a_line(tmp_path):
     assert line_of(lines, "torch").startswith("FAIL") and "code 9" in line_of(lines, "torch")
 
 
-def test_what_a_check_found_before_it_failed_stays(monkeypatch, tmp_path):
+def test_findings_before_a_failure_are_kept(monkeypatch, tmp_path):
     def torch_and_driver():
         yield doctor.Finding("FAIL", "torch", "too old")
         raise TimeoutError("nvidia-smi")
@@ -96,28 +96,24 @@ def test_another_megatron_is_named(monkeypatch, version):
     )
 
 
-def test_a_folder_below_a_file_is_looked_at_where_it_would_be(tmp_path):
+def test_a_folder_that_does_not_exist_is_checked_at_its_parent(tmp_path):
     (finding,) = doctor._disk(tmp_path / "a" / "b")
     assert finding.level in ("ok", "note") and str(tmp_path / "a" / "b") in finding.text
 
 
 @pytest.mark.parametrize("below", [(), ("a", "b")])
-def test_a_file_is_no_folder_for_runs(below, tmp_path):
+def test_a_file_cannot_be_a_folder_for_runs(below, tmp_path):
     file = tmp_path / "file"
     file.touch()
     (finding,) = doctor._disk(file.joinpath(*below))
     assert finding.level == "FAIL" and f"{file} is a file" in finding.text and finding.do
 
 
-def test_no_run_starts_on_a_disk_without_room(tmp_path, monkeypatch):
+def test_no_run_starts_on_a_full_disk(tmp_path, monkeypatch):
     size = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: size._replace(free=0))
     (finding,) = doctor._disk(tmp_path / "a")
-    assert (
-        finding.level == "FAIL"
-        and f"the disk of {tmp_path / 'a'} has no room left" == finding.text
-        and finding.do
-    )
+    assert finding.level == "FAIL" and str(tmp_path / "a") in finding.text and finding.do
 
 
 def test_versions_are_those_of_setup():

@@ -1,4 +1,4 @@
-"""Run tools/plan.py: a plan without torch, data or weights."""
+"""tools/plan.py plans a run without torch, data or weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_atte
 
 @pytest.fixture
 def models(tmp_path) -> list[str]:
-    """Return the flags of two folders that hold only a config.json."""
+    """Return the flags for two folders that hold only a config.json."""
     words = []
     for role, layers in (("student", 6), ("teacher", 9)):
         (tmp_path / role).mkdir()
@@ -46,7 +46,7 @@ def test_plan_without_torch(models):
 
 
 def test_plan_in_less_than_a_second(models):
-    """Measure CPU time, so that other processes of the machine do not count."""
+    """Measure CPU time, because other processes slow down the clock time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60

@@ -1,7 +1,8 @@
-"""docs/errors.md: every error that mkd can report, by code, with its texts. Read from the source, where `...` marks values.
+"""docs/errors.md: every error that mkd can report, by code, with its texts. Read from the source, where `...`
+marks values.
 
-An error is found at each call of an error class that has a code. Texts may be written there, in a variable, or by the callers
-of a function that makes the error.
+An error is found at each call of an error class that has a code. Texts may be written there, in a variable,
+or by the callers of a function that makes the error.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mkd import errors
 SOURCES = ("mkd", "tools", "launch")
 _INTRODUCTION = """# Errors
 
-Every error has a code, which never changes: `error[batch-not-divisible]: ...`. Below it come what is wrong, why that matters
-and what to do. When several problems are found at once, they form a numbered list. This page lists all codes in alphabetical
-order; `...` stands for a value.
+Every error has a code, which never changes: `error[batch-not-divisible]: ...`. The message says what is
+wrong, why that matters and what to do. Several problems at once form a numbered list. This page lists all
+codes in alphabetical order; `...` stands for a value.
 
 | exit code | meaning |
 |---|---|

@@ -11,7 +11,7 @@ from mkd.plan.checks.no_effect import no_effect
 
 
 def check_data(config: Config) -> Iterator[MkdError]:
-    """Whether there is training data, and held-out data if evaluations are due."""
+    """Check that there is training data, and held-out data if evaluations are due."""
     data, training = config.data, config.training
     if not data.data_path:
         yield UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
@@ -30,7 +30,7 @@ def check_data(config: Config) -> Iterator[MkdError]:
 
 
 def check_tasks(config: Config) -> Iterator[UsageError]:
-    """Whether anything runs the held-out tasks, and reads their settings."""
+    """Check that anything runs the held-out tasks, and reads their settings."""
     if _eval_tasks(config) and not config.training.eval_interval:
         given = [name for name in ("eval_multiple_choice", "eval_completions") if getattr(config.data, name)]
         setting = " and ".join(given).replace("_", "-")

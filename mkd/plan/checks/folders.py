@@ -12,7 +12,7 @@ _NEED_SAVE = ("save_interval", "save_retain_interval", "keep_checkpoints", "asyn
 
 
 def check_folders(config: Config) -> Iterator[UsageError]:
-    """Whether --save and --load are given where other settings rely on them."""
+    """Check that --save and --load are given where other settings rely on them."""
     checkpoint = config.checkpoint
     for name in _NEED_SAVE:
         value = getattr(checkpoint, name)

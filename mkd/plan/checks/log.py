@@ -10,7 +10,7 @@ from mkd.plan.checks.no_effect import no_effect
 
 
 def check_log(config: Config) -> Iterator[UsageError]:
-    """Whether the settings of W&B and of profiling fit each other and have an effect."""
+    """Check that the settings of W&B and of profiling fit each other and have an effect."""
     log, default = config.log, LogConfig()
     if log.wandb_entity and not log.wandb_project:
         yield no_effect(
@@ -27,7 +27,8 @@ def check_log(config: Config) -> Iterator[UsageError]:
         return
     if log.profile_step_end <= log.profile_step_start:
         yield UsageError(
-            f"profile-step-end {log.profile_step_end} is not above profile-step-start {log.profile_step_start}",
+            f"profile-step-end {log.profile_step_end} is not above profile-step-start "
+            f"{log.profile_step_start}",
             "the profile covers the steps after profile-step-start, up to profile-step-end",
             f"use --profile-step-end {log.profile_step_start + 2}",
             code="profile-steps-empty",

@@ -1,4 +1,4 @@
-"""Check the parallel layout: its settings, the batch, the length of packs, and what the models' shapes ask of it."""
+"""Check the parallel layout: its settings, the batch, the length of packs, and the models' shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mkd.plan.batch import BatchPlan, document_multiple
 
 
 def check_parallel(config: Config) -> Iterator[UsageError]:
-    """Settings that exclude or need each other."""
+    """Check that settings which exclude each other are not combined, and that others have what they need."""
     parallel = config.parallel
     by_layers, by_stages = (
         parallel.num_layers_per_virtual_pipeline_stage,
@@ -21,7 +21,8 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     )
     if by_layers is not None and by_stages is not None:
         yield UsageError(
-            f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank {by_stages} "
+            f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank "
+            f"{by_stages} "
             "exclude each other",
             "both set the number of virtual stages",
             "give one of them",
@@ -50,14 +51,15 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     ):
         yield UsageError(
             "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
-            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions together",
+            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions "
+            "together",
             "add --use-distributed-optimizer --overlap-grad-reduce",
             code="overlap-without-distributed-optimizer",
         )
 
 
 def check_sequences(config: Config) -> Iterator[UsageError]:
-    """Whether context and sequence parallelism can split the packs, the student's and those of teachers."""
+    """Check that context and sequence parallelism can split the packs of the student and of teachers."""
     for option, seq_length in settings(config):
         if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
             yield from _check_sequence(config, option, seq_length)
@@ -72,14 +74,16 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
     tokens = seq_length * micro_batch_size
     if tokens >= 2**31:
         yield UsageError(
-            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too "
+            "many",
             "document boundaries are 32-bit positions",
             f"lower {option.place} or --micro-batch-size",
             code="pack-too-long",
         )
     if seq_length % multiple:
         yield UsageError(
-            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
+            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = "
+            f"{multiple}",
             "context parallelism gives every process two equal parts of each document",
             f"use {option.place} {fitting}",
             code="seq-length-not-divisible",
@@ -96,7 +100,7 @@ def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator
 
 
 def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
-    """Whether the global batch divides over processes and micro-batches, and fits an interleaved schedule."""
+    """Check that the global batch divides over processes and micro-batches, and fits interleaving."""
     problems: list[MkdError] = []
     batch = collect_error(problems, lambda: BatchPlan.from_config(config, world_size))
     yield from problems
@@ -117,21 +121,23 @@ def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel])
 
 
 def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
-    """Whether context parallelism can split the heads of models with sliding-window attention."""
+    """Check that context parallelism can split the heads of models with sliding-window attention."""
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     for role, shape, *_ in models:
         groups = shape.padded_query_groups(tensor) // tensor
         if shape.sliding_window is not None and groups % context:
             yield UsageError(
-                f"the {role}'s {groups} key/value heads of a process are not divisible by context-parallel-size {context}",
-                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
+                f"the {role}'s {groups} key/value heads of a process are not divisible by "
+                f"context-parallel-size {context}",
+                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades "
+                "tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="heads-not-divisible",
             )
 
 
 def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
-    """Whether tensor parallelism can split the models' MLPs. Heads and vocabularies are padded, so they always fit."""
+    """Check that tensor parallelism can split the models' MLPs. Heads and vocabularies are padded instead."""
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
@@ -141,7 +147,8 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
     for role, shape, *_ in models:
         if shape.ffn_hidden_size % tensor:
             yield UsageError(
-                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
+                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by "
+                f"tensor-model-parallel-size {tensor}",
                 "every tensor-parallel process holds the same number of MLP channels",
                 f"use --tensor-model-parallel-size {fitting[-1]}",
                 code="ffn-not-divisible",
@@ -149,7 +156,7 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
 
 
 def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
-    """Whether each model's layers can be split over the stages, as given or evenly."""
+    """Check that each model's layers can be split over the stages, as given or evenly."""
     problems: list[MkdError] = []
     stages = collect_error(problems, lambda: _virtual_stages(config, models))
     if stages is not None and config.parallel.pipeline_layout == "even":
@@ -159,7 +166,10 @@ def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel
 
 
 def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
-    """Whether `--pipeline-layout auto` finds a split of all models. Needs the shapes of all, and settings without a problem."""
+    """Check that `--pipeline-layout auto` finds a split of all models.
+
+    Call it with the shapes of all models, and only if no other check has found a problem.
+    """
     problems: list[MkdError] = []
     if config.parallel.pipeline_layout == "auto":
         student, *teachers = (model.shape for model in models)
@@ -170,7 +180,7 @@ def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedM
 
 
 def _virtual_stages(config: Config, models: Sequence[PlannedModel]) -> int:
-    """Return the virtual stages of each pipeline rank. While the student's shape is unknown, only its setting counts."""
+    """Return the virtual stages of each pipeline rank; without the student's shape, as set."""
     if models and models[0].role == "student":
         return virtual_stages(config, models[0].shape)
     return config.parallel.num_virtual_stages_per_pipeline_rank or 1

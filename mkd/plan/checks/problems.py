@@ -1,7 +1,8 @@
-"""All checks of a configuration, in the order of their problems.
+"""All checks of a configuration, in the order in which their problems are listed.
 
-A check is a function that returns or yields its problems, and raises none. Adding one means listing it here, with the options
-that it calculates with: it is skipped if one of these is out of range, because `check_ranges` has reported that already.
+A check is a function that returns or yields its problems, and raises none. To add one, list it here with the
+options that it calculates with: it is skipped if one of these is out of range, because `check_ranges` reports
+that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
 
-SETTINGS_CHECKS: Mapping[Callable[[Config], Iterable[MkdError]], Sequence[str]] = {
+SettingsCheck = Callable[[Config], Iterable[MkdError]]
+ModelCheck = Callable[[Config, int, Sequence[PlannedModel]], Iterable[MkdError]]  # int: number of processes
+
+SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_ranges: (),
     check_length: (),
     check_models: (),
@@ -42,15 +46,15 @@ SETTINGS_CHECKS: Mapping[Callable[[Config], Iterable[MkdError]], Sequence[str]] 
     check_log: (),
     check_sequences: (*PACKS, *SHARDS),
 }
-"""Checks of the settings alone -> the options that they calculate with."""
+"""Check of the settings alone -> options that it calculates with."""
 
-MODEL_CHECKS: Mapping[Callable[[Config, int, Sequence[PlannedModel]], Iterable[MkdError]], Sequence[str]] = {
+MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_batch: (*BATCH, *SHARDS, *STAGES),
     check_ffn: ("tensor_model_parallel_size",),
     check_heads: SHARDS,
     check_layouts: STAGES,
 }
-"""Checks of the settings on a number of processes, with the models whose shapes are known -> the same."""
+"""Check of the settings together with the models of known shape -> options that it calculates with."""
 
 
 def find_problems(
@@ -69,9 +73,9 @@ def find_problems(
     for check, options in SETTINGS_CHECKS.items():
         if wrong.isdisjoint(options):
             problems += check(config)
-    for check, options in MODEL_CHECKS.items():
+    for check_model, options in MODEL_CHECKS.items():
         if wrong.isdisjoint(options):
-            problems += check(config, world_size, models)
+            problems += check_model(config, world_size, models)
     if not problems and None not in (student, *teachers):
         problems += check_auto_layout(config, world_size, models)
     return problems

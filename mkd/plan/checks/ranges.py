@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mkd.config.divergence import PARAMETERS
 from mkd.config.options import Option, settings
@@ -74,12 +74,17 @@ _RANGES = {
     ),
     "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
 }
-"""Option -> (what it must be, whether a value is that). Settings that are not given (None) are not checked."""
+"""Option -> (what it must be, whether a value is that).
+
+Settings that are not given (None) are not checked.
+"""
 
 
-def check_ranges(config: Config) -> Iterator[UsageError]:
-    """Whether every number is in its range."""
+def check_ranges(config: Config, names: Collection[str] | None = None) -> Iterator[UsageError]:
+    """Check that every number is in its range, or only the options of these `names`."""
     for option, value, wanted in _out_of_range(config):
+        if names is not None and option.name not in names:
+            continue
         yield UsageError(
             f"{option.label} {value} must be {wanted}",
             f"{option.label}: {option.help}",

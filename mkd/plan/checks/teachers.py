@@ -21,7 +21,7 @@ _XTOKEN_LOSSES = {
 
 
 def check_models(config: Config) -> Iterator[UsageError]:
-    """Whether there is a student and, if the loss needs them, teachers with distinct names and usable weights."""
+    """Check that there is a student and, unless kd-ratio is 0, teachers with usable names and weights."""
     if not (config.student.hf or config.student.load):
         yield UsageError(
             "no student is given",
@@ -36,7 +36,8 @@ def check_models(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             f"no teacher is given, but kd-ratio is {ratio}",
             "the distillation loss needs the teacher's logits",
-            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
+            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain "
+            "training",
             code="teacher-missing",
         )
         return
@@ -44,7 +45,7 @@ def check_models(config: Config) -> Iterator[UsageError]:
         if not _has_model(teacher):
             yield UsageError(
                 f"teachers[{index}] names no model",
-                "every entry is a teacher of its own",
+                "every entry is a teacher",
                 "give its hf or load, or remove it",
                 code="teacher-without-model",
             )
@@ -58,7 +59,7 @@ def _has_model(teacher: TeacherConfig) -> bool:
 
 
 def _stored(config: Config) -> Iterator[UsageError]:
-    """What stored top-k log-probabilities cannot do, each thing once for all teachers that would have to."""
+    """Yield what stored top-k log-probabilities cannot do, each problem once for all such teachers."""
     places = {
         i: f"teachers[{i}].topk" if i else "--teacher-topk"
         for i, one in enumerate(config.teachers)
@@ -76,7 +77,7 @@ def _stored(config: Config) -> Iterator[UsageError]:
     if related:
         yield UsageError(
             f"{_given(related)} for a teacher with xtoken settings",
-            "it stores probabilities of the student's tokens, and this teacher has other ones",
+            "it stores probabilities of the student's tokens, and this teacher has another tokenizer",
             "run this teacher from its hf or load, or remove xtoken",
             code="stored-teacher-with-xtoken",
         )
@@ -85,7 +86,8 @@ def _stored(config: Config) -> Iterator[UsageError]:
         yield UsageError(
             f"kd-divergence {divergence} cannot be computed from "
             + " and ".join(place for place, one in divergences.items() if one == divergence),
-            "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
+            "of the ids outside the teacher's top-k only their total is stored, which suffices for "
+            "forward_kl alone",
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
             code="stored-teacher-divergence",
         )
@@ -103,7 +105,7 @@ def _names(config: Config) -> Iterator[UsageError]:
             yield UsageError(
                 f"{count} teachers have the name {name}",
                 "metrics of each teacher carry its name",
-                "give every one its own name",
+                "give each teacher another name",
                 code="teacher-names-equal",
             )
         if not re.fullmatch(r"[\w.-]+", name):
@@ -138,7 +140,7 @@ def _weights(config: Config) -> Iterator[UsageError]:
         if weight <= 0:
             yield UsageError(
                 f"teachers[{index}].weight {weight} must be above 0",
-                "a teacher without weight would run for nothing, and one below 0 would be unlearnt",
+                "a teacher of weight 0 would run for nothing, and one below 0 would be unlearnt",
                 "give a weight above 0, or remove this teacher",
                 code="teacher-weight-not-positive",
             )
@@ -148,7 +150,7 @@ def _weights(config: Config) -> Iterator[UsageError]:
 
 
 def check_objective(config: Config) -> Iterator[UsageError]:
-    """Settings of the loss that contradict each other, or that the rest of the configuration leaves without effect."""
+    """Check that settings of the loss agree with each other and have an effect."""
     yield from _combination(config)
     yield from _divergences(config)
     for index, teacher in enumerate(config.teachers):
@@ -164,16 +166,16 @@ def check_objective(config: Config) -> Iterator[UsageError]:
 
 
 def _combination(config: Config) -> Iterator[UsageError]:
-    """How several teachers work together."""
+    """Yield problems of combining several teachers."""
     kd, default = config.kd, KDConfig()
     if kd.teacher_combination != default.teacher_combination and len(config.teachers) < 2:
         yield no_effect(
-            f"teacher-combination {kd.teacher_combination}", "there are no several teachers", "remove it"
+            f"teacher-combination {kd.teacher_combination}", "there is only one teacher", "remove it"
         )
     if kd.teacher_weighting != default.teacher_weighting:
         setting = f"teacher-weighting {kd.teacher_weighting}"
         if len(config.teachers) < 2:
-            yield no_effect(setting, "there are no several teachers", "remove it")
+            yield no_effect(setting, "there is only one teacher", "remove it")
         elif kd.teacher_combination != "weighted_sum":
             why = f"teacher-combination is {kd.teacher_combination}"
             yield no_effect(setting, why, "use --teacher-combination weighted_sum")
@@ -199,7 +201,7 @@ def _combination(config: Config) -> Iterator[UsageError]:
 
 
 def _divergences(config: Config) -> Iterator[UsageError]:
-    """Divergences and parameters of them that nobody uses."""
+    """Yield divergences that nothing uses, and their unused parameters."""
     kd, default = config.kd, KDConfig()
     used = {_divergence(config, teacher) for teacher in config.teachers} or {kd.kd_divergence}
     if kd.kd_divergence != default.kd_divergence and kd.kd_divergence not in used:
@@ -221,14 +223,14 @@ def _divergences(config: Config) -> Iterator[UsageError]:
 
 
 def _divergence(config: Config, teacher: TeacherConfig) -> str | None:
-    """What is minimised for a teacher; None for uld, a distance of sorted probabilities."""
+    """Return what is minimised for a teacher; None for uld, a distance of sorted probabilities."""
     if teacher.xtoken is not None and teacher.xtoken.loss == "uld":
         return None
     return teacher.divergence or config.kd.kd_divergence
 
 
 def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: str) -> Iterator[UsageError]:
-    """Settings of one cross-tokenizer teacher."""
+    """Yield settings of one cross-tokenizer teacher that nothing reads."""
     if xtoken.loss == "uld" and teacher.divergence is not None:
         why = "its xtoken loss uld is a distance of sorted probabilities"
         yield no_effect(f"{path}.divergence {teacher.divergence}", why, "choose another xtoken loss")

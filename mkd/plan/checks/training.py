@@ -9,7 +9,7 @@ from mkd.errors import UsageError
 
 
 def check_length(config: Config) -> Iterator[UsageError]:
-    """Whether the run has a step."""
+    """Check that the run has a step."""
     if config.training.train_iters < 1:
         yield UsageError(
             f"train-iters is {config.training.train_iters}",
@@ -20,10 +20,10 @@ def check_length(config: Config) -> Iterator[UsageError]:
 
 
 def check_schedule(config: Config) -> Iterator[UsageError]:
-    """Whether warm-up and decay of the learning rate fit each other."""
+    """Check that warm-up and decay of the learning rate fit each other."""
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
-    if settings.min_lr > settings.lr > 0:
+    if settings.min_lr > settings.lr >= 0:
         yield UsageError(
             f"min-lr {settings.min_lr} is above lr {settings.lr}",
             "lr decays down to min-lr",
@@ -32,7 +32,8 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
         )
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
         yield UsageError(
-            f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction {settings.lr_warmup_fraction} exclude "
+            f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction "
+            f"{settings.lr_warmup_fraction} exclude "
             "each other",
             "both set the length of the warm-up",
             "give one of them",
@@ -55,7 +56,7 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
 
 
 def check_recomputation(config: Config) -> Iterator[UsageError]:
-    """Whether full recomputation has all of its settings, and nothing else has them."""
+    """Check that full recomputation has all of its settings, and nothing else has them."""
     training = config.training
     given = [
         name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None

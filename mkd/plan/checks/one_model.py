@@ -1,0 +1,66 @@
+"""The problems of running one model of a configuration alone, without training: its evaluation or its export."""
+
+from __future__ import annotations
+
+from mkd.config.schema import Config
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.plan.auto_layout import layout_of, one_model, virtual_stages
+from mkd.plan.batch import data_parallel_of
+from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
+from mkd.plan.checks.ranges import PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.model_shape import ModelShape
+
+READ_BY_A_MODEL = (
+    *SHARDS,
+    *STAGES,
+    "seq_length",
+    "micro_batch_size",
+    "seed",
+    "num_workers",
+    "max_bad_records",
+    "characters_per_sample",
+    "kd_temperature",
+    "teacher_temperature",
+    "distributed_timeout_minutes",
+    "expert_model_parallel_size",
+)
+"""Numbers that a model needs which runs alone."""
+
+
+def find_model_problems(
+    config: Config,
+    world_size: int,
+    model: ModelShape | None,  # None: its shape could not be read, which has been reported
+    teacher: int | None = None,  # number of the teacher that runs; None: the student runs
+) -> list[MkdError]:
+    """Return every problem of running one model on `world_size` processes. Ignore settings that only training reads."""
+    wrong = options_out_of_range(config).intersection(READ_BY_A_MODEL)
+    problems: list[MkdError] = [*check_ranges(config, READ_BY_A_MODEL)]
+    source = config.student if teacher is None else config.teachers[teacher]
+    if not (source.hf or source.load):
+        role = "student" if teacher is None else "teacher"
+        problems.append(
+            UsageError(
+                f"no {role} is given",
+                "it is the model that runs",
+                f"give --{role}-hf DIR or --{role}-load CKPT",
+                code="model-missing",
+            )
+        )
+    problems += check_parallel(config)
+    if wrong.isdisjoint((*PACKS, *SHARDS)):
+        problems += check_sequences(config)
+    if wrong.isdisjoint((*SHARDS, *STAGES)):
+        collect_error(problems, lambda: data_parallel_of(config, world_size))
+    if model is None:
+        return problems
+    models = [one_model(config, model, teacher)]
+    if "tensor_model_parallel_size" not in wrong:
+        problems += check_ffn(config, world_size, models)
+    if wrong.isdisjoint(SHARDS):
+        problems += check_heads(config, world_size, models)
+    if wrong.isdisjoint(STAGES):
+        stages = collect_error(problems, lambda: virtual_stages(config, model))
+        if stages is not None and not problems:
+            collect_error(problems, lambda: layout_of(config, model, stages, teacher))
+    return problems

@@ -1,0 +1,55 @@
+"""A model that runs alone: only the settings that it reads are checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.auto_layout import layout_of
+from mkd.plan.checks.one_model import find_model_problems
+from tests.plan.checks.test_problems import shape
+
+STUDENT = ["--student-hf", "s"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+
+
+def codes(*argv: str, world_size: int = 1, model=None, teacher: int | None = None) -> list[str]:
+    config = load_config([*argv]).config
+    return [error.code for error in find_model_problems(config, world_size, model, teacher)]
+
+
+def test_settings_of_training_may_be_missing_or_wrong():
+    assert codes(*STUDENT, model=shape()) == []
+    assert codes(*STUDENT, "--train-iters", "0", "--kd-ratio", "7", "--split", "x", model=shape()) == []
+
+
+def test_the_model_must_be_given():
+    assert codes("--teacher-hf", "t") == ["model-missing"]
+    assert codes(*STUDENT, "--teacher-topk", "c", teacher=0) == ["model-missing"]
+    assert codes("--teacher-hf", "t", teacher=0) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "code"),
+    [
+        (["--micro-batch-size", "0"], 1, "value-out-of-range"),
+        (["--tensor-model-parallel-size", "2"], 3, "world-not-divisible"),
+        (["--tensor-model-parallel-size", "5"], 5, "ffn-not-divisible"),
+        (["--context-parallel-size", "2", "--seq-length", "63"], 2, "seq-length-not-divisible"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], 1, "virtual-stages-without-pipeline"),
+        ([*PP2, "--student-pipeline-layout", "8,8"], 2, "layout-layers-differ"),
+        (["--pipeline-model-parallel-size", "3"], 3, "layers-not-divisible"),
+    ],
+)
+def test_what_the_model_reads_is_checked(argv, world_size, code):
+    assert codes(*STUDENT, *argv, world_size=world_size, model=shape(8)) == [code]
+
+
+def test_a_teacher_has_its_own_layout():
+    argv = [*STUDENT, "--teacher-hf", "t", *PP2, "--teacher-pipeline-layout", "5,3"]
+    config = load_config(argv).config
+    assert find_model_problems(config, 2, shape(8), teacher=0) == []
+    assert layout_of(config, shape(8), 1, teacher=0).layers == (5, 3)
+    assert layout_of(config, shape(8), 1).layers == (4, 4)
+    auto = load_config([*STUDENT, *PP2, "--pipeline-layout", "auto"]).config
+    assert sum(layout_of(auto, shape(9), 1).layers) == 9
