@@ -1,4 +1,4 @@
-"""What a run reports.
+"""The reports of a run.
 
 metrics.py                      every metric, its unit, and how steps are averaged to one line
 progress.py                     the lines for people, in Megatron's style

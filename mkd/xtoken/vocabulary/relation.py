@@ -166,7 +166,7 @@ def _casefolded(text: str) -> str:
 
 
 FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
-"""What pairs may differ in, closest pairs first: the Unicode form; also leading spaces; also the case."""
+"""Allowed differences of a pair, closest pairs first: the Unicode form; also leading spaces; also the case."""
 
 
 def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:
