@@ -98,8 +98,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        """Yield ids that `fragment` may become in the middle of a text, likeliest first; `spell` checks them.
-        """
+        """Yield ids that `fragment` may become in the middle of a text, likeliest first; `spell` checks them."""
 
     def spell(self, fragment: bytes) -> tuple[int, ...] | None:
         """Return the ids that `fragment` becomes in the middle of a text; their `token_bytes` join to exactly

@@ -29,8 +29,7 @@ def members(make_store):
 def take_steps(
     dataset, first_step: int, count: int, data_parallel: int, micro_batch: int, workers: int = 0, **options
 ):
-    """Return the samples of steps [first_step, first_step + count), read by all ranks, in order of position.
-    """
+    """Return the samples of steps [first_step, first_step + count), read by all ranks, in order of position."""
     streams = [
         TrainStream(
             dataset,

@@ -111,8 +111,7 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Return the byte of `data` where each part starts inside the turn; None unless all parts come, in order.
-    """
+    """Return the byte of `data` where each part starts inside the turn; None unless all parts come, in order."""
     *thought, answer = (part.encode() for part in parts)
     end = data.rfind(answer, turn.start, turn.content_end)
     if end < 0 or not thought:

@@ -1,5 +1,4 @@
-"""Where two tokenizations of one text meet: chunks of student tokens and teacher tokens for the same bytes.
-"""
+"""Where two tokenizations of one text meet: chunks of student tokens and teacher tokens for the same bytes."""
 
 from __future__ import annotations
 

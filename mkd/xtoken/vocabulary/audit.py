@@ -1,5 +1,4 @@
-"""The share of a real text that two tokenizers can be compared on, by kind of chunk and class of character.
-"""
+"""The share of a real text that two tokenizers can be compared on, by kind of chunk and class of character."""
 
 from __future__ import annotations
 

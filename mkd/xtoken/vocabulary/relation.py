@@ -57,7 +57,7 @@ class VocabularyRelation:
     spellings: Spellings
     student_beginnings: (
         np.ndarray
-    )  # [student_size] int64: common token (student id) each id begins with, or -1
+    )  # [student_size] int64: student id of the common token it begins with, or -1
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -108,8 +108,7 @@ def build_relation(
 
 
 def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
-    """Return student id -> teacher id of the same role or the same bytes, one-to-one; roles are paired first.
-    """
+    """Return student id -> teacher id of the same role or the same bytes, one-to-one; roles are paired first."""
     ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
     if ours.keys().isdisjoint(theirs):
         raise UsageError(

@@ -1,5 +1,4 @@
-"""Records and tokenised documents on both sides: the ids that each model reads, and chunks of the same text.
-"""
+"""Records and tokenised documents on both sides: the ids that each model reads, and chunks of the same text."""
 
 from __future__ import annotations
 
