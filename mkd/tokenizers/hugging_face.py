@@ -183,9 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token.id for token in self._backend.model.tokenize(text.replace(" ", METASPACE))]
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        self._backend.encode_special_tokens = (
-            True  # "split_special_tokens": control tokens in the text are text
-        )
+        self._backend.encode_special_tokens = True  # control tokens in the text are plain text
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -21,7 +21,7 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What a rank file does not contain (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
+    """The parts of an encoding that its rank file lacks (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
 
     pattern: str
     special: Mapping[str, int]

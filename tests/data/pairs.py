@@ -1,4 +1,4 @@
-"""A student's and a teacher's tokenizer, texts in which they differ, and corpora that both of them read."""
+"""A student's and a teacher's tokenizer, texts in which they differ, and corpora that both read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chat_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def texts(count: int = 40) -> list[str]:
-    """Texts of some 10 to 200 tokens, with characters of several bytes."""
+    """Return texts of about 10 to 200 tokens, with characters of several bytes."""
     return ["\n".join([JAPANESE, *LINES[5 * i : 5 * i + 1 + 3 * (i % 5)]]) for i in range(count)]
 
 
@@ -38,6 +38,6 @@ def teacher_text(teacher: Tokenizer = TEACHER, **options) -> TeacherText:
 
 
 def open_pair(path: str, cache_dir, *teachers: TeacherText | SharedTokens, **options):
-    """(training, validation) data sets of the file or corpus at `path`."""
+    """Return the (training, validation) data sets of the file or corpus at `path`."""
     options = {"tokenizer": STUDENT, "seq_length": 64, "vocab_size": STUDENT.vocab_size, **options}
     return open_datasets(data_path=[path], cache_dir=str(cache_dir), teachers=teachers, **options)

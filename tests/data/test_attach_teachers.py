@@ -56,7 +56,7 @@ def test_a_length_that_documents_cannot_be_padded_to(path, tmp_path):
 
 
 def test_blends_of_files_and_corpora(path, tmp_path, write_jsonl, make_store):
-    """Members keep the teacher's corpora apart, with the same text in the tokens of both."""
+    """Each member has a separate corpus of the teacher, with the same text in the tokens of both models."""
     store = make_store([STUDENT.encode(text) for text in texts(5)], name="tokens")
     train, _ = open_datasets(
         data_path=["1", path, "2", store.prefix],

@@ -64,7 +64,7 @@ def test_a_change_that_keeps_size_and_time_of_a_file_is_seen(open_data, texts, t
 
 
 def ids_of(open_data, path, content):
-    """Of document 7 of the file with other content."""
+    """Document 7 of the file has other content."""
     Path(path).write_bytes(content)
     return open_data(path)[0].members[0].store.document(7)[0].tolist()
 
@@ -157,7 +157,7 @@ def test_tokens_of_another_tokenizer_are_refused(open_data, texts, tmp_path):
 
 @pytest.mark.fault(28)
 def test_a_tokenizer_of_the_same_size_is_another_one(open_data, texts, tmp_path, tokenizer):
-    """Told by the hash of the vocabulary: all ids are in range, and would stand for other strings."""
+    """The hash of the vocabulary shows it: all ids are in range, but mean other strings."""
     hf = train_hf_tokenizer()
     state = json.loads(hf.backend_tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
@@ -209,7 +209,7 @@ def test_an_all_masked_file_is_refused(open_data, write_jsonl):
 
 
 class Ranks:
-    """`share` of two threads that stand for processes: rank 1 waits for what rank 0 has."""
+    """Return `share` for two threads in place of processes: rank 1 waits for the value of rank 0."""
 
     def __init__(self):
         self.ready, self.value = threading.Event(), None

@@ -14,7 +14,7 @@ OPTIONS = dict(seq_length=8, vocab_size=1000, pad_id=99)
 
 
 def labelled(dataset):
-    """Multiset of (token, label) pairs with loss over all packs, sorted."""
+    """Return the multiset of (token, label) pairs with loss over all packs, sorted."""
     pairs = []
     for index in range(len(dataset)):
         pack = dataset[index]
@@ -137,7 +137,9 @@ def test_blended_packs_are_numbered_through(make_store):
 
 
 def test_the_documents_of_a_pack_have_their_number_in_their_corpus(make_store):
-    """The second member leaves its first two documents to others; a document that was cut is in several packs."""
+    """The second member does not have its corpus's first two documents; a document that was cut is in several
+    packs.
+    """
     stores = [
         make_store([[1, 2, 3], [4, 5], [6] * 12], name="m0"),
         make_store([[1, 2]] * 2 + [[3, 4]], name="m1"),

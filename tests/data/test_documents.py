@@ -1,4 +1,4 @@
-"""Reading files of records, what is refused in them, and the documents that they become."""
+"""Files of records: how they are read, what is refused, and the documents that they become."""
 
 from __future__ import annotations
 

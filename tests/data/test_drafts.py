@@ -1,4 +1,4 @@
-"""Drafts of files: those of killed writers go, those of live ones stay."""
+"""Drafts of files: drafts of killed writers are removed, drafts of live ones stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ input()
 
 @pytest.fixture
 def writer(tmp_path):
-    """A process that has written drafts of `c [1]` and lives."""
+    """Return a live process that has written drafts of `c [1]`."""
     command = [sys.executable, "-c", WRITER, str(tmp_path / "c [1]")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "written\n"
@@ -60,7 +60,7 @@ def test_an_earlier_process_of_this_number(tmp_path):
 
 @pytest.mark.parametrize("name", ["c.partial-node7.cluster-1a2b3c4d-31", "c.partial-31"])
 def test_of_other_machines_only_what_has_been_idle_for_a_day(name, tmp_path):
-    """All files of a writer count: of some it writes the first line late."""
+    """All files of a writer count, because it may start to write some of them late."""
     paths = [tmp_path / (name + end) for end in (".bin", ".quarantine.jsonl")]
     for path in paths:
         path.write_text("x")

@@ -1,4 +1,4 @@
-"""Files to chunks: the order, whatever the number of workers, and errors that name their place."""
+"""Files to encoded batches: the same order for any number of workers, and errors that name their place."""
 
 from __future__ import annotations
 

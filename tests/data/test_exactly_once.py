@@ -1,4 +1,6 @@
-"""Each sample once per epoch, across crashes and changes of the layout: counted by the sample ids of real streams."""
+"""Each sample once per epoch, across crashes and changes of the layout: counted by the sample ids of real
+streams.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def members(make_store):
 def take_steps(
     dataset, first_step: int, count: int, data_parallel: int, micro_batch: int, workers: int = 0, **options
 ):
-    """The samples of steps [first_step, first_step + count) in the order of their positions, read by all ranks."""
+    """Return the samples of steps [first_step, first_step + count), read by all ranks, in order of position."""
     streams = [
         TrainStream(
             dataset,
@@ -50,7 +52,9 @@ def take_steps(
 
 
 def crash_loop(dataset, num_steps: int, layouts, **options) -> list[int]:
-    """Samples of a run that dies every seven steps and goes on from its last save, each time in the next layout."""
+    """Return the samples of a run that crashes every seven steps and resumes from its last save in the next
+    layout.
+    """
     done, crashes = {}, 0
     saved = 0
     for layout in cycle(layouts):
@@ -92,7 +96,7 @@ def test_a_crash_loop_with_workers_that_read_ahead(members):
 
 
 def test_members_of_a_blend_have_epochs_of_their_own(members):
-    """Whatever the weights, a member's second epoch starts when its first is over."""
+    """With any weights, a member's second epoch starts when its first has ended."""
     seen = np.array(crash_loop(BlendedDataset(members, [1, 3]), 40, LAYOUTS, seed=3))
     for own, size in ((seen[seen < 23], 23), (seen[seen >= 23] - 23, 10)):
         whole = own[: len(own) // size * size].reshape(-1, size)
@@ -101,7 +105,7 @@ def test_members_of_a_blend_have_epochs_of_their_own(members):
 
 
 def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count: int):
-    """(data-parallel rank, samples of each micro-batch of `count` steps) of this rank in a layout."""
+    """Return (data-parallel rank, samples of each micro-batch of `count` steps) of this rank in a layout."""
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
 
@@ -120,7 +124,7 @@ def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count
 
 @pytest.mark.fault(23)
 def test_an_epoch_whose_tensor_and_pipeline_layout_changes(members, ranks):
-    """Every rank of a real process group; those of one data-parallel rank must read the same."""
+    """Every rank of a real process group reads; ranks with the same data-parallel rank must read the same."""
     prefix, seen = members[0].store.prefix, []
     for part, (world, tensor, pipeline) in enumerate(
         [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (2, 2, 1), (1, 1, 1)]

@@ -1,4 +1,4 @@
-"""Empty, one-token, overlong and huge documents: what they become, in what time and memory."""
+"""Empty, one-token, overlong and huge documents: the result, and the time and memory it takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_empty_and_one_token_documents_have_no_loss_and_no_place(make_store):
 )
 @pytest.mark.fault(25)
 def test_overlong_documents(make_store, overlong, pieces, loss_tokens):
-    """25 tokens have 24 labels; the last piece of one token has none and is left out."""
+    """25 tokens have 24 labels; the last piece of one token has none and is skipped."""
     dataset = open_packs(make_store([range(1, 26), [1, 2]]), overlong=overlong)
     assert sorted(dataset.pieces.length.tolist()) == sorted(n for n in pieces if n > 1)
     assert (
@@ -72,7 +72,7 @@ def huge(tmp_path):
 @pytest.mark.fault(25)
 @pytest.mark.slow
 def test_20_mb_of_one_letter_take_seconds_and_little_memory(huge, hf_dir, tmp_path):
-    """In processor seconds, because other programs may run on this machine."""
+    """Time is measured in processor seconds, because other programs may run on this machine."""
     command = [sys.executable, "-c", BUILD, hf_dir, str(huge), str(tmp_path / "corpus")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -100,7 +100,7 @@ def test_a_huge_text_becomes_documents_that_join_to_it(
 
 
 def records_of(size: int) -> list[dict]:
-    """A conversation, and a prompt with its completion, of so many characters."""
+    """Return a conversation, and a prompt with its completion, of so many characters."""
     answer = "a" * (size - len("user" + "fox?" + "assistant"))
     chat = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": answer}]
     return [{"messages": chat}, {"prompt": "a" * (size // 2), "completion": "a" * (size - size // 2)}]
@@ -108,7 +108,9 @@ def records_of(size: int) -> list[dict]:
 
 @pytest.mark.fault(25)
 def test_huge_conversations_and_completions_are_bad_records(write_jsonl, tmp_path, monkeypatch):
-    """Unlike text they are not cut: what is too long is left out and listed, or refused; what just fits is trained on."""
+    """Unlike text they are not cut: one that is too long is skipped and listed, or refused; one that just
+    fits is kept.
+    """
     monkeypatch.setattr(documents, "MAX_CHARACTERS", 1000)
     path = write_jsonl("long.jsonl", *records_of(1001), *records_of(1000), {"text": "fox"})
     tokenizer, prefix = chat_tokenizer(350), str(tmp_path / "corpus")

@@ -34,7 +34,7 @@ def dataset(make_store):
 
 
 def steps(dataset, count, **options):
-    """Samples of `count` steps: [step][micro-batch] -> sample ids."""
+    """Return the samples of `count` steps: [step][micro-batch] -> sample ids."""
     options = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 5, **options}
     stream = TrainStream(dataset, **options)
     return [[batch.sample_ids for batch in stream.next_step()] for _ in range(count)]
@@ -64,7 +64,7 @@ def test_samples_are_dealt_out_as_megatron_does(dataset):
 
 @pytest.mark.parametrize("consumed", [0, 16])
 def test_the_last_samples_are_those_of_all_ranks(dataset, consumed):
-    """Also where workers have read ahead, and in the next epoch."""
+    """The same holds after workers have read ahead, and in the next epoch."""
     options = dict(
         micro_batch_size=2, global_batch_size=8, seed=5, data_parallel_size=2, consumed_samples=consumed
     )
@@ -178,7 +178,7 @@ def test_evaluation_restarts_and_is_limited(dataset):
 
 
 def test_a_held_out_blend_has_its_weights(dataset):
-    """Megatron's rule: in the proportion of the weights, where need be some packs more than once."""
+    """Megatron's rule: packs in the proportion of the weights; some come more than once if necessary."""
     stream = EvalStream(
         BlendedDataset(dataset.members, [1, 3]), micro_batch_size=1, global_batch_size=4, eval_iters=100
     )
@@ -209,7 +209,9 @@ def test_empty_packs_have_no_loss(dataset):
 
 @pytest.fixture
 def taught(write_jsonl, tmp_path):
-    """Packs with a part for a teacher with tokens of its own, after one that reads the student's."""
+    """Return packs with a part for a cross-tokenizer teacher, after a teacher that reads the student's
+    tokens.
+    """
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts(30)))
     text = teacher_text(spellings=relation(TEACHER).spellings)
     return open_pair(path, tmp_path, SharedTokens(), text, document_multiple=4)[0]
@@ -217,7 +219,7 @@ def taught(write_jsonl, tmp_path):
 
 @pytest.mark.parametrize("context_parallel_rank", [0, 1])
 def test_streams_carry_the_teachers(taught, context_parallel_rank):
-    """With workers as without; the empty packs at the end of an evaluation have a part without chunks."""
+    """Workers change nothing; the empty packs at the end of an evaluation have a part without chunks."""
     size = len(taught) - len(taught) % 4 + 4  # so that the only step of an evaluation has empty packs
     layout = dict(micro_batch_size=4, context_parallel_rank=context_parallel_rank, context_parallel_size=2)
     for open_stream in (

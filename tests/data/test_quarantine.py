@@ -1,4 +1,6 @@
-"""Bad records of every kind of file: left out with their place up to a limit, refused above it, the rest intact."""
+"""Bad records of every kind of file: skipped and listed up to a limit, refused above it, all other data
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,7 @@ def write_table(pa, path: Path, table) -> str:
 
 
 def test_a_cached_corpus_keeps_its_list_and_its_limit(damaged, tokenizer, tmp_path):
-    """The second run tokenises nothing, and must refuse, list and leave out just the same."""
+    """The second run tokenises nothing, and must refuse, list and skip the same records."""
     cache, listed = tmp_path / "cache", tmp_path / "log" / "quarantine.jsonl"
     options = dict(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, quarantine=str(listed))
     for _ in range(2):
@@ -252,7 +254,7 @@ def test_a_list_of_an_earlier_run_goes(tokenizer, write_jsonl, tmp_path):
 
 
 def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
-    """One record that nobody can read, and one that only the teacher refuses: neither is in any pack."""
+    """One record is unreadable, and another is refused by the teacher only: neither is in any pack."""
     chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
     path = write_jsonl("a.jsonl", {"text": "The quick brown"}, b"{", chat, {"text": "lazy dog"})
     student, listed = chat_tokenizer(350), tmp_path / "quarantine.jsonl"

@@ -1,4 +1,4 @@
-"""Blends, splits and paths as they are written on the command line."""
+"""Blends, splits and paths, as written on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenised corpora: reading them back, damage, and token ids that a model does not know."""
+"""Tokenised corpora: reading, damage, and token ids that a model does not know."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ LENGTHS, POINTERS, DOCUMENTS_AT = 34, 50, 82  # where an index of four sequences
 
 
 def overwrite(path, place, value):
-    """`value`, an array, into the bytes of a file from `place`."""
+    """Write the array `value` into the bytes of a file from `place`."""
     content = bytearray(Path(path).read_bytes())
     content[place : place + value.nbytes] = value.tobytes()
     Path(path).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Loss masks of conversations under the kinds of template that exist."""
+"""Loss masks of conversations, for the known kinds of chat template."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COUNTS_MARKED = (
 
 
 def predicted_text(template, messages):
-    """The parts of the conversation that have loss, after checking that the ids are the template's own."""
+    """Return the parts of the conversation with loss, after a check that the ids are those of the template."""
     hf = train_hf_tokenizer(template)
     tokenizer = HuggingFaceTokenizer(hf)
     ids, mask = tokenizer.apply_chat_template(messages)

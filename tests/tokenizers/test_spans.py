@@ -1,4 +1,4 @@
-"""Where tokens are in a text: exact where their bytes join to it, by the library's offsets where a text was changed."""
+"""Spans of tokens: exact if their bytes join to the text, by the library's offsets if the text was changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_blank_before_the_text_is_no_text(tokenizer):
 
 
 def test_blanks_after_control_tokens_are_no_text():
-    """As Llama's tokenizers put them into conversations; bytes of a character stay apart there, too."""
+    """Llama's tokenizers add such blanks in conversations; bytes of a character keep separate spans there, too."""
     pieces = [b"</s>", b" fox", b" ", *(bytes([byte]) for byte in "\u4f60".encode())]
     data, ids = "fox</s>\u4f60 fox</s> fox".encode(), [1, 0, 2, 3, 4, 5, 1, 0, 1]
     encoded = locate(
@@ -83,7 +83,7 @@ def test_sentencepiece_bytes_and_unknown_characters(spm_file):
 
 
 def test_a_composed_character_keeps_all_its_bytes():
-    """The library says that a composed character is its first code point only."""
+    """The library's span of a composed character covers its first code point only."""
     tokenizer = normalizing(normalizers.NFC())
     text = "ae\u0301 e\u0301\u4f60 \u1100\u1161"
     encoded = tokenizer.encode_spans(text)

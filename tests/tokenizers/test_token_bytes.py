@@ -1,4 +1,4 @@
-"""What tokens are in bytes, which ids have a role, and how a fragment is spelled."""
+"""The bytes of tokens, the ids with a role, and the spelling of a fragment."""
 
 from __future__ import annotations
 

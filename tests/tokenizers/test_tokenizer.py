@@ -1,4 +1,4 @@
-"""Both kinds of tokenizer, their fingerprints, and how two tokenizers are told apart."""
+"""All kinds of tokenizer, their fingerprints, and the differences between two tokenizers."""
 
 from __future__ import annotations
 

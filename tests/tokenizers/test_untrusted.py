@@ -1,4 +1,4 @@
-"""Tokenizers and texts from anywhere: code in a folder is never run, control tokens in a text stay text."""
+"""Untrusted tokenizers and texts: code in a folder is never run, control tokens in a text stay text."""
 
 from __future__ import annotations
 

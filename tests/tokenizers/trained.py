@@ -1,4 +1,4 @@
-"""Two real tokenizers, trained in a moment."""
+"""Real tokenizers, trained in a moment."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def spm_file(tmp_path_factory):
 
 
 def llama_tokenizer():
-    """A fast tokenizer in SentencePiece's writing, as Llama 2's: a blank before the text, <0xNN> for unknown characters."""
+    """Return a fast tokenizer like Llama 2's: a blank before the text, <0xNN> for unknown characters."""
     words = ["\u2581", *"the fox", "\u2581t", "he", "\u2581the", "\u2581f", "ox", "\u2581fox"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(words)]
     merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "f"), ("o", "x"), ("\u2581f", "ox")]
@@ -90,7 +90,7 @@ def llama_tokenizer():
 
 
 def write_ranks(folder):
-    """A small rank file under the name of GPT-2's: the single bytes, then a few merges."""
+    """Return a small rank file with the name of GPT-2's: the single bytes, then a few merges."""
     pieces = [bytes([byte]) for byte in range(256)] + [
         b"th",
         b"the",

@@ -30,14 +30,10 @@ class TeacherText:
 
     tokenizer: Tokenizer
     vocab_size: int  # token ids that the teacher's model knows
-    spellings: Spellings | None = (
-        None  # default: the realised pair is the only candidate of a chunk other than 1-1
-    )
+    spellings: Spellings | None = None  # default: chunks other than 1-1 have only the realised pair
     alignment: str = "byte_offset"  # or "dp"
     seq_length: int | None = None  # teacher tokens of a pack; default: the length of the longest pack
-    twins: np.ndarray | None = (
-        None  # [student ids] teacher id of the common token, -1 without one; None: unknown
-    )
+    twins: np.ndarray | None = None  # [student ids] teacher id of the twin, -1: none; None: unknown
     exact_only: bool = False  # keep only the 1-1 chunks of a common pair
     reasoning: bool = True  # align the reasoning of assistant turns too
     name: str = "teacher"  # for messages
@@ -156,10 +152,7 @@ class TeacherSide:
         the wrong tokens, so only the realised text is compared. An example is the end of a turn, if one model
         ends turns and documents with the same token.
         """
-        rows, counts = (
-            chunks[:, ::2] - 1,
-            chunks[:, 1::2] - chunks[:, ::2],
-        )  # [c, 2] each, student and teacher
+        rows, counts = chunks[:, ::2] - 1, chunks[:, 1::2] - chunks[:, ::2]  # [c, 2], student and teacher
         losses = np.concatenate([[0], np.cumsum(student.loss_mask > 0)])
         wanted = losses[rows[:, 0] + counts[:, 0]] - losses[rows[:, 0]] == counts[:, 0]
         kinds = chunk_kinds(counts[:, 0], counts[:, 1])

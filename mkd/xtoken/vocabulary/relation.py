@@ -60,7 +60,7 @@ class VocabularyRelation:
     spellings: Spellings
     student_beginnings: (
         np.ndarray
-    )  # [student_size] int64: common token (student id) each id begins with, or -1
+    )  # [student_size] int64: student id of the common token it begins with, or -1
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +169,7 @@ def _casefolded(text: str) -> str:
 
 
 FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
-"""What pairs may differ in, closest pairs first: the Unicode form; also leading spaces; also the case."""
+"""Allowed differences of a pair, closest pairs first: the Unicode form; also leading spaces; also the case."""
 
 
 def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:

@@ -20,9 +20,7 @@ class TeacherSlots:
     1-1 chunk needs elementwise work and scalar reductions only, and no vocabulary is gathered.
     """
 
-    teacher_ids: (
-        np.ndarray
-    )  # [tp, w_t] int64, the teacher's row in each column, EMPTY (-1) for none; w_t >= w_s
+    teacher_ids: np.ndarray  # [tp, w_t] int64, teacher's row in each column, or EMPTY (-1); w_t >= w_s
     columns: np.ndarray  # [teacher_rows] int64, rank * w_t + column of each row of the teacher
     common: np.ndarray  # [tp, w_s] bool, whether column j holds a common pair
 

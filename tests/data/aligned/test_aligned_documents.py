@@ -1,4 +1,4 @@
-"""Records and tokenised documents on both sides: the ids that each model would read, and chunks of the same text."""
+"""Records and tokenised documents on both sides: the ids that each model reads, and chunks of the same text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def pair_of(student=STUDENT, teacher=TEACHER, append_eod=True):
 
 
 def pieces(pair, aligned):
-    """[(bytes of the student's tokens, of the teacher's)] of the chunks; None for tokens that are no text."""
+    """Return [(bytes of the student's tokens, of the teacher's)] of the chunks; None for tokens that are not
+    text.
+    """
     sides = []
     for ids, tokenizer, first in (
         (aligned.student_ids, pair.student, 0),

@@ -22,7 +22,7 @@ def batch(write_jsonl, tmp_path):
 
 
 def listed(chunks, student_rows, teacher_rows):
-    """Every chunk with rows of the whole row, its tokens, and all else that belongs to it; sorted."""
+    """Return every chunk with its rows in the whole row, its tokens, and everything else about it; sorted."""
     found = []
     for i in range(len(chunks.kinds)):
         one = [int(chunks.kinds[i]), float(chunks.weights[i]), int(chunks.packs[i])]
@@ -35,7 +35,9 @@ def listed(chunks, student_rows, teacher_rows):
 
 
 def exchanged(sides, held):
-    """What every rank receives when each sends its rows, which are `held` (numbers in the whole row) by it, to the others."""
+    """Return the rows that every rank receives if each sends the rows it holds, `held` (numbers in the whole
+    row).
+    """
     plans = [side.exchange for side in sides]
     sent = [
         torch.split(rows[plan.send_rows], plan.send_counts) for plan, rows in zip(plans, held, strict=True)

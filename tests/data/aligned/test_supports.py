@@ -14,7 +14,7 @@ from tests.data.pairs import COARSE, STUDENT, TEACHER, open_pair, relation, teac
 
 
 class Table:
-    """Spellings of a made-up vocabulary: after any prefix the same pairs."""
+    """Spellings of a made-up vocabulary, with the same pairs after any prefix."""
 
     def __init__(self, pairs):
         self._pairs = tuple(np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
@@ -27,7 +27,7 @@ class Table:
 
 
 def supports_of(kind, student, teacher, spellings):
-    """[(student id, teacher id), ...] of one chunk with these tokens, that the rows 3 and 1 predict."""
+    """Return [(student id, teacher id), ...] of one chunk with these tokens, predicted by the rows 3 and 1."""
     labels = np.array([0, 0, 0, *student]), np.array([0, *teacher])
     counts = np.array([[len(student), len(teacher)]])
     sizes, *ids = Supports(spellings).look_up(

@@ -15,7 +15,7 @@ STUDENT_LABELS = np.arange(100, 112)  # of two packs of 4 and an empty one
 
 
 def chunks_of(*rows, supports=()):
-    """Chunks (student row, tokens, teacher row, tokens, kind, pairs)."""
+    """Build chunks from (student row, tokens, teacher row, tokens, kind, pairs)."""
     columns = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     columns[4] = columns[4].astype(np.int8)
     return PackChunks(*columns, *np.array(supports, dtype=np.int64).reshape(-1, 2).T)
@@ -77,7 +77,7 @@ def test_packs_without_chunks():
 
 
 def tensors_of(value):
-    """All tensors in a batch, those of its parts included."""
+    """Return all tensors of a batch and of its parts."""
     parts = [getattr(value, field.name) for field in fields(value)]
     own = [part for part in parts if isinstance(part, torch.Tensor)]
     return own + [

@@ -23,7 +23,7 @@ def path(write_jsonl):
 
 
 def found_chunks(dataset, number=0):
-    """(student ids, teacher ids) of all chunks of all packs, sorted, after a look at their rows."""
+    """Return (student ids, teacher ids) of all chunks of all packs, sorted, after a check of their rows."""
     found = []
     for index in range(len(dataset)):
         pack = dataset[index]
@@ -51,7 +51,7 @@ def found_chunks(dataset, number=0):
 
 
 def pieces_of(n, seq_length, overlong):
-    """(offset, end of the tokens that are predicted) of a document of n tokens."""
+    """Return (offset, end of the labels) of each piece of a document of n tokens."""
     if overlong == "truncate" or n <= seq_length:
         return [(0, min(n, seq_length))]
     return (
@@ -178,7 +178,7 @@ def test_exact_matches_only(path, tmp_path):
 
 
 def test_text_decides_where_pairs_do_not(path, tmp_path):
-    """A twin of another token: chunks of one token on each side are compared as realised pairs, and only these."""
+    """If a token has another twin, its 1-1 chunk is compared as a realised pair only."""
     related = relation(TEACHER)
     every = teacher_text(twins=related.twins(), spellings=related.spellings)
     moved = replace(every, twins=np.roll(every.twins, 1))
@@ -194,7 +194,9 @@ def test_text_decides_where_pairs_do_not(path, tmp_path):
 
 
 def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path, make_store):
-    """Where a piece begins in a prompt, which has no chunks, the teacher's begins at the same proportion of it."""
+    """If a piece begins in a prompt, which has no chunks, the teacher's piece begins at the same proportion
+    of it.
+    """
     text = texts(15)[14]
     ids = np.array(STUDENT.encode(text))
     store = make_store([ids], [[0] * (len(ids) - 3) + [1] * 3])

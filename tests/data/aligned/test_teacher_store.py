@@ -1,4 +1,4 @@
-"""Chunks as marks: they come back for whole documents and for parts, and files that do not fit are refused."""
+"""Chunks as marks: they are read back for whole documents and parts, and files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkd.errors import DataError
 
 
 def random_chunks(random, n, m):
-    """Chunks of 1 to 3 tokens on each side with gaps between them, int64 [c, 4]."""
+    """Return chunks of 1 to 3 tokens on each side with gaps between them, int64 [c, 4]."""
     sides = []
     for length in (n, m):
         steps = random.integers([0, 1], [3, 4], (length, 2))
@@ -24,7 +24,7 @@ def random_chunks(random, n, m):
 
 @pytest.fixture
 def corpus(make_store, tmp_path):
-    """(TeacherStore, chunks of each document) of made-up ids."""
+    """Return (TeacherStore, chunks of each document) of made-up ids."""
     random = np.random.default_rng(0)
     lengths = [(40, 60), (0, 0), (5, 3), (1, 1), (0, 4), (70, 30)]
     chunks = [random_chunks(random, n, m) for n, m in lengths]

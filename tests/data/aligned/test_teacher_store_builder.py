@@ -1,4 +1,6 @@
-"""Corpora of teachers: cached, the same whatever the number of workers, and never beside another student's corpus."""
+"""Corpora of teachers: cached, independent of the number of workers, and never used with another student's
+corpus.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_a_tokenised_corpus_gives_the_same_without_its_text(path, student, tmp_p
 
 
 def test_a_tokenised_completion_gives_the_same_without_its_text(write_jsonl, tmp_path):
-    """Teacher tokens never go over the end of the prompt, where both sides are tokenised apart."""
+    """Teacher tokens never cross the end of the prompt, because prompt and completion are tokenised
+    separately.
+    """
     pairs = [{"prompt": text[: len(text) // 2], "completion": text[len(text) // 2 :]} for text in texts(40)]
     path, prefix = write_jsonl("pairs.jsonl", *pairs), str(tmp_path / "pairs")
     build_store([path], prefix, STUDENT, True)
@@ -71,7 +75,7 @@ def test_a_tokenised_completion_gives_the_same_without_its_text(write_jsonl, tmp
 
 
 def test_tokenised_conversations_are_refused(write_jsonl, tmp_path):
-    """They are in the student's template, and the teacher has its own."""
+    """The conversations are in the student's template, and the teacher has another one."""
     chat = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
     student, prefix = chat_tokenizer(300), str(tmp_path / "chat")
     build_store([write_jsonl("chat.jsonl", chat, {"text": "the fox"})], prefix, student, True)
@@ -83,7 +87,7 @@ def test_tokenised_conversations_are_refused(write_jsonl, tmp_path):
 
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_workers(path, tmp_path):
-    """Joined texts: all workers have to join them in the same way."""
+    """All workers must join the texts in the same way."""
     student = str(tmp_path / "student")
     build_store([path], student, STUDENT, True, characters_per_sample=150)
     for workers in (0, 2):

@@ -1,4 +1,4 @@
-"""The line of a teacher against a count over all packs."""
+"""The summary line of a teacher equals a count over all packs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PAIRS = list(permutations(NAMES, 2))
 
 
 def spans(*ends, ids=None):
-    """Tokens of a text by the ends of their spans; a repeated end shares the span, None stands for no text."""
+    """Return tokens of a text from the ends of their spans; a repeated end shares the span, None means no text."""
     starts, span, stops = [], (0, 0), []
     for end in ends:
         span = span if end is None or end == span[1] else (span[1], end)
@@ -90,7 +90,7 @@ def test_real_tokenizers_on_random_unicode(real_tokenizers, seed):
 @pytest.mark.download
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "NFC"), ("gpt2", None), ("mistral", None)])
 def test_spans_are_what_the_library_decodes(real_tokenizers, name, form):
-    """Independent of token bytes: the tokens up to a span's end decode to the text up to there."""
+    """The tokens up to a span's end decode to the text up to there; this does not use token bytes."""
     tokenizer, generator = real_tokenizers[name], random.Random(1)
     compared = 0
     for text in (random_text(generator) for _ in range(100)):

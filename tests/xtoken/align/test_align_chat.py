@@ -1,4 +1,4 @@
-"""Conversations under two chat templates, and completions: which tokens are paired."""
+"""Conversations in two chat templates, and completions: which tokens are aligned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% 
 
 
 def chatml_with(content):
-    """ChatML that writes `content` for the content of a message."""
+    """Return ChatML that writes `content` for the content of a message."""
     return (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + "
         + content
@@ -44,7 +44,7 @@ def with_template(template, **options):
 
 
 def texts(aligned, student, teacher):
-    """Decoded (student, teacher) tokens of each run of chunks that touch on both sides."""
+    """Return the decoded (student, teacher) tokens of each run of chunks that touch on both sides."""
     runs = []
     for a, b, c, d in aligned.chunks.tolist():
         if runs and (a, c) == (runs[-1][1], runs[-1][3]):
@@ -126,12 +126,13 @@ def test_a_template_without_end_of_turn_gives_no_pair_for_it():
     ]
 
 
-def test_modes_agree_and_an_empty_answer_has_only_its_end():
+def test_modes_agree_and_an_answer_of_blanks_has_only_its_end():
     student, teacher = with_template(CHATML), with_template(DROPS_REASONING, vocab_size=290)
     exact, found = (align_chat(student, teacher, CHAT, mode=mode).chunks for mode in ("byte_offset", "dp"))
     assert np.array_equal(exact, found)
-    empty = [CHAT[0], {"role": "assistant", "content": ""}]
-    assert texts(align_chat(student, teacher, empty), student, teacher) == [("<|im_end|>", "<|im_end|>")]
+    for blanks in ("", "  ", "\n \n"):
+        answer = [CHAT[0], {"role": "assistant", "content": blanks}]
+        assert texts(align_chat(student, teacher, answer), student, teacher) == [("<|im_end|>", "<|im_end|>")]
     assert align_chat(student, teacher, CHAT[:1]).chunks.shape == (0, 4)
 
 

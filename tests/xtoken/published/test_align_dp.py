@@ -1,4 +1,4 @@
-"""The dynamic programme against the exact alignment, and its search against all paths."""
+"""The dynamic programme equals the exact alignment, and its search equals a search over all paths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def numbered(tokens, numbers):
 
 
 def score(blocks, ours, theirs):
-    """The score of a path by the definition."""
+    """Return the score of a path by its definition."""
     total = 0.0
     for i0, i1, j0, j1 in blocks:
         same = "".join(ours[i0:i1]) == "".join(theirs[j0:j1])
@@ -48,7 +48,7 @@ def score(blocks, ours, theirs):
 
 
 def best_score(ours, theirs):
-    """The best score over all paths, by recursion over what the last block can be."""
+    """Return the best score over all paths, by recursion over the possible last blocks."""
 
     @cache
     def best(i, j):

@@ -1,4 +1,4 @@
-"""The dense top-k form, in the three kinds of files it comes in."""
+"""The dense top-k form of projection matrices, in three kinds of files."""
 
 from __future__ import annotations
 

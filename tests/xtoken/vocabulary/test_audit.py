@@ -1,4 +1,4 @@
-"""The audit against counting character by character."""
+"""The audit equals a count character by character."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def audited(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> Audit:
 
 
 def kinds_by_definition(student, teacher, text) -> tuple[Counter, Counter, Counter]:
-    """How many bytes, student tokens and teacher tokens of a text are in chunks of each kind."""
+    """Return the number of bytes, student tokens and teacher tokens of a text in chunks of each kind."""
     relation = build_projection(student, teacher)
     common = set(zip(*(ids.tolist() for ids in relation.pairs()), strict=True))
     ours, theirs = student.encode_spans(text), teacher.encode_spans(text)

@@ -1,4 +1,4 @@
-"""The relation of two vocabularies: what is common, and what the projection may and must hold."""
+"""The relation of two vocabularies: common tokens, and the entries that the projection may and must have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REAL_PAIRS = [("qwen3", "mistral"), ("smollm2", "qwen3")]
 
 
 def check_common(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
-    """Against all pairs of bytes: every byte string that both know is common, once, and nothing else but the roles is."""
+    """Every byte string that both know is common exactly once; the only other common tokens are roles."""
     students, teachers = relation.pairs()
     assert (np.diff(students) > 0).all() and len(set(teachers.tolist())) == len(teachers)
     roles = {
@@ -58,7 +58,7 @@ def check_projection(student: Tokenizer, teacher: Tokenizer, relation: Vocabular
 
 
 def check_beginnings(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
-    """A token begins with the text of its common token; common tokens with themselves; hardly any token has none."""
+    """A token begins with the text of its common token, a common token with itself; few tokens have none."""
     students, teachers = relation.pairs()
     assert (relation.student_beginnings[students] == students).all()
     assert (relation.teacher_beginnings[teachers] == students).all()
@@ -141,7 +141,7 @@ def test_stages_can_be_chosen():
 
 
 def alphabet_only(letters: str) -> Tokenizer:
-    """Byte-level BPE whose vocabulary is these letters."""
+    """Return a byte-level BPE whose vocabulary is these letters."""
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

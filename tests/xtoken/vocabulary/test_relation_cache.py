@@ -1,4 +1,4 @@
-"""Relations on disk: the same when read again, refused when they are of other tokenizers or damaged."""
+"""Relations on disk: read back unchanged, refused if damaged or made for other tokenizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def assert_same(one, other) -> None:
 
 
 def stored(tmp_path: Path, **changes: np.ndarray) -> Path:
-    """The relation of byte_level <- sentence_piece in a file, some of its arrays replaced."""
+    """Write the relation of byte_level <- sentence_piece to a file, with some arrays replaced."""
     path, settings = tmp_path / "relation.npz", ProjectionSettings()
     save_relation(
         path, build_relation(byte_level(), sentence_piece()), byte_level(), sentence_piece(), settings

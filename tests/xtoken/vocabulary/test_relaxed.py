@@ -1,4 +1,4 @@
-"""Which variants pair, and which pair first."""
+"""Relaxed pairs: which variants are paired, and which first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse rows against dense matrices."""
+"""Sparse rows equal dense matrices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHAPE = 40, 23
 
 
 def random_matrix(seed: int, entries: int = 150) -> tuple[SparseMatrix, np.ndarray]:
-    """A matrix with repeated cells, equal values and empty rows, and its dense form."""
+    """Return a matrix with repeated cells, equal values and empty rows, and its dense form."""
     rng = np.random.default_rng(seed)
     rows, columns = rng.integers(0, SHAPE[0] - 5, entries), rng.integers(0, SHAPE[1], entries)
     values = rng.integers(1, 5, entries).astype(np.float32)

@@ -23,7 +23,7 @@ def build(student, teacher) -> Spellings:
 
 
 def groups_by_definition(tokenizer, other) -> dict[tuple[int, ...], set[tuple[int, int]]]:
-    """prefix in the other vocabulary -> {(token, last)}, token by token."""
+    """Return prefix in the other vocabulary -> {(token, last)}, token by token."""
     groups: dict[tuple[int, ...], set[tuple[int, int]]] = {}
     for own, token in distinct_tokens(tokenizer).items():
         spelled = other.spell(own)

@@ -1,4 +1,4 @@
-"""Each stage of the projection matrix alone, on vocabularies that one can read."""
+"""Each stage of the projection matrix alone, on vocabularies of a few tokens."""
 
 from __future__ import annotations
 
