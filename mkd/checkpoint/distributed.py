@@ -39,7 +39,7 @@ from mkd.checkpoint.folders import (
 )
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import give_first_state, load_optimizer
-from mkd.checkpoint.saving import Contents, Save
+from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
@@ -92,11 +92,12 @@ def start_save(
     context: ParallelContext,
     assets: HFAssets | None,
     *,
-    origin: Mapping[str, object]
-    | None = None,  # what the run is: fingerprints, settings; compared when it goes on
+    run_identity: Mapping[str, object]
+    | None = None,  # fingerprints and settings, compared when a run resumes
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
+    announce: Callable[[str, int], None] = announce_nothing,  # told of the moments of the save
 ) -> Save:
     """Take the state as it is now, `copied` where training goes on before it is written. Collective."""
     if state.optimizer is not None:
@@ -107,14 +108,13 @@ def start_save(
         "optimizer": _kind(state),
         "precision": _precision(state),
     }
-    more |= origin or {}
+    more |= run_identity or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {
         "content_metadata": _content_metadata(context)
     }
-    return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(
-        sharded, copied
-    )
+    contents = Contents(position, more, assets)
+    return Save(directory, contents, context, retention or Retention(), announce).start(sharded, copied)
 
 
 def load_checkpoint(

@@ -1,7 +1,7 @@
-"""A save in three steps: all ranks take what is to be saved, each writes its files, all make a checkpoint of them.
+"""Save in three steps: all ranks collect the state, each rank writes its files, all ranks turn them into a checkpoint.
 
-Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer. Whatever stops a
-save, the pointer names a whole checkpoint; an error that one rank meets is raised by all.
+Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer. Whatever interrupts
+a save, the pointer names a complete checkpoint. An error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -41,17 +41,20 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError
-from mkd.faults import fault_at
 from mkd.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint besides the tensors."""
+    """The parts of a checkpoint besides the tensors."""
 
     position: TrainingPosition
-    state: dict  # more for mkd.json: layout, optimizer, fingerprints
-    assets: HFAssets | None  # of the student
+    state: dict  # further entries of mkd.json: layout, optimizer, fingerprints
+    assets: HFAssets | None  # small files of the student
+
+
+def announce_nothing(moment: str, iteration: int) -> None:
+    """Ignore the moments of a save that nobody follows."""
 
 
 @dataclass
@@ -62,10 +65,13 @@ class Save:
     contents: Contents
     context: ParallelContext
     retention: Retention = Retention()
-    entries: dict[str, FileEntry] = field(default_factory=dict)  # of the files of this rank
+    announce: Callable[[str, int], None] = (
+        announce_nothing  # (moment of the save, iteration); see mkd.operations.phases
+    )
+    entries: dict[str, FileEntry] = field(default_factory=dict)  # one for each file of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
-    write_s: float = 0.0  # from the start until all of this rank was written
+    write_s: float = 0.0  # from the start until this rank has written everything
 
     @property
     def folder(self) -> Path:
@@ -76,7 +82,7 @@ class Save:
         return self.folder.with_name(self.folder.name + PARTIAL)
 
     def start(self, sharded: ShardedStateDict, copied: bool) -> Save:
-        """Take what is to be saved, as copies or as it is."""
+        """Collect the state, as copies or as references."""
         self.begun = time.monotonic()
         on_rank_0(self._make_room, self._explain)
         tensors, common = save_preprocess(sharded)
@@ -85,13 +91,13 @@ class Save:
         return self
 
     def write(self) -> Save:
-        """Write, hash and sync this rank's files. What goes wrong is kept for `finish`."""
+        """Write, hash and sync this rank's files. Keep an error for `finish`."""
         _, self.problem = attempt(self._write, self._explain)
         self.write_s = time.monotonic() - self.begun
         return self
 
     def finish(self) -> Path:
-        """Make a checkpoint of what all ranks have written, and move the pointer to it; returns its folder."""
+        """Turn the files of all ranks into a checkpoint, move the pointer to it, and return its folder."""
         try:
             agree(self.problem)
             parts = [None] * self.context.world_size if self.context.rank == 0 else None
@@ -109,14 +115,14 @@ class Save:
         self.partial.mkdir()
 
     def _write(self) -> None:
-        self._fault_at("before_shard")
+        self._passed("before_shard")
         self.entries, self.written = write_shards(
-            self.shards, self.partial, self.context.rank, lambda: self._fault_at("mid_shard")
+            self.shards, self.partial, self.context.rank, lambda: self._passed("mid_shard")
         )
-        self._fault_at("after_shards")
+        self._passed("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
-        """On rank 0: the small files, the manifest, the name, the pointer."""
+        """Write the small files, the manifest, the folder's name and the pointer, on rank 0."""
         position = self.contents.position
         write_metadata(self.shards.metadata, [one for _, written in parts for one in written], self.partial)
         torch.save(self.common, self.partial / COMMON_FILE)
@@ -130,24 +136,24 @@ class Save:
             path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()
         }
         entries |= seal(self.partial, sorted(rest - entries.keys()))
-        self._fault_at("before_manifest")
+        self._passed("before_manifest")
         (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
         sync(self.partial / MANIFEST_FILE)
         for path in (self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())):
             sync(path)
         publish(self.partial, self.folder)
-        self._fault_at("before_pointer")
+        self._passed("before_pointer")
         abandon(folder for folder in later_than_pointer(self.directory) if folder != self.folder)
-        write_pointer(self.directory, position.iteration, lambda: self._fault_at("mid_pointer"))
-        self._fault_at("after_pointer")
+        write_pointer(self.directory, position.iteration, lambda: self._passed("mid_pointer"))
+        self._passed("after_pointer")
         apply_retention(self.directory, self.retention, position.iteration)
 
     def _explain(self, error: Exception) -> CheckpointError:
         what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
-        kept = "checkpoints that were there before are as they were"
+        kept = "earlier checkpoints are unchanged"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
-        make_room = "remove what is not needed and start again with --load; with --keep-checkpoints K old ones go by themselves"
+        make_room = "free some space and restart with --load; --keep-checkpoints K removes old checkpoints"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
             return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
@@ -159,15 +165,15 @@ class Save:
             return CheckpointError(
                 f"{what}: a file would be larger than this process or its file system allows",
                 kept,
-                "raise the limit (ulimit -f shows that of a process), and start again with --load",
+                "raise the limit (ulimit -f shows that of a process), and restart with --load",
             )
         cause = of_disk[0] if of_disk else error  # torch says only that it could not write
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        do = "see to the cause, and start again with --load"
+        do = "fix the cause, and restart with --load"
         return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do)
 
-    def _fault_at(self, point: str) -> None:
-        fault_at(point, self.context.rank, self.contents.position.iteration)
+    def _passed(self, moment: str) -> None:
+        self.announce(moment, self.contents.position.iteration)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,7 +1,7 @@
-"""The tensors of a `torch_dist` checkpoint: who writes what, the files, and the `.metadata` that says where everything is.
+"""Write the tensors of a `torch_dist` checkpoint: who writes which, the files, and the `.metadata` that locates everything.
 
-Same files as `megatron.core.dist_checkpointing.save` makes, whose writer leaves the other ranks waiting when one cannot
-write. Here planning is collective, writing is local and can go on in a thread, and nothing waits in between.
+The files equal those of `megatron.core.dist_checkpointing.save`, whose writer leaves the other ranks waiting if one cannot
+write. Here planning is collective, writing is local and may run in a thread, and nothing waits in between.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mkd.checkpoint.manifest import FileEntry
 from mkd.platform import usable_cores
 
 METADATA_FILE = ".metadata"
-MAX_FILES = 4  # of a rank
+MAX_FILES = 4  # per rank
 SHARD_FILE = "__{rank}_{number}.distcp"
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What this rank writes."""
+    """The tensors and objects that this rank writes."""
 
     items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]
     metadata: Metadata | None  # of the whole checkpoint, on rank 0
@@ -47,7 +47,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class Written:
-    """Where one item has gone."""
+    """Where one item was written."""
 
     index: MetadataIndex
     place: _StorageInfo
@@ -80,7 +80,10 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
 def write_shards(
     shards: Shards, folder: Path, rank: int, on_item: Callable[[], None]
 ) -> tuple[dict[str, FileEntry], list[Written]]:
-    """Write this rank's files; (their entries in the manifest, what is where). Local. `on_item` is called before every item."""
+    """Write this rank's files; return (their entries in the manifest, where each item is). Local.
+
+    `on_item` is called before every item, on the threads that write.
+    """
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
     names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
     with ThreadPoolExecutor(MAX_FILES) as pool:
@@ -94,14 +97,14 @@ def write_shards(
 
 
 def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path) -> None:
-    """Write `.metadata`: the sizes of all tensors, and where in which file they are."""
+    """Write `.metadata`: the sizes of all tensors, and their places in the files."""
     metadata.storage_data = {one.index: one.place for one in written}
     with open(folder / METADATA_FILE, "wb") as file:
         pickle.dump(metadata, file)
 
 
 def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
-    """The items in lists of about as many bytes, one for each file, which a thread hashes and writes."""
+    """Split the items into lists of about equal bytes, one for each file, which a thread hashes and writes."""
     files = min(MAX_FILES, usable_cores())
     buckets, loads = [[] for _ in range(files)], [0] * files
     for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
@@ -121,7 +124,7 @@ def _write_file(path: Path, bucket: list, on_item: Callable[[], None]) -> tuple[
                 data = data.cpu()
                 if (
                     data.untyped_storage().nbytes() != data.nbytes
-                ):  # a view: torch would save all of what it looks at
+                ):  # a view: torch would save the whole storage
                     data = data.clone()
                 torch.save(data, file)
             else:

@@ -171,7 +171,8 @@ class TrainingConfig:
     )
     eval_iters: int = option(
         10,
-        "global batches of one evaluation, at most; fewer than Megatron's 100, because packs of held-out text are full",
+        "global batches of one evaluation, at most; 0: never evaluate. Fewer than Megatron's 100, because packs of held-out "
+        "text are full",
     )
     exit_interval: int | None = option(
         None, "stop (and save) at the first iteration that it divides; not given: at the end"
@@ -214,6 +215,11 @@ class TrainingConfig:
     max_non_finite_skips: int = option(
         10, "updates skipped in a row that end the run when one more would follow"
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates held-out data and tasks; Megatron's --eval-iters 0 switches that off too."""
+        return bool(self.eval_interval and self.eval_iters)
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mkd.config.schema import Config
+from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.build import open_datasets
 from mkd.errors import DataError, Preempted
-from mkd.operations.folders import cache_folder, log_folder
+from mkd.operations.phases import Phases
+from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.operations.shared_build import SharedBuild, leave_preempted
 from mkd.operations.signals import Signals
-from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.plan.batch import document_multiple
 from mkd.platform import usable_cores
 from mkd.run.cross_tokenizer import CrossTokenizerTeacher
 from mkd.run.run_plan import Plan
+from mkd.tokenizers.tokenizer import Tokenizer
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
 MAX_WORKERS = 16  # that tokenise: each reads the whole file, and more of them would wait for that
@@ -25,20 +28,53 @@ def build_data(
     context: ParallelContext,
     cross_tokenizer: Sequence[CrossTokenizerTeacher | None] = (),  # of each teacher
     signals: Signals | None = None,
-    watchdog: Watchdog | None = None,
+    phases: Phases | None = None,
 ):
     """(training set, held-out set or None), in the student's tokens and those of teachers that have their own. Collective.
 
     Raises Preempted, on all ranks, where `signals` of one have come while files were tokenised.
     """
-    watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
-    build = SharedBuild(context, signals or Signals(), watchdog)
+    build = SharedBuild(context, signals or Signals(), phases or Phases())
     try:
         return _open(plan, context, cross_tokenizer, build)
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(plan.config.checkpoint.save, stop)
         raise
+
+
+def open_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    vocab_size: int,  # token ids that all models know which read them
+    build: SharedBuild,
+    teachers: Sequence[
+        TeacherText | None
+    ] = (),  # one for every teacher; None for one that reads the same tokens
+):
+    """Return (training set, held-out set or None) of the data flags. Collective."""
+    data, context = config.data, build.context
+    return open_datasets(
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        split=data.split,
+        tokenizer=tokenizer,
+        seq_length=config.training.seq_length,
+        document_multiple=document_multiple(context.cp_size),
+        vocab_size=vocab_size,
+        pack=data.pack,
+        overlong=data.overlong,
+        append_eod=data.append_eod,
+        cache_dir=str(cache_folder(config)),
+        characters_per_sample=data.characters_per_sample,
+        max_bad_records=data.max_bad_records,
+        quarantine=str(log_folder(config) / QUARANTINE_FILE),
+        teachers=teachers,
+        is_builder=context.rank == 0,
+        share=build.share,
+        progress=build.progress,
+        workers=min(MAX_WORKERS, usable_cores()),
+    )
 
 
 def _open(
@@ -48,35 +84,17 @@ def _open(
     build: SharedBuild,
 ):
     data, tokenizer = plan.config.data, plan.tokenizers.student
-    train_set, valid_set = open_datasets(
-        data_path=data.data_path,
-        valid_data_path=data.valid_data_path,
-        split=data.split,
-        tokenizer=tokenizer,
-        seq_length=plan.config.training.seq_length,
-        document_multiple=document_multiple(context.cp_size),
-        vocab_size=min(source.shape.vocab_size for source in plan.same_vocabulary),
-        pack=data.pack,
-        overlong=data.overlong,
-        append_eod=data.append_eod,
-        cache_dir=str(cache_folder(plan.config)),
-        characters_per_sample=data.characters_per_sample,
-        max_bad_records=data.max_bad_records,
-        quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
-        teachers=[own and own.text for own in cross_tokenizer],
-        is_builder=context.rank == 0,
-        share=build.share,
-        progress=build.progress,
-        workers=min(MAX_WORKERS, usable_cores()),
-    )
+    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
+    texts = [own and own.text for own in cross_tokenizer]
+    train_set, valid_set = open_data(plan.config, tokenizer, vocab_size, build, texts)
     has_tasks = data.eval_multiple_choice or data.eval_completions
-    if valid_set is None and plan.config.training.eval_interval and not has_tasks:
+    if valid_set is None and plan.config.training.evaluates and not has_tasks:
         raise DataError(
             f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
             "--eval-interval asks for evaluations",
             "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
         )
     if plan.stored_teacher is not None:
-        held_out = valid_set if plan.config.training.eval_interval else None
+        held_out = valid_set if plan.config.training.evaluates else None
         train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
     return train_set, valid_set

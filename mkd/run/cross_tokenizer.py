@@ -8,7 +8,7 @@ from functools import partial
 
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.aligned.teacher_text import TeacherText
-from mkd.operations.folders import cache_folder
+from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan

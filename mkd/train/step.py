@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
+from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
+from mkd.operations.stopping import StepAgreement, Stop, without_peers
 from mkd.parallel.context import ParallelContext
 from mkd.train.objective import Objective
 from mkd.train.optimizer import StudentOptimizer
@@ -52,6 +54,7 @@ class StepResult:
     learning_rate: float  # of this update, also where it is not applied
     step_time_ms: float
     is_applied: bool = True  # the update; else the loss or a gradient of some rank was not finite
+    stop: Stop | None = None  # why all ranks end the run after this step
     reports: Sequence[
         tuple[tuple[int, ...], LossSums]
     ] = ()  # then: sample ids and sums of this rank's micro-batches
@@ -60,7 +63,8 @@ class StepResult:
 def train_step(
     engine: Engine,
     microbatches: Sequence[PackedBatch],
-    all_finite: Callable[[bool], bool] = bool,  # see StudentOptimizer.update
+    exchange: Callable[[bool], StepAgreement] = without_peers,  # see StudentOptimizer.update
+    phase: Callable[[str], AbstractContextManager] = nullcontext,  # entered for each part of the step
 ) -> StepResult:
     """Forward of teachers and student, backward, update. `microbatches` are this data-parallel rank's, already on the device.
 
@@ -68,15 +72,16 @@ def train_step(
     nor any gradient depends on the layout; rows are loss tokens, or chunks for a teacher with its own tokens.
     """
     start = time.perf_counter()
-    engine.optimizer.zero_grad()
-    objective = training_objective(engine, microbatches)
-    sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
-    learning_rate = engine.optimizer.learning_rate
-    grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], all_finite)
-    reports = () if is_applied else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
-    return StepResult(
-        sums, grad_norm, learning_rate, 1000 * (time.perf_counter() - start), is_applied, reports
-    )
+    with phase(FORWARD_BACKWARD):
+        engine.optimizer.zero_grad()
+        objective = training_objective(engine, microbatches)
+        sums = objective.sums(engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False))
+    with phase(OPTIMIZER):
+        learning_rate = engine.optimizer.learning_rate
+        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
+    reports = () if agreed.finite else [(ids, objective.sums(vector)) for ids, vector in objective.reports]
+    duration_ms = 1000 * (time.perf_counter() - start)
+    return StepResult(sums, grad_norm, learning_rate, duration_ms, agreed.finite, agreed.stop, reports)
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:

@@ -66,7 +66,7 @@ def test_texts_in_variables_functions_and_callers_are_found():
     missing = found["mkd/checkpoint/pickles.py", "... is missing"]
     assert missing.why == "it says what kind of checkpoint this is"
     assert missing.do == "choose another checkpoint with --ckpt-step N"  # a constant of the file
-    memory = found["mkd/run/out_of_memory.py", "GPU memory is not enough on rank ..."]
+    memory = found["mkd/operations/out_of_memory.py", "GPU memory is not enough on rank ..."]
     assert memory.why.startswith("planned for pipeline rank") and memory.do.startswith("one of these")
     for error in found.values():
         assert "\n" not in error.entry().replace("  \n", "") and "......" not in error.entry()

@@ -11,9 +11,16 @@ from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError
 from mkd.plan.auto_layout import auto_layouts
-from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.batch import BatchPlan, data_parallel_size, document_multiple, model_parallel_size
 from mkd.plan.checks.validate_log import check_log
-from mkd.plan.checks.validate_ranges import BATCH, PACKS, SHARDS, STAGES, check_ranges
+from mkd.plan.checks.validate_ranges import (
+    BATCH,
+    PACKS,
+    READ_BY_A_MODEL,
+    SHARDS,
+    STAGES,
+    check_ranges,
+)
 from mkd.plan.checks.validate_teachers import check_objective, check_teachers, no_effect
 from mkd.plan.cost import DOCUMENT_LENGTH, pair_cost
 from mkd.plan.layout import PipelineLayout, count_virtual_stages
@@ -66,6 +73,59 @@ def validate(
     if not problems and None not in (student, *teachers) and config.parallel.pipeline_layout == "auto":
         _attempt(problems, lambda: layouts_of(config, student, teachers, stages))
     return problems
+
+
+def validate_model(
+    config: Config, world_size: int, model: ModelShape | None, teacher: int | None = None
+) -> list[MkdError]:
+    """Return the problems of running one model of `config` alone: the student, or the teacher of that number.
+
+    Settings that only training reads are not checked, nor is a model whose shape is None.
+    """
+    out_of_range = [(name, error) for name, error in check_ranges(config) if name in READ_BY_A_MODEL]
+    problems: list[MkdError] = [error for _, error in out_of_range]
+    source = config.student if teacher is None else config.teachers[teacher]
+    if not (source.hf or source.load):
+        role = "student" if teacher is None else "teacher"
+        problems.append(
+            UsageError(
+                f"no {role} is given", "it is what runs", f"give --{role}-hf DIR or --{role}-load CKPT"
+            )
+        )
+    problems += _parallel(config)
+    wrong = {name for name, _ in out_of_range}
+    if wrong.isdisjoint((*PACKS, *SHARDS)):
+        problems += _sequences(config)
+    if wrong.isdisjoint((*SHARDS, *STAGES)):
+        parallel = config.parallel
+        sizes = (parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
+        replica = model_parallel_size(parallel.tensor_model_parallel_size, *sizes)
+        _attempt(problems, lambda: data_parallel_size(world_size, replica))
+    if model is None:
+        return problems
+    (placed,) = _models_of(config, _shapes(model, teacher))
+    if "tensor_model_parallel_size" not in wrong:
+        problems += _ffn(config, [placed], world_size)
+    if wrong.isdisjoint(SHARDS):
+        problems += _windows(config, placed)
+    if wrong.isdisjoint(STAGES):
+        stages = _attempt(problems, lambda: virtual_stages(config, model))
+        if stages is not None and not problems:
+            _attempt(problems, lambda: layout_of(config, model, stages, teacher))
+    return problems
+
+
+def layout_of(config: Config, model: ModelShape, stages: int, teacher: int | None = None) -> PipelineLayout:
+    """Return the layout of one model that runs alone: the student, or the teacher of that number."""
+    if config.parallel.pipeline_layout == "auto":
+        return layouts_of(config, model, (), stages)[0]
+    (placed,) = _models_of(config, _shapes(model, teacher))
+    return _layout(config, placed, stages)
+
+
+def _shapes(model: ModelShape, teacher: int | None) -> tuple[ModelShape | None, ...]:
+    """Return (student, teachers ...) with the one model that runs, and None for the others."""
+    return (model,) if teacher is None else (None,) * (teacher + 1) + (model,)
 
 
 def virtual_stages(config: Config, student: ModelShape) -> int:
@@ -166,7 +226,7 @@ def _training(config: Config) -> Iterator[UsageError]:
             "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
             "use for example --split 99,1,0",
         )
-    elif training.eval_interval and not (data.valid_data_path or parts[1] or _eval_tasks(config)):
+    elif training.evaluates and not (data.valid_data_path or parts[1] or _eval_tasks(config)):
         yield UsageError(
             f"eval-interval {training.eval_interval} has no held-out data",
             f"split {data.split} gives validation nothing, and there is no valid-data-path",
@@ -219,7 +279,7 @@ def _evaluation(config: Config) -> Iterator[UsageError]:
 def _optimizer(config: Config) -> Iterator[UsageError]:
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
-    if settings.min_lr > settings.lr > 0:
+    if settings.min_lr > settings.lr >= 0:
         yield UsageError(
             f"min-lr {settings.min_lr} is above lr {settings.lr}",
             "lr decays down to min-lr",
