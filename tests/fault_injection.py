@@ -1,14 +1,15 @@
 """Inject faults into a run, for tests of reliability: `MKD_FAULT="kind@point[:rank][:step]"`.
 
-    MKD_FAULT="kill@before_pointer:0:10"    kill rank 0 when it saves iteration 10, just before the pointer moves
+MKD_FAULT="kill@before_pointer:0:10"    kill rank 0 when it saves iteration 10, just before the pointer moves
 
-An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step and the moments of a save (see
-mkd.operations.phases and mkd.checkpoint.saving). Kinds: `kill` (SIGKILL), `stop` (SIGSTOP), `enospc` and `eio` (the OSError
-of a full or a broken disk), `error` (a RuntimeError), `oom` (torch's OutOfMemoryError), `exit` (without a report), `hang`,
-`nan` (make a gradient NaN) and `skip` (leave out the exchange of the stopper).
+An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step and the moments
+of a save (see mkd.operations.phases and mkd.checkpoint.saving). Kinds: `kill` (SIGKILL), `stop` (SIGSTOP),
+`enospc` and `eio` (the OSError of a full or a broken disk), `error` (a RuntimeError), `oom` (torch's
+OutOfMemoryError), `exit` (without a report), `hang`, `nan` (make a gradient NaN) and `skip` (leave out the
+exchange of the stopper).
 
-`fault` injects into this process. Real processes have the fault if they are started with `environment`, whose PYTHONPATH
-leads to tests/fault_site/sitecustomize.py.
+`fault` injects into this process. Real processes have the fault if they are started with `environment`, whose
+PYTHONPATH leads to tests/fault_site/sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def _followed_by(announce, method):
 
 
 def poison_next_step() -> None:
-    """Make the gradient that the first vector of the last model part gets in this step NaN, on this rank alone."""
+    """Make the gradient that the first vector of the last model part gets in this step NaN, on this rank
+    alone."""
     from mkd.train.optimizer import StudentOptimizer
 
     zero_grad = StudentOptimizer.zero_grad

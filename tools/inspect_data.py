@@ -1,12 +1,12 @@
-"""Look at training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
+"""Show training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
 
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
 Packs: tokens with loss are green, others grey (without colours: in parentheses), then the share of loss tokens, the packing
-efficiency and the lengths of documents. --align: the chunks that stand for the same text, in two colours.
-Colours are for terminals without NO_COLOR, or for --color.
+efficiency and the lengths of documents. --align: chunks of the same text, in two alternating colours.
+Colours appear in terminals without NO_COLOR, or with --color.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-if __name__ == "__main__":
-    from mkd.platform import prepare_for_files
-
-    prepare_for_files()  # before mkd.data imports Megatron
-
 from mkd.config.flags import FlagParser, whole_number  # noqa: E402
-from mkd.data.build import open_datasets  # noqa: E402
-from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
-from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402
 from mkd.data.packing import OVERLONG, PACKINGS  # noqa: E402
 from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
-from mkd.tokenizers.load import open_tokenizer  # noqa: E402
-from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
-from mkd.xtoken.align.align_view import view_alignment  # noqa: E402
-from tools.plot_run import new_figure, save_figure  # noqa: E402
+
+if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
+    from mkd.data.documents import Record
+    from mkd.tokenizers.tokenizer import Tokenizer
+    from mkd.xtoken import AlignedText
 
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
 
@@ -90,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--data-cache-path",
         metavar="DIR",
-        help="folder of a run's tokenised text; not given: a temporary one",
+        help="folder of a run's tokenised text (default: a temporary one)",
     )
     add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
@@ -108,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
 def aligned_records(
     args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[tuple[int, AlignedText]]:
-    """(row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
+    """Yield (row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
+    from mkd.data.documents import parse_row, read_rows
+
     for number, row in islice(read_rows(args.input), args.limit):
         try:
             yield number, align_record(parse_row(row), args, student, teacher)
@@ -119,6 +114,8 @@ def aligned_records(
 def align_record(
     record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> AlignedText:
+    from mkd.xtoken import align, align_chat, align_completion
+
     if record.kind == "messages":
         return align_chat(student, teacher, record.values[0], reasoning=args.reasoning, mode=args.mode)
     if record.kind == "prompt-completion":
@@ -127,6 +124,10 @@ def align_record(
 
 
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
+    """Print the aligned chunks of the first records."""
+    from mkd.tokenizers.load import open_tokenizer
+    from mkd.xtoken.align.align_view import view_alignment
+
     if not args.teacher:
         raise UsageError(
             "--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER"
@@ -141,7 +142,12 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
-    """Tokenise and pack the file as training does, and show the first packs and what all of them hold."""
+    """Tokenise and pack the file as training does; print the first packs and a summary of all."""
+    from mkd.data.build import open_datasets
+    from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
+    from mkd.tokenizers.load import open_tokenizer
+    from tools.plot_run import new_figure, save_figure
+
     if args.seq_length < 1:
         raise UsageError(f"--seq-length {args.seq_length} is not a number of tokens", do="use 1 or more")
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
@@ -170,7 +176,7 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
 
 
 def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
-    """Raises UsageError for a pack that there is not."""
+    """Return the numbers of the packs to show. Raises UsageError for a pack that does not exist."""
     if args.samples is None:
         return range(min(args.limit, num_packs))
     beyond = [index for index in args.samples if not 0 <= index < num_packs]
@@ -186,6 +192,9 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    from mkd.platform import prepare_for_files
+
+    prepare_for_files()  # before mkd.data imports Megatron
     colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     show_alignment(args, colour) if args.align else show_packs(args, colour)
 

@@ -1,7 +1,9 @@
-"""Save in three steps: all ranks collect the state, each rank writes its files, all ranks turn them into a checkpoint.
+"""Save in three steps: all ranks collect the state, each rank writes its files, all ranks turn them into a
+checkpoint.
 
-Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer. Whatever interrupts
-a save, the pointer names a complete checkpoint. An error on one rank is raised on all ranks.
+Order on disk: files in `iter_N.partial`, then the manifest, then the folder's name, then the pointer.
+Whatever interrupts a save, the pointer names a complete checkpoint. An error on one rank is raised on all
+ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Write the tensors of a `torch_dist` checkpoint: who writes which, the files, and the `.metadata` that locates everything.
+"""Write the tensors of a `torch_dist` checkpoint: who writes which, the files, and the `.metadata` that
+locates everything.
 
-The files equal those of `megatron.core.dist_checkpointing.save`, whose writer leaves the other ranks waiting if one cannot
-write. Here planning is collective, writing is local and may run in a thread, and nothing waits in between.
+The files equal those of `megatron.core.dist_checkpointing.save`, whose writer leaves the other ranks waiting
+if one cannot write. Here planning is collective, writing is local and may run in a thread, and nothing waits
+in between.
 """
 
 from __future__ import annotations

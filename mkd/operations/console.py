@@ -24,7 +24,8 @@ class ConsoleHandler(logging.Handler):
 def console(rank: int, indent: str = "") -> Iterator[None]:
     """Print the lines of "mkd" inside, on rank 0 alone: all ranks log the same lines, and one copy is enough.
 
-    `indent` stands before each line. Handlers of the root logger, which libraries install, do not see the lines.
+    `indent` stands before each line. Handlers of the root logger, which libraries install, do not see the
+    lines.
     """
     handler = ConsoleHandler() if rank == 0 else logging.NullHandler()
     handler.setFormatter(logging.Formatter(f"{indent}%(message)s"))

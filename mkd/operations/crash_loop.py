@@ -1,7 +1,8 @@
-"""Refuse to start a run that has crashed in the same step three times, however often its scheduler restarts it.
+"""Refuse to start a run that has crashed in the same step three times, however often its scheduler restarts
+it.
 
-`SAVE/RUNNING` exists while a run is under way and holds the step it has reached. A run that finishes, is told to end, or is
-refused removes the file. A run that finds it at its start follows a crash.
+`SAVE/RUNNING` exists while a run is under way and holds the step it has reached. A run that finishes, is told
+to end, or is refused removes the file. A run that finds it at its start follows a crash.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class CrashCounter(Follower):
             self.reached(iteration)
 
     def reached(self, step: int) -> None:
-        """Write down that the run is about to do `step`. No flush to disk: a killed process loses nothing by that."""
+        """Write down that the run is about to do `step`. No flush to disk: a killed process loses nothing by
+        that.
+        """
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
@@ -99,7 +102,9 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
 
 
 def _last_crash(path: Path) -> dict | None:
-    """Return {step, times in a row, settings} of the run that left `path`; None if there is none or it is unreadable."""
+    """Return {step, times in a row, settings} of the run that left `path`; None if there is none or it is
+    unreadable.
+    """
     try:
         step, before = path.read_text(encoding="utf-8").splitlines()
         step, before = int(step), json.loads(before)

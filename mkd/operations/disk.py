@@ -40,7 +40,9 @@ class Written:
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield everything that the run of `config` writes, without the sizes of models if the student is not known."""
+    """Yield everything that the run of `config` writes, without the sizes of models if the student is not
+    known.
+    """
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
@@ -75,9 +77,11 @@ def _log_flag(config: Config) -> str:
 
 
 def checkpoints_to_come(config: Config) -> int:
-    """Return for how many checkpoints there must be room: those that --keep-checkpoints keeps, and one being written.
+    """Return for how many checkpoints there must be room: those that --keep-checkpoints keeps, and one being
+    written.
 
-    Checkpoints that exist already need no more room. If all are kept, only the next one counts: people make room by hand.
+    Checkpoints that exist already need no more room. If all are kept, only the next one counts: people make
+    room by hand.
     """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     limits = (checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
@@ -109,7 +113,9 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
 
 
 def checkpoints_to_stay(config: Config) -> int:
-    """Return how many checkpoints will be written that nothing removes; --keep-checkpoints removes older ones."""
+    """Return how many checkpoints will be written that nothing removes; --keep-checkpoints removes older
+    ones.
+    """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     retained = checkpoint.save_retain_interval
     if checkpoint.keep_checkpoints is not None and retained is None:

@@ -1,7 +1,9 @@
-"""Tell which rank failed first, and why. In a parallel run one failure causes many: the peers' connections break.
+"""Tell which rank failed first, and why. In a parallel run one failure causes many: the peers' connections
+break.
 
-Every rank that fails by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks looks there for the cause
-and prints it in one line, so that the one traceback that matters is not buried under those of its victims.
+Every rank that fails by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks looks there
+for the cause and prints it in one line, so that the one traceback that matters is not buried under those of
+its victims.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Failure:
 
 @dataclass
 class FailureReports:
-    """The reports of one run's ranks, in a folder that all of them see. It may also hold reports of other runs."""
+    """The reports of one run's ranks, in a folder that all of them see. It may also hold reports of other
+    runs.
+    """
 
     rank: int
     world_size: int
@@ -70,7 +74,9 @@ class FailureReports:
             )
 
     def of_peers(self) -> list[Failure]:
-        """Return what other ranks have reported, the earliest failure first; nothing before all ranks have joined."""
+        """Return what other ranks have reported, the earliest failure first; nothing before all ranks have
+        joined.
+        """
         if not self.run:
             return []
         try:
@@ -121,7 +127,9 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 
 
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
-    """Report a problem of flags, data or a disk. If several ranks hit the same one, only the lowest rank prints it."""
+    """Report a problem of flags, data or a disk. If several ranks hit the same one, only the lowest rank
+    prints it.
+    """
     details, rank = traceback_of(error), rendezvous.rank
     own = Problem(
         exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
@@ -144,7 +152,8 @@ def _report(text: str) -> None:
 
 
 def tell_torchrun(text: str) -> None:
-    """Leave `text` for torchrun, whose own report then ends with it as the root cause instead of a bare exit code.
+    """Leave `text` for torchrun, whose own report then ends with it as the root cause instead of a bare exit
+    code.
 
     The file has the format of torch.distributed.elastic's ErrorHandler. The first text of a process stays.
     """
@@ -159,7 +168,9 @@ def tell_torchrun(text: str) -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether this error, or one that it was explicitly raised from, says that another rank is out of reach."""
+    """Return whether this error, or one that it was explicitly raised from, says that another rank is out of
+    reach.
+    """
     import torch.distributed as dist
 
     if isinstance(error, dist.DistError):

@@ -1,4 +1,6 @@
-"""Explain an out-of-memory error: the planned and the actual use of the GPU, and settings that make the run fit."""
+"""Explain an out-of-memory error: the planned and the actual use of the GPU, and settings that make the run
+fit.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Announce what a run is doing to everybody who follows it: watchdog, crash counter, profiler, stopper.
 
-A run is always in one phase, and phases do not nest: "init", "data", "forward_backward", "optimizer", "eval", "task evaluation", "save" or "end".
-A moment is a place inside a phase, such as "before_pointer" while a checkpoint is saved. A save in the background passes its
-moments on another thread, whatever phase the run is in.
+A run is always in one phase, and phases do not nest: "init", "data", "forward_backward", "optimizer", "eval",
+"task evaluation", "save" or "end". A moment is a place inside a phase, such as "before_pointer" while a
+checkpoint is saved. A save in the background passes its moments on another thread, whatever phase the run is
+in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Let all ranks meet once before they build anything, so that a problem of one machine's disk or files ends all of them.
+"""Let all ranks meet once before they build anything, so that a problem of one machine's disk or files ends
+all of them.
 
 They meet at the store of torchrun's environment, which needs neither a process group nor a GPU.
 """
@@ -48,14 +49,17 @@ class Rendezvous:
     _store: object = None  # kept, because the process group will use the same one
 
     def ready(self, timeout_s: float) -> None:
-        """Report that this rank can start; raise PeerCannotStart if another one cannot. Collective, like `exchange`."""
+        """Report that this rank can start; raise PeerCannotStart if another one cannot. Collective, like
+        `exchange`.
+        """
         problems = self.exchange(None, timeout_s)
         if problems:
             rank = min(problems)
             raise PeerCannotStart(rank, problems[rank])
 
     def exchange(self, problem: Problem | None, timeout_s: float) -> dict[int, Problem]:
-        """Report why this rank cannot start (None: it can), and return {rank: problem} of all ranks. Collective.
+        """Report why this rank cannot start (None: it can), and return {rank: problem} of all ranks.
+        Collective.
 
         Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
         """

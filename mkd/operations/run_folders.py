@@ -1,4 +1,6 @@
-"""The folders of a run: where it writes by default, whether it may start with them, and the markers of how it ended."""
+"""The folders of a run: where it writes by default, whether it may start with them, and the markers of how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ def cache_folder(config: Config) -> Path:
 
 
 def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
-    """Refuse a --load without a checkpoint, and a --save that holds the checkpoints of a run which this one does not continue.
+    """Refuse a --load without a checkpoint, and a --save that holds the checkpoints of a run which this one
+    does not continue.
 
-    Nothing has been written yet. A --load that equals --save may be empty, because a scheduler starts the same command
-    again and again.
+    Nothing has been written yet. A --load that equals --save may be empty, because a scheduler starts the
+    same command again and again.
     """
     save, load = (
         Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load)

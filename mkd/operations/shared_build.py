@@ -1,4 +1,6 @@
-"""Let rank 0 prepare the data while the others wait for as long as it makes progress, and nobody misses a signal."""
+"""Let rank 0 prepare the data while the others wait for as long as it makes progress, and nobody misses a
+signal.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class SharedBuild:
             self._beat(is_done=False)
 
     def share(self, value: Any) -> Any:
-        """Return the picklable `value` of rank 0 on every rank. Collective: the others wait here for the end of the build."""
+        """Return the picklable `value` of rank 0 on every rank. Collective: the others wait here for the end
+        of the build.
+        """
         is_done = self.context.rank == 0
         while not self._beat(is_done):
             self.phases.enter(INIT, 0)
@@ -45,7 +49,9 @@ class SharedBuild:
         return self.context.broadcast_object(value)
 
     def _beat(self, is_done: bool) -> bool:
-        """Return whether rank 0 is done (an all-reduce MAX of two numbers). On rank 0, a signal before that raises Preempted."""
+        """Return whether rank 0 is done (an all-reduce MAX of two numbers). On rank 0, a signal before that
+        raises Preempted.
+        """
         flags = torch.tensor([self.signals.received, is_done], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         number, all_done = flags.tolist()

@@ -14,7 +14,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass
 class Signals:
-    """The first signal that this process has received, 0: none. Later ones change nothing: Slurm sends each twice."""
+    """The first signal that this process has received, 0: none. Later ones change nothing: Slurm sends each
+    twice.
+    """
 
     received: int = 0
 
@@ -44,6 +46,8 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
 
 
 def ignore_signals() -> None:
-    """Ignore `SIGNALS` from now on. Unlike Python's handlers, this also works while the interpreter shuts down."""
+    """Ignore `SIGNALS` from now on. Unlike Python's handlers, this also works while the interpreter shuts
+    down.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

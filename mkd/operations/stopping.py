@@ -1,4 +1,6 @@
-"""Reasons to stop before the last step, agreed on by all ranks: signals, and the end of the time that the run has."""
+"""Reasons to stop before the last step, agreed on by all ranks: signals, and the end of the time that the run
+has.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ class Stopper(Follower):
     def exchange(self, is_finite: bool) -> StepAgreement:
         """Tell all ranks whether loss and gradient are finite on this one, and return what all agree on.
 
-        Asked in every step before its update: one all-reduce MAX of four numbers, too small to notice, for both questions.
+        Asked in every step before its update: one all-reduce MAX of four numbers, too small to notice, for
+        both questions.
         """
         if self._step_begun is not None:
             self.took(step_s=time.monotonic() - self._step_begun)
@@ -103,13 +106,17 @@ class Stopper(Follower):
             self._step_begun = None
 
     def _next_save_s(self) -> float:
-        """Return the longest save, or a guess until one was timed; 0 before the first step, so that every start progresses."""
+        """Return the longest save, or a guess until one was timed; 0 before the first step, so that every
+        start progresses.
+        """
         if self.save_s or not self.step_s:
             return self.save_s
         return self.first_save_bytes / SAVE_BYTES_PER_S
 
     def _own_end(self) -> float | None:
-        """Return the end that --exit-duration-in-mins sets; None before the first step, so that every start progresses."""
+        """Return the end that --exit-duration-in-mins sets; None before the first step, so that every start
+        progresses.
+        """
         if self.exit_duration_in_mins is None or not self.step_s:
             return None
         return self.start + 60 * self.exit_duration_in_mins

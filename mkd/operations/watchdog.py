@@ -31,8 +31,8 @@ NO_PROGRESS = "no progress"
 class Watchdog(Follower):
     """Follows the phases of a run. A phase that lasts longer than its limit is a hang.
 
-    Once started, a separate thread looks every `POLL_S`. It writes the stacks of a hanging rank to its report and to stderr
-    and ends the process with exit code 1; the other ranks see the report and do the same.
+    Once started, a separate thread looks every `POLL_S`. It writes the stacks of a hanging rank to its report
+    and to stderr and ends the process with exit code 1; the other ranks see the report and do the same.
     """
 
     reports: FailureReports
@@ -91,8 +91,8 @@ class Watchdog(Follower):
     def limit_s(self) -> float:
         """Return the limit of the current phase.
 
-        A process without peers may prepare its data for as long as it takes, because nobody waits for it. The batches of
-        held-out tasks are not announced, so that the process group's own timeout has to do.
+        A process without peers may prepare its data for as long as it takes, because nobody waits for it. The
+        batches of held-out tasks are not announced, so that the process group's own timeout has to do.
         """
         if self.phase == TASK_EVALUATION or (self.phase == INIT and self.reports.world_size == 1):
             return math.inf
@@ -120,7 +120,9 @@ class Watchdog(Follower):
         return f"{self.phase} of iteration {self.iteration}" if self.iteration else self.phase
 
     def _end_hang(self, what: str) -> None:
-        """Dump this rank's stacks, give the others time for theirs, print where each rank is, and end the process."""
+        """Dump this rank's stacks, give the others time for theirs, print where each rank is, and end the
+        process.
+        """
         path = self.reports.path(self.reports.rank)
         self.reports.write(what, "", exit_code=1)
         with path.open("a", encoding="utf-8") as file:

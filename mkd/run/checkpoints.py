@@ -45,7 +45,9 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
 def take_identity(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
 ) -> dict[str, object]:
-    """Identify the run for its checkpoints (see `identify_run`); {} if it neither saves nor loads any. Collective."""
+    """Identify the run for its checkpoints (see `identify_run`); {} if it neither saves nor loads any.
+    Collective.
+    """
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
     identify = partial(identify_run, plan, tokenizer, train_set, valid_set)
@@ -58,10 +60,11 @@ def find_start(
     run_identity: Mapping[str, object],
     context: ParallelContext,
 ) -> Path | None:
-    """Return the verified checkpoint of --load to resume from; None: start from the student's own weights. Collective.
+    """Return the verified checkpoint of --load to resume from; None: start from the student's own weights.
+    Collective.
 
-    Raises CheckpointError if it belongs to another model than `student`, or to a run with other fingerprints than
-    `run_identity`. Logs all other differences.
+    Raises CheckpointError if it belongs to another model than `student`, or to a run with other fingerprints
+    than `run_identity`. Logs all other differences.
     """
     if not checkpoint.load:
         return None
@@ -99,8 +102,8 @@ def _resume(
 def _point_at(folder: Path, checkpoint: CheckpointConfig) -> bool:
     """Move the pointer if `folder` is in --save, and return whether it is.
 
-    A run may rewind within its own --save. Without the move, a restart after a crash would resume from the checkpoint that
-    it has abandoned.
+    A run may rewind within its own --save. Without the move, a restart after a crash would resume from the
+    checkpoint that it has abandoned.
     """
     is_own = checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve()
     if is_own:
@@ -165,7 +168,9 @@ class Saver:
             self._publish(started.write())
 
     def poll(self) -> float:
-        """Call `finish` if all ranks have written. An all-reduce MIN, only while there is a save in the background."""
+        """Call `finish` if all ranks have written. An all-reduce MIN, only while there is a save in the
+        background.
+        """
         if self.pending is None:
             return 0.0
         is_written = torch.tensor(
@@ -175,7 +180,9 @@ class Saver:
         return self.finish() if is_written.item() else 0.0
 
     def finish(self) -> float:
-        """Wait for the save in the background and publish it; return the seconds that this rank wrote, 0 without a save."""
+        """Wait for the save in the background and publish it; return the seconds that this rank wrote, 0
+        without a save.
+        """
         if self.pending is None:
             return 0.0
         (started, thread), self.pending = self.pending, None

@@ -1,7 +1,7 @@
 """Identify a run: saved with every checkpoint, and compared with the run that resumes from it.
 
-Fingerprints, by name, cover everything that decides the training besides the student's weights, and must not change. Settings
-may change; on startup a resumed run lists those that differ.
+Fingerprints, by name, cover everything that decides the training besides the student's weights, and must not
+change. Settings may change; on startup a resumed run lists those that differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "l
 
 
 def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
-    """Return the entries of a checkpoint that identify its run: `fingerprints`, `settings` and `evaluation` (JSON)."""
+    """Return the entries of a checkpoint that identify its run: `fingerprints`, `settings` and `evaluation`
+    (JSON).
+    """
     known = fingerprints(plan, tokenizer, train_set)
     return {
         "fingerprints": known,
@@ -46,7 +48,9 @@ def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads a few MiB of every large file."""
+    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads a few MiB of every large
+    file.
+    """
     stores = [member.store for member in train_set.members]
     found = {
         TEACHER + name: _weights(source)
@@ -67,7 +71,8 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
-    """Return the fingerprint of all that held-out metrics depend on besides the student: teachers, loss, the packs read.
+    """Return the fingerprint of all that held-out metrics depend on besides the student: teachers, loss, the
+    packs read.
 
     None without held-out data. `known` are the `fingerprints` of the run.
     """
@@ -92,9 +97,9 @@ def require_same(
 ) -> None:
     """Raise CheckpointError, with every difference by name, unless all differences are accepted.
 
-    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have another name if the
-    teacher at its place had the same weights. A checkpoint of an older version may lack all fingerprints, or those of later
-    options, which then had their defaults.
+    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have
+    another name if the teacher at its place had the same weights. A checkpoint of an older version may lack
+    all fingerprints, or those of later options, which then had their defaults.
     """
     if not saved:
         return
@@ -132,7 +137,9 @@ def run_settings(plan: Plan) -> dict[str, object]:
 
 
 def describe_changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
-    """Return one line with every changed value, or none. Settings that an older checkpoint lacks are not compared."""
+    """Return one line with every changed value, or none. Settings that an older checkpoint lacks are not
+    compared.
+    """
     changed = [
         f"{name} {_shown(saved[name])} -> {_shown(value)}"
         for name, value in current.items()
@@ -150,9 +157,11 @@ def _is_part(name: str, accepted: str) -> bool:
 
 
 def corpus_sample(files: StoreFiles) -> list[str]:
-    """Return SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each, with the end.
+    """Return SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each,
+    with the end.
 
-    In a file that is larger than all pieces together, a change between pieces that keeps all lengths is not noticed.
+    In a file that is larger than all pieces together, a change between pieces that keeps all lengths is not
+    noticed.
     """
     size, digest = files.bin.stat().st_size, hashlib.sha256()
     last = max(0, size - SAMPLE_BYTES)
@@ -196,7 +205,9 @@ def _weights(source: ModelSource) -> str:
 
 
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
-    """Return `saved` under the current names of its teachers, with defaults for options that are newer than it."""
+    """Return `saved` under the current names of its teachers, with defaults for options that are newer than
+    it.
+    """
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
     options = {

@@ -83,11 +83,12 @@ class Run:
 
 
 def train(run: Run) -> Stop | None:
-    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; return what stopped it early.
+    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; return what stopped it
+    early.
 
-    Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained. A run
-    with --save always ends with a checkpoint. A stopped run saves at once, and does the rest of an evaluation that was due
-    when it resumes.
+    Held-out data is also evaluated before the first step and after the last, so that every run shows what it
+    gained. A run with --save always ends with a checkpoint. A stopped run saves at once, and does the rest of
+    an evaluation that was due when it resumes.
     """
     training, checkpoint = run.config.training, run.config.checkpoint
     stop = run.guards.stopper.agreed() or evaluate_and_report(run)
@@ -145,7 +146,8 @@ def advance(run: Run, is_applied: bool) -> TrainingPosition:
 
 
 def evaluate_and_report(run: Run) -> Stop | None:
-    """Do the due parts: held-out text, then held-out tasks. Teachers never change, so that they do the tasks once.
+    """Do the due parts: held-out text, then held-out tasks. Teachers never change, so that they do the tasks
+    once.
 
     Stops between two batches; an unfinished part stays due.
     """

@@ -22,8 +22,9 @@ INDENT = " "  # before each logged line, as before Megatron's progress lines
 def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
     """Run `pretrain_kd.py argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
 
-    Rank 0 prints user errors that all ranks share; an error of some ranks is printed by the lowest of them, with its number.
-    When one failure brings down other ranks, the rank that failed first prints the traceback; the rest print one line.
+    Rank 0 prints user errors that all ranks share; an error of some ranks is printed by the lowest of them,
+    with its number. When one failure brings down other ranks, the rank that failed first prints the
+    traceback; the rest print one line.
     """
     reports = FailureReports(rank=int(os.environ.get("RANK", "0")), world_size=_world_size())
     rendezvous = Rendezvous(reports.rank, reports.world_size)
@@ -141,10 +142,11 @@ def what_is_kept(current) -> tuple[str, str]:
 
 
 def leave(exit_code: int) -> None:
-    """End the process so that nothing changes its exit code any more, even if schedulers keep sending signals.
+    """End the process so that nothing changes its exit code any more, even if schedulers keep sending
+    signals.
 
-    The interpreter's own shutdown is left out, because library threads that still run may abort it. After a failure nothing
-    is waited for, because other ranks may be gone.
+    The interpreter's own shutdown is left out, because library threads that still run may abort it. After a
+    failure nothing is waited for, because other ranks may be gone.
     """
     ignore_signals()
     if exit_code in (EXIT_DONE, EXIT_PREEMPTED):

@@ -1,4 +1,6 @@
-"""Plan and build one model of a configuration alone: to evaluate a student without training, or to export a teacher."""
+"""Plan and build one model of a configuration alone: to evaluate a student without training, or to export a
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class ModelPlan:
 def plan_model(
     problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
 ) -> ModelPlan | None:
-    """Find the student, or the teacher of that number, and choose its layout; None with what is wrong added to `problems`."""
+    """Find the student, or the teacher of that number, and choose its layout; None with what is wrong added
+    to `problems`.
+    """
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
     problems += validate_model(config, world_size, source and source.shape, teacher)
@@ -83,7 +87,8 @@ def evaluate_student(
 ) -> dict[str, float]:
     """Return the metrics of the student of --student-hf or --student-load. Training settings are not read.
 
-    Collective. Raises one ErrorList for problems of settings and model, and DataError for a task that cannot be scored.
+    Collective. Raises one ErrorList for problems of settings and model, and DataError for a task that cannot
+    be scored.
     """
     problems: list[MkdError] = []
     plan = plan_model(problems, config, world_size)

@@ -67,7 +67,9 @@ class Plan:
         )
 
     def describe(self) -> str:
-        """Return the batch as an equation, the layers of all models on each stage, forecasts of time and memory, and notes."""
+        """Return the batch as an equation, the layers of all models on each stage, forecasts of time and
+        memory, and notes.
+        """
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 

@@ -49,7 +49,9 @@ def build_run(
     watchdog: Watchdog | None = None,
     cleanup: Cleanup | None = None,  # entered by the caller, so that it also runs if this function fails
 ) -> Run:
-    """Join the process group, then build data, models, optimizer and reporter, and resume if there is a checkpoint."""
+    """Join the process group, then build data, models, optimizer and reporter, and resume if there is a
+    checkpoint.
+    """
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
     context = join(config.parallel, plan.virtual_stages, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
@@ -150,7 +152,9 @@ def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Gua
 
 
 def still_due(run: Run) -> frozenset[str]:
-    """Return the parts of an evaluation at the start that have no record: the run was stopped before them. Collective."""
+    """Return the parts of an evaluation at the start that have no record: the run was stopped before them.
+    Collective.
+    """
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
         return frozenset()
@@ -175,9 +179,11 @@ def describe_data(train_set, valid_set, tasks) -> list[str]:
 def build_reporter(
     plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
 ) -> Reporter:
-    """Build the reporter, with writers on rank 0 only. Records after the resumed iteration are dropped and rewritten.
+    """Build the reporter, with writers on rank 0 only. Records after the resumed iteration are dropped and
+    rewritten.
 
-    `has_baseline`: the evaluation before the first step, if there is one, had the loss, teachers and held-out set of this run.
+    `has_baseline`: the evaluation before the first step, if there is one, had the loss, teachers and held-out
+    set of this run.
     """
     config = plan.config
     writers, metrics = [], log_folder(config) / "metrics.jsonl"

@@ -1,4 +1,5 @@
-"""Run a teacher over the packs of a run and store its top-k log-probabilities: `tools/export_teacher_topk.py`.
+"""Run a teacher over the packs of a run and store its top-k log-probabilities:
+`tools/export_teacher_topk.py`.
 
 The teacher runs alone, on the packs that the run's tokenizer and data settings make, and under every layout.
 """
@@ -81,7 +82,8 @@ class ExportPlan:
 
 
 def export_teacher(config: Config, settings: ExportSettings, platform: Platform, world_size: int) -> TopKMeta:
-    """Write the missing shards of the cache `settings.out`, for the teacher of `config` and all its data. Collective.
+    """Write the missing shards of the cache `settings.out`, for the teacher of `config` and all its data.
+    Collective.
 
     Raises the errors of a training run, and DataError if the folder holds another cache.
     """
@@ -169,7 +171,9 @@ def _describe(
     parts: dict[str, int],
     context: ParallelContext,
 ) -> TopKMeta:
-    """Return the description of the cache on every rank, written if it is new. Raises DataError if it differs."""
+    """Return the description of the cache on every rank, written if it is new. Raises DataError if it
+    differs.
+    """
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
@@ -237,7 +241,9 @@ class _Exporter:
         return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
     def export(self, part: str, dataset) -> None:
-        """Make the missing shards, one on each data-parallel rank at a time; a rank without a shard runs empty packs."""
+        """Make the missing shards, one on each data-parallel rank at a time; a rank without a shard runs
+        empty packs.
+        """
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards = self.meta.num_shards(part)
         LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
@@ -247,7 +253,9 @@ class _Exporter:
 
     @torch.no_grad()
     def _run(self, part: str, dataset, shards: list[int]) -> None:
-        """Make one shard on each of the first data-parallel ranks. Raises NonFiniteError on every rank, and leaves no file."""
+        """Make one shard on each of the first data-parallel ranks. Raises NonFiniteError on every rank, and
+        leaves no file.
+        """
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
@@ -285,7 +293,9 @@ class _Collector:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Act as Megatron's loss callback without a gradient; report the number of positions that are not finite."""
+        """Act as Megatron's loss callback without a gradient; report the number of positions that are not
+        finite.
+        """
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
             batch.labels[0, batch.loss_rows],
@@ -314,7 +324,9 @@ class _Collector:
     def _whole_row(
         self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Return rows and positions of all context-parallel ranks, in the order of the positions (all-gather over CP)."""
+        """Return rows and positions of all context-parallel ranks, in the order of the positions (all-gather
+        over CP).
+        """
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
         parts: list = [None] * self.context.cp_size
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)

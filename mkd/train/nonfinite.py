@@ -43,7 +43,9 @@ class Finding:
 
 @dataclass
 class NonFinitePolicy:
-    """Asked after every step. If a step was not finite, all ranks have agreed on that and have left out its update."""
+    """Asked after every step. If a step was not finite, all ranks have agreed on that and have left out its
+    update.
+    """
 
     engine: Engine
     dataset: BlendedDataset
@@ -59,7 +61,9 @@ class NonFinitePolicy:
         return cls(engine, dataset, training.non_finite, training.max_non_finite_skips, file)
 
     def judge(self, iteration: int, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
-        """Accept a finite step. For another one, find the cause (collective), and raise NonFiniteError if it ends the run."""
+        """Accept a finite step. For another one, find the cause (collective), and raise NonFiniteError if it
+        ends the run.
+        """
         if result.is_applied:
             self.skips_in_a_row = 0
             return
@@ -96,10 +100,11 @@ class NonFinitePolicy:
 
 
 def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]) -> Finding:
-    """Return what this rank knows. The sums of each micro-batch name the model, so that no logits are computed again.
+    """Return what this rank knows. The sums of each micro-batch name the model, so that no logits are
+    computed again.
 
-    A teacher's logits are to blame if its own entropy is not finite. The student's are to blame if the cross entropy or,
-    without one, the divergence from a finite teacher is not finite.
+    A teacher's logits are to blame if its own entropy is not finite. The student's are to blame if the cross
+    entropy or, without one, the divergence from a finite teacher is not finite.
     """
     culprits: dict[str, set[int]] = {}
     for sample_ids, sums in result.reports:

@@ -43,12 +43,14 @@ class _Entry:
 
 
 class OptimizerResidency:
-    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory; updates happen on the device.
+    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory; updates happen
+    on the device.
 
-    `on_device` copies the state to the device and back, bit for bit; every update, save and load runs inside it.
-    The host never waits for a copy. Copies are queued on the compute stream, so that the state takes the memory that the
-    activations have just left, and the next forward pass may reuse it, both in stream order, without an event. AdamW's
-    `step` is small and stays where it is, as do fp32 parameters of the model itself, which have no main copy.
+    `on_device` copies the state to the device and back, bit for bit; every update, save and load runs inside
+    it. The host never waits for a copy. Copies are queued on the compute stream, so that the state takes the
+    memory that the activations have just left, and the next forward pass may reuse it, both in stream order,
+    without an event. AdamW's `step` is small and stays where it is, as do fp32 parameters of the model
+    itself, which have no main copy.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):

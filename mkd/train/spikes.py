@@ -25,12 +25,16 @@ LOG = logging.getLogger("mkd")
 
 @dataclass
 class SpikeDetector:
-    """Compares with the median and median absolute deviation of the last losses, which a few spikes hardly move."""
+    """Compares with the median and median absolute deviation of the last losses, which a few spikes hardly
+    move.
+    """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, loss: float) -> float | None:
-        """Return `loss` / median of the earlier steps if this step is a spike; None if not, or if `loss` is not finite."""
+        """Return `loss` / median of the earlier steps if this step is a spike; None if not, or if `loss` is
+        not finite.
+        """
         if not math.isfinite(loss):
             return None
         ratio = self._ratio(loss) if len(self.losses) >= MIN_STEPS else None
@@ -53,7 +57,9 @@ class SpikeWatch:
     detector: SpikeDetector = field(default_factory=SpikeDetector)
 
     def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
-        """Return whether the loss of this step stands out. `samples` returns those of all ranks and is called only then."""
+        """Return whether the loss of this step stands out. `samples` returns those of all ranks and is called
+        only then.
+        """
         sums = result.sums.token_sums()
         loss = sums["loss"] / max(1, sums["num_loss_tokens"])
         ratio = self.detector.add(loss) if result.is_applied else None

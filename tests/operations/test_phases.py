@@ -48,7 +48,8 @@ def test_a_phase_that_fails_is_left():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_prints_what_the_run_logs(rank, monkeypatch, capsys):
-    """On the stdout of the moment, plainly; nothing reaches the handlers of libraries, and nothing is left installed."""
+    """On the stdout of the moment, plainly; nothing reaches the handlers of libraries, and nothing is left
+    installed."""
     before = LOG.handlers[:], LOG.level, LOG.propagate
     with console(rank, " "):
         monkeypatch.setattr(sys, "stdout", io.StringIO())
