@@ -88,14 +88,15 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets
     from mkd.evaluation.tasks import read_tasks
-    from mkd.run.eval_alone import evaluate_student
+    from mkd.operations.console import LOG, console
+    from mkd.run.one_model import evaluate_student
 
     tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
-    say = (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)
-    metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")), say)
-    width = max(map(len, metrics))
-    for key, value in metrics.items():
-        say(f"{key:{width}}  {value:.6g}" if isinstance(value, float) else f"{key:{width}}  {value}")
+    with console(rank):
+        metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")))
+        width = max(map(len, metrics))
+        for key, value in metrics.items():
+            LOG.info(f"{key:{width}}  {value:.6g}" if isinstance(value, float) else f"{key:{width}}  {value}")
     if args.out is not None and rank == 0:
         try:
             args.out.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

@@ -76,14 +76,15 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     from mkd.platform import detect
 
     platform = detect()  # before Megatron is imported, whose remarks it quiets
+    from mkd.operations.console import LOG, console
     from mkd.run.topk_export import ExportSettings, export_teacher
 
     settings = ExportSettings(args.out, args.k, args.logprob_dtype, args.samples_per_shard)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    say = (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)
-    meta = export_teacher(config, settings, platform, world_size, say)
-    size = sum(path.stat().st_size for path in args.out.glob("*.parquet")) if rank == 0 else 0
-    say(f"{sum(meta.parts.values())} packs, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")
+    with console(rank):
+        meta = export_teacher(config, settings, platform, world_size)
+        size = sum(path.stat().st_size for path in args.out.glob("*.parquet")) if rank == 0 else 0
+        LOG.info(f"{sum(meta.parts.values())} packs, k = {meta.k}, {size / 2**20:.1f} MiB in {args.out}")
 
 
 if __name__ == "__main__":

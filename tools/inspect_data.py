@@ -20,26 +20,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-if __name__ == "__main__":
-    from mkd.platform import prepare_for_files
-
-    prepare_for_files()  # before mkd.data imports Megatron
-
 from mkd.config.flags import FlagParser, whole_number  # noqa: E402
-from mkd.data.build import open_datasets  # noqa: E402
-from mkd.data.documents import Record, parse_row, read_rows  # noqa: E402
-from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack  # noqa: E402
 from mkd.data.packing import OVERLONG, PACKINGS  # noqa: E402
 from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
-from mkd.tokenizers.load import open_tokenizer  # noqa: E402
-from mkd.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from mkd.xtoken import AlignedText, align, align_chat, align_completion  # noqa: E402
-from mkd.xtoken.align.align_view import view_alignment  # noqa: E402
-from tools.plot_run import new_figure, save_figure  # noqa: E402
+
+if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
+    from mkd.data.documents import Record
+    from mkd.tokenizers.tokenizer import Tokenizer
+    from mkd.xtoken import AlignedText
 
 TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
 
@@ -109,7 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
 def aligned_records(
     args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[tuple[int, AlignedText]]:
-    """Yield (row number, alignment) of a file's first records. Raises MkdError that names file and row."""
+    """Yield (row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
+    from mkd.data.documents import parse_row, read_rows
+
     for number, row in islice(read_rows(args.input), args.limit):
         try:
             yield number, align_record(parse_row(row), args, student, teacher)
@@ -120,6 +115,8 @@ def aligned_records(
 def align_record(
     record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> AlignedText:
+    from mkd.xtoken import align, align_chat, align_completion
+
     if record.kind == "messages":
         return align_chat(student, teacher, record.values[0], reasoning=args.reasoning, mode=args.mode)
     if record.kind == "prompt-completion":
@@ -128,6 +125,10 @@ def align_record(
 
 
 def show_alignment(args: argparse.Namespace, colour: bool) -> None:
+    """Print the aligned chunks of the first records."""
+    from mkd.tokenizers.load import open_tokenizer
+    from mkd.xtoken.align.align_view import view_alignment
+
     if not args.teacher:
         raise UsageError(
             "--align needs --teacher",
@@ -148,7 +149,12 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
 
 def show_packs(args: argparse.Namespace, colour: bool) -> None:
-    """Tokenise and pack the file as training does; show the first packs and a summary of all."""
+    """Tokenise and pack the file as training does; print the first packs and a summary of all."""
+    from mkd.data.build import open_datasets
+    from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
+    from mkd.tokenizers.load import open_tokenizer
+    from tools.plot_run import new_figure, save_figure
+
     if args.seq_length < 1:
         raise UsageError(
             f"--seq-length {args.seq_length} is not a number of tokens",
@@ -198,6 +204,9 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    from mkd.platform import prepare_for_files
+
+    prepare_for_files()  # before mkd.data imports Megatron
     colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     show_alignment(args, colour) if args.align else show_packs(args, colour)
 

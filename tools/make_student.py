@@ -12,14 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd.checkpoint.hf.hf_assets import HFAssets  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 from mkd.plan.model_shape import ModelShape  # noqa: E402
@@ -41,10 +36,15 @@ def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]
 
 
 def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]:
-    """Write the student's folder and return the teacher layers that it consists of."""
+    """Write the student folder, and return the teacher layers that it consists of."""
+    from safetensors import safe_open  # with torch it takes seconds, which --help need not wait for
+    from safetensors.torch import save_file
+
+    from mkd.checkpoint.hf.hf_assets import HFAssets
+
     layers = picked_layers(ModelShape.from_hf_dir(teacher_dir).num_layers, num_layers)
     position = {str(teacher): student for student, teacher in enumerate(layers)}
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {}  # name -> Tensor
     for file in sorted(teacher_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)

@@ -43,7 +43,7 @@ from mkd.checkpoint.optimizer_state import (
     optimizer_kind,
     require_same_optimizer,
 )
-from mkd.checkpoint.saving import Contents, Save
+from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError
 from mkd.parallel.context import ParallelContext
@@ -99,10 +99,11 @@ def start_save(
     assets: HFAssets | None,
     *,
     # Identity of the run: fingerprints and settings, compared when it resumes.
-    origin: Mapping[str, object] | None = None,
+    run_identity: Mapping[str, object] | None = None,
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
+    announce: Callable[[str, int], None] = announce_nothing,  # told of the moments of the save
 ) -> Save:
     """Capture the current state, `copied` if training continues before it is written. Collective."""
     if state.optimizer is not None:
@@ -113,14 +114,13 @@ def start_save(
         "optimizer": optimizer_kind(state.optimizer),
         "precision": _precision(state),
     }
-    more |= origin or {}
+    more |= run_identity or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
     sharded = _sharded_state(state, context, is_loading=False) | {
         "content_metadata": _content_metadata(context)
     }
-    return Save(directory, Contents(position, more, assets), context, retention or Retention()).start(
-        sharded, copied
-    )
+    contents = Contents(position, more, assets)
+    return Save(directory, contents, context, retention or Retention(), announce).start(sharded, copied)
 
 
 def load_checkpoint(

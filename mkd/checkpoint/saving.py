@@ -11,7 +11,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -40,7 +40,6 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError
-from mkd.faults import fault_at
 from mkd.parallel.agreement import agree, attempt, on_rank_0
 from mkd.parallel.context import ParallelContext
 
@@ -54,6 +53,10 @@ class Contents:
     assets: HFAssets | None  # of the student
 
 
+def announce_nothing(moment: str, iteration: int) -> None:
+    """Ignore the moments of a save that nobody follows."""
+
+
 @dataclass
 class Save:
     """One save. `start` and `finish` are collective; `write` is local and may run in a thread."""
@@ -62,7 +65,10 @@ class Save:
     contents: Contents
     context: ParallelContext
     retention: Retention = Retention()
-    entries: dict[str, FileEntry] = field(default_factory=dict)  # of the files of this rank
+    announce: Callable[[str, int], None] = (
+        announce_nothing  # (moment of the save, iteration); see mkd.operations.phases
+    )
+    entries: dict[str, FileEntry] = field(default_factory=dict)  # one for each file of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
     write_s: float = 0.0  # from the start until this rank has written its files
@@ -111,11 +117,11 @@ class Save:
         self.partial.mkdir()
 
     def _write(self) -> None:
-        self._fault_at("before_shard")
+        self._passed("before_shard")
         self.entries, self.written = write_shards(
-            self.shards, self.partial, self.context.rank, lambda: self._fault_at("mid_shard")
+            self.shards, self.partial, self.context.rank, lambda: self._passed("mid_shard")
         )
-        self._fault_at("after_shards")
+        self._passed("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
         """Write the small files, the manifest, the folder's name and the pointer. Runs on rank 0."""
@@ -132,21 +138,21 @@ class Save:
             path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()
         }
         entries |= seal(self.partial, sorted(rest - entries.keys()))
-        self._fault_at("before_manifest")
+        self._passed("before_manifest")
         (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
         sync(self.partial / MANIFEST_FILE)
         for path in (self.partial, *(path for path in self.partial.rglob("*") if path.is_dir())):
             sync(path)
         publish(self.partial, self.folder)
-        self._fault_at("before_pointer")
+        self._passed("before_pointer")
         abandon(folder for folder in later_than_pointer(self.directory) if folder != self.folder)
-        write_pointer(self.directory, position.iteration, lambda: self._fault_at("mid_pointer"))
-        self._fault_at("after_pointer")
+        write_pointer(self.directory, position.iteration, lambda: self._passed("mid_pointer"))
+        self._passed("after_pointer")
         apply_retention(self.directory, self.retention, position.iteration)
 
     def _explain(self, error: Exception) -> CheckpointError:
         what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
-        kept = "checkpoints that were there before are as they were"
+        kept = "earlier checkpoints are unchanged"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
         make_room = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
@@ -177,8 +183,8 @@ class Save:
         do = "remove the cause and restart with --load"
         return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
 
-    def _fault_at(self, point: str) -> None:
-        fault_at(point, self.context.rank, self.contents.position.iteration)
+    def _passed(self, moment: str) -> None:
+        self.announce(moment, self.contents.position.iteration)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -34,7 +34,7 @@ from mkd.checkpoint.manifest import FileEntry
 from mkd.platform import usable_cores
 
 METADATA_FILE = ".metadata"
-MAX_FILES = 4  # of a rank
+MAX_FILES = 4  # per rank
 SHARD_FILE = "__{rank}_{number}.distcp"
 
 

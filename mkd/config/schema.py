@@ -179,8 +179,8 @@ class TrainingConfig:
     )
     eval_iters: int = option(
         10,
-        "global batches of one evaluation, at most. Fewer than Megatron's 100 suffice, because packs of "
-        "held-out text are full",
+        "global batches of one evaluation, at most. 0 means never evaluate. Fewer than Megatron's 100 suffice, "
+        "because packs of held-out text are full",
     )
     exit_interval: int | None = option(
         None,
@@ -231,6 +231,11 @@ class TrainingConfig:
         choices=("abort", "skip"),
     )
     max_non_finite_skips: int = option(10, "consecutive skipped updates after which one more ends the run")
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the run evaluates held-out data or tasks; Megatron's --eval-iters 0 switches that off too."""
+        return bool(self.eval_interval and self.eval_iters)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def is_last(iteration: int, training: TrainingConfig) -> bool:
 def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
     """Return whether a run evaluates after `iteration` steps: before the first, at every interval, after the
     last."""
-    if not training.eval_interval:
+    if not training.evaluates:
         return False
     return is_due(iteration, training.eval_interval) or is_last(iteration, training)
 

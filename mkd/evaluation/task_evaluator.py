@@ -17,6 +17,7 @@ from mkd.evaluation.requests import encode_pairs
 from mkd.evaluation.scores import RequestBatches, log_likelihoods
 from mkd.evaluation.tasks import Task, read_tasks
 from mkd.models.language_model import LanguageModel
+from mkd.operations.console import LOG
 from mkd.operations.stopping import Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.tokenizers.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ def build_tasks(
     Raises DataError as `TaskEvaluator.build`.
     """
     tasks = tasks_of(config)
-    if not (tasks and config.training.eval_interval):
+    if not (tasks and config.training.evaluates):
         return None
     sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
     return TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
@@ -151,7 +152,7 @@ def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[s
         consumed_tokens=position.consumed_tokens,
     )
     reporter.logger.write({**place, **metrics, "split": "tasks"})
-    reporter.note(task_line(position.iteration, metrics))
+    LOG.info(task_line(position.iteration, metrics))
 
 
 def task_line(iteration: int, metrics: dict[str, float]) -> str:

@@ -1,7 +1,8 @@
-"""A run that its scheduler starts again and again, and that crashes in the same step every time, is ended for good.
+"""Refuse to start a run that has crashed in the same step three times, however often its scheduler restarts
+it.
 
-`SAVE/RUNNING` is there while a run is under way, with the step it has reached; a run that ends by itself, is told to, or is
-refused, removes it. One that finds it at its start comes after a crash.
+`SAVE/RUNNING` exists while a run is under way and holds the step it has reached. A run that finishes, is told
+to end, or is refused removes the file. A run that finds it at its start follows a crash.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from pathlib import Path
 from mkd.config.schema import Config
 from mkd.errors import CheckpointError, CrashLoop
 from mkd.operations.failures import exit_code_of
+from mkd.operations.phases import DATA, Follower
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 
 RUNNING = "RUNNING"
 MAX_CRASHES = 3  # of one step in a row
-WIDTH = 20  # of the first line, which every step overwrites
+WIDTH = 20  # characters of the first line, which every step overwrites
 
 
 @dataclass
-class CrashCounter:
-    """The marker of one run, on rank 0; elsewhere, and without --save, it does nothing."""
+class CrashCounter(Follower):
+    """Keeps the marker of one run, on rank 0. On other ranks and without --save it does nothing."""
 
     path: Path | None = None
     _file: int | None = None  # descriptor
 
     @classmethod
     def start(cls, save: Path, config: Config) -> CrashCounter:
-        """Mark the run as under way. Raises CrashLoop when the last `MAX_CRASHES` ones crashed in the same step.
+        """Mark the run as under way. Raise CrashLoop if the last `MAX_CRASHES` runs crashed in the same step.
 
-        A run with other settings starts to count anew: somebody has changed something.
+        A run with other settings restarts the count, because somebody has changed something.
         """
         path, settings = save / RUNNING, hashlib.sha256(repr(config).encode()).hexdigest()
         crash = _last_crash(path)
@@ -45,8 +47,8 @@ class CrashCounter:
             where = f"step {step}" if step else "the start, before the first step,"
             raise CrashLoop(
                 f"the last {crash['times']} runs in {save} all crashed in {where}",
-                "another try would most likely end in the same way, and go on using the machines",
-                f"look at the error of the last run, change what causes it, and start again; with the same settings, first "
+                "another start would most likely crash in the same way and keep the machines busy",
+                f"look at the error of the last run, fix its cause, and start again; with the same settings, first "
                 f"delete {path}",
                 code="crash-loop",
             )
@@ -60,13 +62,20 @@ class CrashCounter:
         )
         return counter
 
+    def entered(self, phase: str, iteration: int) -> None:
+        """Write down the step that begins by fetching its data."""
+        if phase == DATA:
+            self.reached(iteration)
+
     def reached(self, step: int) -> None:
-        """The run is about to do `step`. Without a flush to disk: a killed process loses nothing by that."""
+        """Write down that the run is about to do `step`. No flush to disk: a killed process loses nothing by
+        that.
+        """
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
     def end(self, error: BaseException | None = None) -> None:
-        """The run ends, with `error` if it fails. An error with an exit code of its own was foreseen: that is no crash."""
+        """Remove the marker unless the run ends with a crash: an error without an exit code in mkd/errors.py."""
         if self._file is None:
             return
         os.close(self._file)
@@ -82,7 +91,7 @@ class CrashCounter:
 
 
 def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
-    """The counter of a run that starts now. Collective; raises CrashLoop on all ranks."""
+    """Build the counter of a run that starts now. Collective; raises CrashLoop on all ranks."""
     if not config.checkpoint.save:
         return CrashCounter()
     save = Path(config.checkpoint.save)
@@ -94,7 +103,9 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
 
 
 def _last_crash(path: Path) -> dict | None:
-    """{step, times in a row, settings} of the run that left `path`; None if there was none, or it cannot be read."""
+    """Return {step, times in a row, settings} of the run that left `path`; None if there is none or it is
+    unreadable.
+    """
     try:
         step, before = path.read_text(encoding="utf-8").splitlines()
         step, before = int(step), json.loads(before)

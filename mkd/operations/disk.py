@@ -1,4 +1,4 @@
-"""What a run writes, and whether it can: known from sizes and folders before anything is written."""
+"""Check from sizes and folders, before anything is written, whether a run can write all its files."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from mkd.checkpoint.save_folder import checkpoint_bytes, weight_bytes
 from mkd.config.schema import Config
 from mkd.data.sources import is_raw
 from mkd.errors import UsageError
-from mkd.operations.folders import cache_folder, log_folder
+from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
 
 MIB, GIB = 2**20, 2**30
-CACHE_SHARE = 1 / 3  # of the size of raw text, at least: six bytes a token and two bytes an id
+CACHE_SHARE = 1 / 3  # least size of tokens / size of raw text: six bytes a token and two bytes an id
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a run writes to one place."""
+    """Files that a run writes to one place."""
 
     what: str
-    flag: str  # which moves it elsewhere
+    flag: str  # that moves them elsewhere
     folder: Path  # need not exist yet
-    num_bytes: int = 0  # at least; 0 for what is small
+    num_bytes: int = 0  # at least; 0 for small files
 
     @property
     def existing(self) -> Path:
-        """The folder, or what there is of its path."""
+        """The folder, or its nearest parent that exists."""
         return next(
             path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path)
         )
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Everything that the run of `config` writes; without the sizes of models where the student's is not known."""
+    """Yield everything that the run of `config` writes, without the sizes of models if the student is not
+    known.
+    """
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
@@ -51,24 +53,35 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     if checkpoint.export_hf:
         size = weight_bytes(student, bf16) if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
-    log_flag = "--save" if checkpoint.save and not log.log_dir else "--log-dir"
-    yield Written("metrics", log_flag, log_folder(config))
+    yield Written("metrics", _log_flag(config), log_folder(config))
     if log.tensorboard_dir:
         yield Written("TensorBoard events", "--tensorboard-dir", Path(log.tensorboard_dir))
+    yield from cache_writes(config, data_paths)
+
+
+def cache_writes(config: Config, data_paths: Iterable[str]) -> Iterator[Written]:
+    """Yield the tokenised text, if some raw file has none yet."""
     cache = cache_folder(config)
     raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
     new_bytes = sum(
         path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))
     )
     if new_bytes:
-        flag = "--data-cache-path" if config.data.data_cache_path else log_flag
+        flag = "--data-cache-path" if config.data.data_cache_path else _log_flag(config)
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
 
 
-def checkpoints_to_come(config: Config) -> int:
-    """Checkpoints for which there must be room: those that --keep-checkpoints keeps, and the one that is written beside them.
+def _log_flag(config: Config) -> str:
+    """Return the flag that sets the log folder."""
+    return "--save" if config.checkpoint.save and not config.log.log_dir else "--log-dir"
 
-    Of those that are there already none is needed again. Where all stay only the next one counts: people make room by hand.
+
+def checkpoints_to_come(config: Config) -> int:
+    """Return for how many checkpoints there must be room: those that --keep-checkpoints keeps, and one being
+    written.
+
+    Checkpoints that exist already need no more room. If all are kept, only the next one counts: people make
+    room by hand.
     """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     limits = (checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
@@ -79,7 +92,7 @@ def checkpoints_to_come(config: Config) -> int:
 
 
 def disk_notes(config: Config, student: ModelShape) -> list[str]:
-    """What fills the disk in the end if nobody makes room: checkpoints to come of which more and more stay."""
+    """Warn if retained checkpoints will fill the disk before the run ends."""
     checkpoint = config.checkpoint
     if not checkpoint.save:
         return []
@@ -95,12 +108,14 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     )
     return [
         f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in all; its "
-        f"disk has {_size(free)} left: give {flag}, or remove some as they come"
+        f"disk has {_size(free)} left: give {flag}, or remove some during the run"
     ]
 
 
 def checkpoints_to_stay(config: Config) -> int:
-    """How many come that nothing removes: not those of --keep-checkpoints, which later ones replace."""
+    """Return how many checkpoints will be written that nothing removes; --keep-checkpoints removes older
+    ones.
+    """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     retained = checkpoint.save_retain_interval
     if checkpoint.keep_checkpoints is not None and retained is None:
@@ -113,7 +128,7 @@ def checkpoints_to_stay(config: Config) -> int:
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:
-    """One error for each path that is in the way, and for each disk without room for all that goes there."""
+    """Return one error for each path that blocks a folder, and for each disk without room for all its files."""
     by_path: dict[Path, list[Written]] = {}
     for write in writes:
         by_path.setdefault(write.existing, []).append(write)
@@ -126,7 +141,7 @@ def disk_problems(writes: Sequence[Written]) -> list[UsageError]:
 
 
 def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
-    """Why nothing can be written below `path`, which exists."""
+    """Return why nothing can be written below `path`, which exists."""
     if not path.is_dir():
         what = f"cannot make {writes[0].folder}: {path} is a file"
     elif not os.access(path, os.W_OK | os.X_OK):
@@ -140,7 +155,7 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
 
 
 def _full(writes: Sequence[Written]) -> UsageError | None:
-    """Why what goes to one disk does not fit there."""
+    """Return why the files for one disk do not fit there."""
     large = [write for write in writes if write.num_bytes]
     needed = sum(write.num_bytes for write in large)
     free = shutil.disk_usage(writes[0].existing).free

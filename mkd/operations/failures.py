@@ -1,7 +1,9 @@
-"""Which rank failed first, and what of. In a parallel run one failure makes many: the peers' connections break.
+"""Tell which rank failed first, and why. In a parallel run one failure causes many: the peers' connections
+break.
 
-Every rank that fails by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks looks there for the cause,
-and says it in one line, so that the one traceback that matters is not buried under those of its victims.
+Every rank that fails by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks looks there
+for the cause and prints it in one line, so that the one traceback that matters is not buried under those of
+its victims.
 """
 
 from __future__ import annotations
@@ -15,18 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mkd.errors import ErrorList, MkdError
-from mkd.operations.meeting import Meeting, Problem
+from mkd.operations.rendezvous import Problem, Rendezvous
 
-PATIENCE_S = 60.0  # of a rank that cannot start, for the others to say what keeps them
-WAIT_S = 2.0  # for the report of a peer that has failed first
+PATIENCE_S = 60.0  # how long a rank that cannot start waits for the problems of the others
+WAIT_S = 2.0  # for the report of a peer that failed first
 POLL_S = 0.1
-GLOO_WORDS = (
-    "gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL",
-)  # in RuntimeErrors
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which shows the file's content as the root cause
+GLOO_WORDS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+"""Words in the RuntimeErrors of broken communication."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Failure:
     time: float  # s since the epoch
     exit_code: int
     what: str  # one line
-    run: str  # which the ranks have agreed on, '' before that
+    run: str  # identifies the run; '' before its ranks have agreed on it
 
     def describe(self) -> str:
         return f"stopped because rank {self.rank} failed: {self.what}"
@@ -45,22 +43,25 @@ class Failure:
 
 @dataclass
 class FailureReports:
-    """The reports of one run's ranks, in a folder that all of them see. It may hold reports of other runs too."""
+    """The reports of one run's ranks, in a folder that all of them see. It may also hold reports of other
+    runs.
+    """
 
     rank: int
     world_size: int
-    folder: Path | None = None  # until it is known
-    run: str = ""  # until the ranks have agreed on it
+    folder: Path | None = None  # None until it is known
+    run: str = ""  # '' until the ranks have agreed on it
 
     @property
     def has_peers(self) -> bool:
+        """Whether other ranks can read this rank's report."""
         return self.folder is not None and self.world_size > 1
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.txt"
 
     def write(self, what: str, details: str, exit_code: int = 1) -> None:
-        """Report that this rank has failed; `what` is one line. Whoever sees the file sees all of it."""
+        """Report that this rank has failed; `what` is one line. The file appears in one piece."""
         failure = Failure(self.rank, time.time(), exit_code, what, self.run)
         draft = self.folder / f".rank_{self.rank}.new"
         try:
@@ -73,11 +74,13 @@ class FailureReports:
             )
 
     def of_peers(self) -> list[Failure]:
-        """What other ranks have reported, the first failure first. Nothing before all have joined."""
+        """Return what other ranks have reported, the earliest failure first; nothing before all ranks have
+        joined.
+        """
         if not self.run:
             return []
         try:
-            names = os.listdir(self.folder)  # one look, and no file is opened while all is well
+            names = os.listdir(self.folder)  # one look; no file is opened while all is well
         except OSError:
             return []
         found = [
@@ -88,7 +91,7 @@ class FailureReports:
         return sorted((one for one in found if one and one.run == self.run), key=lambda one: one.time)
 
     def wait_for_peer(self) -> Failure | None:
-        """The first failure of another rank, if one is reported within `WAIT_S`."""
+        """Return the first failure of another rank, if one is reported within `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not (failures := self.of_peers()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -102,55 +105,72 @@ class FailureReports:
             return None
 
 
-def end_of_rank(error: Exception, reports: FailureReports, meeting: Meeting) -> int:
-    """Tell the user, and the other ranks, why this rank ends; returns its exit code."""
-    if not meeting.is_over:
-        return _end_before_meeting(error, meeting)
+def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvous) -> int:
+    """Tell the user, the other ranks and torchrun why this rank ends; return its exit code."""
+    if not rendezvous.is_over:
+        return _end_before_rendezvous(error, rendezvous)
     rank = reports.rank
     if isinstance(error, MkdError) and error.on_all_ranks:
         if rank == 0:
-            _say(error.report())
+            _report(error.report())
         return error.exit_code
     if reports.has_peers and is_communication_error(error):
         first = reports.wait_for_peer()
         if first:
-            _say(f"rank {rank}: {first.describe()}\n  see {reports.path(first.rank)}")
+            _print(f"rank {rank}: {first.describe()}\n  see {reports.path(first.rank)}")
             return first.exit_code
     exit_code, details = exit_code_of(error), traceback_of(error)
     if reports.has_peers:
         reports.write(one_line(error), details, exit_code)
-        _tell_torchrun(error)
-    _say(_own_words(error, details, rank))
+    _report(_own_words(error, details, rank))
     return exit_code
 
 
-def _end_before_meeting(error: Exception, meeting: Meeting) -> int:
-    """Flags, data or a disk: what several ranks have met alike, as they mostly do, only the first of them says."""
-    details, rank = traceback_of(error), meeting.rank
+def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
+    """Report a problem of flags, data or a disk. If several ranks hit the same one, only the lowest rank
+    prints it.
+    """
+    details, rank = traceback_of(error), rendezvous.rank
     own = Problem(
         exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
     )
     if rank == 0:
-        _say(_own_words(error, details, rank))
+        _report(_own_words(error, details, rank))
     try:
-        problems = meeting.hold(own, PATIENCE_S)
-    except Exception:  # whatever keeps the ranks apart matters less than what this one has to say
+        problems = rendezvous.exchange(own, PATIENCE_S)
+    except Exception:  # whatever keeps the ranks apart matters less than this rank's own problem
         problems = {rank: own}
     if rank and own.text not in [problem.text for other, problem in problems.items() if other < rank]:
-        _say(_own_words(error, details, rank))
+        _report(_own_words(error, details, rank))
     return problems[min(problems)].exit_code
 
 
-def _tell_torchrun(error: Exception) -> None:
-    """It shows what its file holds as the root cause."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+def _report(text: str) -> None:
+    """Print why this rank ends, and let torchrun's own report end with it."""
+    tell_torchrun(text)
+    _print(text)
 
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
+
+def tell_torchrun(text: str) -> None:
+    """Leave `text` for torchrun, whose own report then ends with it as the root cause instead of a bare exit
+    code.
+
+    The file has the format of torch.distributed.elastic's ErrorHandler. The first text of a process stays.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path or os.path.exists(path):
+        return
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError as error:
+        _print(f"cannot write {path}: {error}")
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether this, or what it was explicitly raised from, says that another rank cannot be reached."""
+    """Return whether this error, or one that it was explicitly raised from, says that another rank is out of
+    reach.
+    """
     import torch.distributed as dist
 
     if isinstance(error, dist.DistError):
@@ -161,10 +181,12 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with `error`: 1 for errors that are not ours."""
     return error.exit_code if isinstance(error, MkdError) else 1
 
 
 def one_line(error: BaseException) -> str:
+    """Return the first line of an error, with its type if it is not ours."""
     if isinstance(error, ErrorList) and len(error.errors) > 1:
         return f"{one_line(error.errors[0])}, and {len(error.errors) - 1} more"
     first = (str(error).strip() or "no message").splitlines()[0]
@@ -176,7 +198,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _own_words(error: Exception, details: str, rank: int) -> str:
-    """A user's error needs no traceback; one of ours does."""
+    """Describe the error of this rank; only errors that are not the user's have a traceback."""
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
@@ -184,5 +206,5 @@ def _own_words(error: Exception, details: str, rank: int) -> str:
     return f"{details}rank {rank} failed first: {one_line(error)}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Profiles of some steps: a trace of torch.profiler or a range for Nsight Systems, and the history of GPU memory."""
+"""Profile some steps: a trace of torch.profiler or ranges for Nsight Systems, and the history of GPU memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from mkd.config.schema import LogConfig
 from mkd.errors import Preempted, UsageError
+from mkd.operations.phases import DATA, Follower
 
-MEMORY_EVENTS = 100_000  # the latest allocations that a history keeps
+MEMORY_EVENTS = 100_000  # latest allocations that a history keeps
 
 
 def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
-    """What this machine or this world cannot profile."""
+    """Return one error for each part of `log` that this machine or this number of processes cannot profile."""
     problems = []
     if not torch.cuda.is_available():
         if log.profile and not log.use_pytorch_profiler:
@@ -54,23 +55,24 @@ def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
 
 
 @dataclass
-class Profiler:
-    """Told where the run stands before every step; on a rank that is not profiled it does nothing."""
+class Profiler(Follower):
+    """Profiles the steps after `first`, up to `last`. On a rank that is not profiled it does nothing."""
 
     folder: Path
     rank: int
-    first: int  # the steps after this iteration ...
-    last: int  # ... up to this one
-    traces: bool = False  # by torch.profiler
-    marks: bool = False  # for Nsight Systems
-    remembers: bool = False  # GPU memory, to the end of the run
+    first: int
+    last: int
+    traces: bool = False  # with torch.profiler
+    marks: bool = False  # for Nsight Systems: the capture range, and an NVTX range for every phase in it
+    remembers: bool = False  # records GPU memory until the end of the run
     _trace: Any = None  # the running torch.profiler.profile
     _is_marking: bool = False
+    _is_in_range: bool = False  # an NVTX range is open
     _is_remembered: bool = False  # the history of the steps is written
 
     @classmethod
-    def of(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
-        """From the configuration; starts the history of GPU memory where one is wanted."""
+    def from_config(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
+        """Build the profiler of a rank, and start the history of GPU memory if one is wanted."""
         chosen = str(rank) in log.profile_ranks
         profiler = cls(
             folder,
@@ -85,15 +87,30 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         return profiler
 
+    def entered(self, phase: str, iteration: int) -> None:
+        """Start or end the profile before a step, and open the NVTX range of the phase."""
+        if phase == DATA:
+            self.at(iteration - 1)
+        self._close_range()
+        if self._is_marking:
+            torch.cuda.nvtx.range_push(f"{phase} {iteration}")
+            self._is_in_range = True
+
+    def left(self, phase: str, iteration: int) -> None:
+        """Close the NVTX range of the phase."""
+        self._close_range()
+
     def at(self, iteration: int) -> None:
-        """`iteration` steps are done, and the next one is about to begin."""
+        """Start or end the profile: `iteration` steps are done, and the next one is about to begin."""
         if self.first <= iteration < self.last:
             self._start()
         elif iteration >= self.last:
             self._end_steps()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End what is running, and write it. The history of a run that fails with `error`, whenever, is that of its end."""
+        """End and write what is running. If the run failed with `error`, the memory history covers its last
+        allocations.
+        """
         if self.remembers:
             has_failed = error is not None and not isinstance(error, Preempted)
             self._is_remembered = self._is_remembered and not has_failed
@@ -116,6 +133,11 @@ class Profiler:
         if self.remembers and not self._is_remembered:
             torch.cuda.memory._dump_snapshot(str(self._file("memory_rank{}.pickle")))
             self._is_remembered = True
+
+    def _close_range(self) -> None:
+        if self._is_in_range:
+            torch.cuda.nvtx.range_pop()
+            self._is_in_range = False
 
     def _start(self) -> None:
         if self.traces and self._trace is None:

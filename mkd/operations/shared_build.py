@@ -1,4 +1,6 @@
-"""Rank 0 prepares the data, the others wait: for as long as it gets on, and nobody misses a signal."""
+"""Let rank 0 prepare the data while the others wait for as long as it makes progress, and nobody misses a
+signal.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +15,43 @@ import torch.distributed as dist
 
 from mkd.checkpoint.folders import TrainingPosition, named_by_pointer, position_of, read_state
 from mkd.errors import CheckpointError, Preempted
-from mkd.operations.markers import PREEMPTED, remove_markers, write_marker
+from mkd.operations.phases import INIT, Phases
+from mkd.operations.run_folders import PREEMPTED, remove_markers, write_marker
 from mkd.operations.signals import Signals
-from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 
-BEAT_S = 0.5  # between two words of rank 0 to those that wait
+BEAT_S = 0.5  # between two messages of rank 0 to the ranks that wait
 
 
 @dataclass
 class SharedBuild:
-    """`progress` is for rank 0, often, while it builds; `share` for all ranks, once, when it has."""
+    """Rank 0 calls `progress` often while it builds; all ranks call `share` once at the end of the build."""
 
     context: ParallelContext
     signals: Signals
-    watchdog: Watchdog
+    phases: Phases
     _last_beat: float = 0.0
 
     def progress(self) -> None:
-        """A piece is done. Raises Preempted where some rank was told to end."""
-        self.watchdog.enter("init", 0)
+        """Announce that a piece is done. Raise Preempted if some rank was told to end."""
+        self.phases.enter(INIT, 0)
         if self.signals.received or time.monotonic() - self._last_beat > BEAT_S:
             self._beat(is_done=False)
 
     def share(self, value: Any) -> Any:
-        """The picklable `value` of rank 0, on every rank. Collective: the others wait in it for the end of the build."""
+        """Return the picklable `value` of rank 0 on every rank. Collective: the others wait here for the end
+        of the build.
+        """
         is_done = self.context.rank == 0
         while not self._beat(is_done):
-            self.watchdog.enter("init", 0)
-        self.watchdog.enter("init", 0)
+            self.phases.enter(INIT, 0)
+        self.phases.enter(INIT, 0)
         return self.context.broadcast_object(value)
 
     def _beat(self, is_done: bool) -> bool:
-        """Whether rank 0 is done: an all-reduce MAX of two numbers. On rank 0 raises Preempted while it is not."""
+        """Return whether rank 0 is done (an all-reduce MAX of two numbers). On rank 0, a signal before that
+        raises Preempted.
+        """
         flags = torch.tensor([self.signals.received, is_done], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         number, all_done = flags.tolist()
@@ -53,7 +59,7 @@ class SharedBuild:
         if self.context.rank == 0 and number and not all_done:
             raise Preempted(
                 f"received {signal.Signals(number).name}",
-                "data were being prepared: what was tokenised of an unfinished file is lost, finished ones are in the cache",
+                "data were being prepared: the tokens of an unfinished file are lost, finished files are in the cache",
                 "start the same command again",
                 code="preempted-while-building",
             )
@@ -61,12 +67,12 @@ class SharedBuild:
 
 
 def leave_preempted(save: str | None, stop: Preempted) -> None:
-    """For rank 0: the marker of a run that ends before it knows where it stands."""
+    """Write the marker of a run that ends before it knows its position. Call it on rank 0 alone."""
     if save:
         try:
             latest = named_by_pointer(Path(save))
             position = position_of(read_state(latest)) if latest else TrainingPosition()
-        except CheckpointError:  # for the next start to find and to say
+        except CheckpointError:  # the next start will report it
             position = TrainingPosition()
         remove_markers(Path(save))
         write_marker(Path(save), PREEMPTED, position, stop.what)

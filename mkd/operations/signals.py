@@ -1,4 +1,4 @@
-"""Signals that ask the process to end: noted, so that the run can end after its step."""
+"""Take note of signals that ask the process to end, so that the run can end after its step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""torchrun and schedulers end a job with SIGTERM, Slurm warns with what --signal names, people press Ctrl-C."""
+"""torchrun and schedulers end a job with SIGTERM, Slurm warns with the signal of --signal, people press Ctrl-C."""
 
 
 @dataclass
 class Signals:
-    """The first signal that this process has received, 0: none. Later ones change nothing: Slurm sends each twice."""
+    """The first signal that this process has received, 0: none. Later ones change nothing: Slurm sends each
+    twice.
+    """
 
     received: int = 0
 
 
 @contextmanager
 def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signals]:
-    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C interrupts as ever.
+    """Catch `SIGNALS` inside instead of ending the process. A second Ctrl-C interrupts as usual.
 
-    Then they are handled as before or, without a gap, as `afterwards` says.
+    Afterwards the earlier handlers are restored or, without a gap, replaced by `afterwards`.
     """
     signals = Signals()
 
-    def note(number, frame) -> None:
+    def catch(number, frame) -> None:
         if number == signal.SIGINT and signals.received == signal.SIGINT:
             signal.default_int_handler(number, frame)
         signals.received = signals.received or number
@@ -35,7 +37,7 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
     if threading.current_thread() is not threading.main_thread():  # where Python delivers no signals
         yield signals
         return
-    earlier = {number: signal.signal(number, note) for number in SIGNALS}
+    earlier = {number: signal.signal(number, catch) for number in SIGNALS}
     try:
         yield signals
     finally:
@@ -44,6 +46,8 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
 
 
 def ignore_signals() -> None:
-    """From now on. Unlike a handler of Python's, this lasts until the process is gone, also while the interpreter ends."""
+    """Ignore `SIGNALS` from now on. Unlike Python's handlers, this also works while the interpreter shuts
+    down.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,6 @@
-"""Reasons to stop before the last step, agreed by all ranks: signals, and the end of the time that the run has."""
+"""Reasons to stop before the last step, agreed on by all ranks: signals, and the end of the time that the run
+has.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,20 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Follower
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 
 T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
-SAFETY = 1.5  # of the longest step and save so far: the next ones may take longer
-SAVE_BYTES_PER_S = (
-    250e6  # that a save is trusted with before one was timed: one disk, or a file server that others use too
-)
+SAFETY = 1.5  # times the longest step and save so far, because the next ones may take longer
+SAVE_BYTES_PER_S = 250e6  # assumed until a save was timed: one disk, or a file server with other users
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,23 @@ class Stop:
     """Why a run ends early."""
 
     reason: str
-    is_preempted: bool  # by others, so that it should be started again; else as its own flags say
+    is_preempted: bool  # by others, so that it should be restarted; else its own flags end it
+
+
+class StepAgreement(NamedTuple):
+    """What all ranks agree on before the update of a step."""
+
+    finite: bool  # loss and gradients are finite on every rank, so that the update is applied
+    stop: Stop | None = None  # why the run ends after this step; None: it continues
+
+
+def without_peers(is_finite: bool) -> StepAgreement:
+    """Agree with oneself: for a step outside of a run, whose ranks all see the same."""
+    return StepAgreement(is_finite)
 
 
 @dataclass
-class Stopper:
+class Stopper(Follower):
     """Asked by all ranks at the same places, it answers the same on all of them."""
 
     context: ParallelContext
@@ -41,21 +54,24 @@ class Stopper:
     exit_duration_in_mins: float | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     start: float = field(default_factory=time.time)  # s since the epoch
-    step_s: float = 0.0  # the longest so far ...
-    save_s: float = 0.0  # ... of each
-    first_save_bytes: float = 0.0  # size of the checkpoint that the run makes first; 0: it makes none
+    step_s: float = 0.0  # the longest step so far
+    save_s: float = 0.0  # the longest save so far
+    first_save_bytes: float = 0.0  # size of the run's first checkpoint; 0: it saves none
     stop: Stop | None = None  # what the ranks last agreed on
+    _step_begun: float | None = None  # on the monotonic clock, while a step is under way
 
     def agreed(self) -> Stop | None:
-        """Whether some rank wants to stop, asked between steps."""
-        self.all_finite(True)
-        return self.stop
+        """Return whether some rank wants to stop; asked between steps."""
+        return self.exchange(True).stop
 
-    def all_finite(self, is_finite: bool) -> bool:
-        """Whether loss and gradient are finite on all ranks; `stop` then says whether some rank wants to stop.
+    def exchange(self, is_finite: bool) -> StepAgreement:
+        """Tell all ranks whether loss and gradient are finite on this one, and return what all agree on.
 
-        Asked in every step before its update: one all-reduce MAX of four numbers, small enough not to be seen, for both.
+        Asked in every step before its update: one all-reduce MAX of four numbers, too small to notice, for
+        both questions.
         """
+        if self._step_begun is not None:
+            self.took(step_s=time.monotonic() - self._step_begun)
         wishes = [
             self.signals.received,
             self._is_over(self._own_end()),
@@ -72,20 +88,35 @@ class Stopper:
             self.stop = Stop("the Slurm job is about to end", is_preempted=True)
         elif own_time:
             self.stop = Stop("the time of --exit-duration-in-mins is over", is_preempted=False)
-        return not some_non_finite
+        return StepAgreement(not some_non_finite, self.stop)
 
     def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
         """Take note of how long a step or a save took."""
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
+    def entered(self, phase: str, iteration: int) -> None:
+        """Start the clock of a step."""
+        if phase == FORWARD_BACKWARD:
+            self._step_begun = time.monotonic()
+
+    def left(self, phase: str, iteration: int) -> None:
+        """Stop the clock of a step."""
+        if phase == OPTIMIZER and self._step_begun is not None:
+            self.took(step_s=time.monotonic() - self._step_begun)
+            self._step_begun = None
+
     def _next_save_s(self) -> float:
-        """A guess until one was made, and nothing before the first step: every start of a run gets on."""
+        """Return the longest save, or a guess until one was timed; 0 before the first step, so that every
+        start progresses.
+        """
         if self.save_s or not self.step_s:
             return self.save_s
         return self.first_save_bytes / SAVE_BYTES_PER_S
 
     def _own_end(self) -> float | None:
-        """None before the first step: every start of a run gets on, however short its time."""
+        """Return the end that --exit-duration-in-mins sets; None before the first step, so that every start
+        progresses.
+        """
         if self.exit_duration_in_mins is None or not self.step_s:
             return None
         return self.start + 60 * self.exit_duration_in_mins
@@ -95,13 +126,13 @@ class Stopper:
         return float(end) if end.isdigit() else None
 
     def _is_over(self, end: float | None) -> bool:
-        """Whether one more step, and a save, might not fit before `end`."""
+        """Return whether one more step and a save might not finish before `end`."""
         return end is not None and time.time() + SAFETY * (self.step_s + self._next_save_s()) >= end
 
 
 @dataclass
 class Interruptible(Iterable[T]):
-    """The same steps, until all ranks agree to stop before one of them; then `stop` says why."""
+    """Yields the same steps until all ranks agree to stop before one of them; `stop` then says why."""
 
     steps: Iterable[T]
     stopper: Stopper | None  # None: nothing stops them

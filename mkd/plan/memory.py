@@ -211,7 +211,7 @@ class _Models:
         table = (
             self.vocab_rows * self.student.hidden_size * self.element
         )  # what autograd gets as gradient of embedding or head
-        if self.config.training.eval_interval and last % layout.pipeline_parallel == rank:
+        if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
         alive, pipeline = 0, layout.pipeline_parallel
         microbatches = min(

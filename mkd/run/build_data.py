@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from mkd.config.schema import Config
+from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.build import open_datasets
+from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
-from mkd.operations.folders import cache_folder, log_folder
+from mkd.operations.phases import Phases
+from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.operations.shared_build import SharedBuild, leave_preempted
 from mkd.operations.signals import Signals
-from mkd.operations.watchdog import Watchdog
 from mkd.parallel.context import ParallelContext
 from mkd.platform import usable_cores
 from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher, teacher_texts
 from mkd.run.run_plan import Plan
+from mkd.tokenizers.tokenizer import Tokenizer
 
 QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
 MAX_WORKERS = 16  # processes that tokenise: each reads the whole file, and more of them would wait for that
@@ -24,21 +28,52 @@ def build_data(
     context: ParallelContext,
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
     signals: Signals | None = None,
-    watchdog: Watchdog | None = None,
+    phases: Phases | None = None,
 ):
     """Return (training set, held-out set or None), in the tokens of the student and of all teachers.
     Collective.
 
     Raises Preempted, on all ranks, if a rank got a signal while files were tokenised.
     """
-    watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
-    build = SharedBuild(context, signals or Signals(), watchdog)
+    build = SharedBuild(context, signals or Signals(), phases or Phases())
     try:
         return _open(plan, context, cross_tokenizer, build)
     except Preempted as stop:
         if context.rank == 0:
             leave_preempted(plan.config.checkpoint.save, stop)
         raise
+
+
+def open_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    vocab_size: int,  # token ids that all models know which read them
+    build: SharedBuild,
+    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher
+):
+    """Return (training set, held-out set or None) of the data flags. Collective."""
+    data, context = config.data, build.context
+    return open_datasets(
+        data_path=data.data_path,
+        valid_data_path=data.valid_data_path,
+        split=data.split,
+        tokenizer=tokenizer,
+        seq_length=config.training.seq_length,
+        document_multiple=context.document_multiple,
+        vocab_size=vocab_size,
+        pack=data.pack,
+        overlong=data.overlong,
+        append_eod=data.append_eod,
+        cache_dir=str(cache_folder(config)),
+        characters_per_sample=data.characters_per_sample,
+        max_bad_records=data.max_bad_records,
+        quarantine=str(log_folder(config) / QUARANTINE_FILE),
+        teachers=teachers,
+        is_builder=context.rank == 0,
+        share=build.share,
+        progress=build.progress,
+        workers=min(MAX_WORKERS, usable_cores()),
+    )
 
 
 def _open(
@@ -48,29 +83,11 @@ def _open(
     build: SharedBuild,
 ):
     data, tokenizer = plan.config.data, plan.tokenizers.student
-    train_set, valid_set = open_datasets(
-        data_path=data.data_path,
-        valid_data_path=data.valid_data_path,
-        split=data.split,
-        tokenizer=tokenizer,
-        seq_length=plan.config.training.seq_length,
-        document_multiple=context.document_multiple,
-        vocab_size=min(source.shape.vocab_size for source in plan.same_vocabulary),
-        pack=data.pack,
-        overlong=data.overlong,
-        append_eod=data.append_eod,
-        cache_dir=str(cache_folder(plan.config)),
-        characters_per_sample=data.characters_per_sample,
-        max_bad_records=data.max_bad_records,
-        quarantine=str(log_folder(plan.config) / QUARANTINE_FILE),
-        teachers=teacher_texts(plan, cross_tokenizer),
-        is_builder=context.rank == 0,
-        share=build.share,
-        progress=build.progress,
-        workers=min(MAX_WORKERS, usable_cores()),
-    )
+    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
+    texts = teacher_texts(plan, cross_tokenizer)
+    train_set, valid_set = open_data(plan.config, tokenizer, vocab_size, build, texts)
     has_tasks = data.eval_multiple_choice or data.eval_completions
-    if valid_set is None and plan.config.training.eval_interval and not has_tasks:
+    if valid_set is None and plan.config.training.evaluates and not has_tasks:
         raise DataError(
             f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
             "--eval-interval asks for evaluations",
@@ -78,6 +95,6 @@ def _open(
             code="held-out-documents-missing",
         )
     if plan.stored_teacher is not None:
-        held_out = valid_set if plan.config.training.eval_interval else None
+        held_out = valid_set if plan.config.training.evaluates else None
         train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
     return train_set, valid_set

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from mkd.config.schema import Config, XTokenConfig
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.teacher_input import SharedTokens
-from mkd.operations.folders import cache_folder
+from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan

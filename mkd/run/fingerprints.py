@@ -1,4 +1,8 @@
-"""What decides the training of a run besides its weights, by name: saved with every checkpoint, compared at --load."""
+"""Identify a run: saved with every checkpoint, and compared with the run that resumes from it.
+
+Fingerprints, by name, cover everything that decides the training besides the student's weights, and must not
+change. Settings may change; on startup a resumed run lists those that differ.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,34 @@ from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
 END_BYTES = 1 << 20  # read at the beginning and at the end of a large file
-SAMPLES, SAMPLE_BYTES = (
-    64,
-    1 << 16,
-)  # read of the tokens of a corpus without description, evenly spaced: 4 MiB
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # evenly spaced pieces read from a corpus without description: 4 MiB
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
-NOT_LOSS = frozenset({"kd_fp32_logits"})  # how it is computed
-NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})  # where it lies and runs
-NOT_CONTENT = (
-    "sources",
-    "kinds",
-)  # of a corpus' description: where it came from, and what its hashes tell better
+NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed
+NOT_OF_TEACHER = frozenset(
+    {"hf", "load", "topk", "pipeline_layout", "residency"}
+)  # where a teacher is stored and runs
+NOT_CONTENT = ("sources", "kinds")  # entries of a corpus' description whose meaning its hashes cover
+NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 
 
+def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
+    """Return the entries of a checkpoint that identify its run: `fingerprints`, `settings` and `evaluation`
+    (JSON).
+    """
+    known = fingerprints(plan, tokenizer, train_set)
+    return {
+        "fingerprints": known,
+        "settings": run_settings(plan),
+        "evaluation": evaluation_print(plan, known, valid_set),
+    }
+
+
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Name -> value (JSON), of teachers, tokenizer, data and loss. Reads a few MiB of every file of weights or tokens."""
+    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads a few MiB of every large
+    file.
+    """
     stores = [member.store for member in train_set.members]
     found = {
         TEACHER + name: _weights(source)
@@ -56,9 +71,10 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
-    """Of what held-out figures depend on besides the student: teachers, loss, the packs that are read; None without any.
+    """Return the fingerprint of all that held-out metrics depend on besides the student: teachers, loss, the
+    packs read.
 
-    `known` are the `fingerprints` of the run.
+    None without held-out data. `known` are the `fingerprints` of the run.
     """
     if valid_set is None:
         return None
@@ -79,11 +95,11 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
 def require_same(
     folder: Path, saved: Mapping[str, object], current: Mapping[str, object], accepted: Sequence[str]
 ) -> None:
-    """Raise CheckpointError, with every difference by name, unless all of them are accepted.
+    """Raise CheckpointError, with every difference by name, unless all differences are accepted.
 
-    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have another name, where
-    the one at its place had the same weights. What a checkpoint of an older version lacks, all of them or
-    an option that was not there yet, is taken as it was then.
+    Names have parts (`data.seq_length`); accepting `data` accepts all of its parts. A teacher may have
+    another name if the teacher at its place had the same weights. A checkpoint of an older version may lack
+    all fingerprints, or those of later options, which then had their defaults.
     """
     if not saved:
         return
@@ -95,7 +111,7 @@ def require_same(
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
         raise UsageError(
             f"--accept-change {unknown[0]} names nothing that is compared",
-            f"that is {parts}",
+            f"compared are {parts}",
             "drop it",
             code="accept-change-unknown",
         )
@@ -105,10 +121,39 @@ def require_same(
         raise CheckpointError(
             f"{folder} was saved by a run with other "
             + ", ".join(_difference(name, saved, current) for name in refused),
-            "going on would silently mix two different trainings",
-            f"restore it, start anew with --student-load {folder}, or go on with --accept-change {' '.join(refused)}",
+            "resuming would silently mix two different trainings",
+            f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
+            + " ".join(refused),
             code="run-differs",
         )
+
+
+def run_settings(plan: Plan) -> dict[str, object]:
+    """Return flag, or path in a file -> value (JSON) for a checkpoint, including the resolved batch."""
+    found = {
+        option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED
+    }
+    found |= {
+        "--global-batch-size": plan.batch.global_batch_size,
+        "data-parallel replicas": plan.batch.data_parallel,
+    }
+    return json.loads(json.dumps(found))
+
+
+def describe_changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
+    """Return one line with every changed value, or none. Settings that an older checkpoint lacks are not
+    compared.
+    """
+    changed = [
+        f"{name} {_shown(saved[name])} -> {_shown(value)}"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
+    ]
+    return ["changed since the checkpoint: " + ", ".join(changed)] if changed else []
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
 
 
 def _is_part(name: str, accepted: str) -> bool:
@@ -116,9 +161,11 @@ def _is_part(name: str, accepted: str) -> bool:
 
 
 def corpus_sample(files: StoreFiles) -> list[str]:
-    """SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each, the last ones among them.
+    """Return SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each,
+    with the end.
 
-    Of a larger file than the pieces together, a change between them that leaves all lengths is not seen.
+    In a file that is larger than all pieces together, a change between pieces that keeps all lengths is not
+    noticed.
     """
     size, digest = files.bin.stat().st_size, hashlib.sha256()
     last = max(0, size - SAMPLE_BYTES)
@@ -130,9 +177,9 @@ def corpus_sample(files: StoreFiles) -> list[str]:
 
 
 def ends_fingerprint(files: Iterable[Path]) -> str:
-    """`ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
+    """Return `ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
 
-    Cheap, and so named: a change in the middle of a file that leaves its size is not seen.
+    This is cheap, but does not notice a change in the middle of a file that keeps its size.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -162,7 +209,9 @@ def _weights(source: ModelSource) -> str:
 
 
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
-    """`saved` under the names that its teachers have now, with what it could not know yet."""
+    """Return `saved` under the current names of its teachers, with defaults for options that are newer than
+    it.
+    """
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
     options = {
@@ -172,7 +221,7 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     known = {
         name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None
     }
-    if saved.get(FILES) == _sha256([]):  # what runs with a stored teacher were once said to have
+    if saved.get(FILES) == _sha256([]):  # runs with a stored teacher once saved no files
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     if CONTENT in current:
         known[CONTENT] = current[CONTENT]
@@ -180,7 +229,7 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
 
 
 def _option_path(name: str) -> str:
-    """Of a name of `_loss`; options of teachers are described by the first."""
+    """Return the path of the option behind a name of `_loss`; the first teacher describes the options of all."""
     field = name.removeprefix("loss.")
     return (
         re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
@@ -188,7 +237,7 @@ def _option_path(name: str) -> str:
 
 
 def _corpus(store: TokenStore) -> dict:
-    """Sizes of the files, and what its description says of the contents."""
+    """Return the sizes of a corpus' files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
     sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
     return {
@@ -198,7 +247,7 @@ def _corpus(store: TokenStore) -> dict:
 
 
 def _data(config: Config) -> Iterator[tuple[str, object]]:
-    """The settings that decide the order of samples."""
+    """Yield the settings that decide the order of samples."""
     values = {"seq_length": config.training.seq_length, "seed": config.training.seed}
     values["weights"] = parse_blend(config.data.data_path).weights
     values |= {
@@ -209,6 +258,7 @@ def _data(config: Config) -> Iterator[tuple[str, object]]:
 
 
 def _loss(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield the settings that decide the loss."""
     for option, value in settings(config):
         if option.path.startswith("kd.") and option.field not in NOT_LOSS:
             yield f"loss.{option.field}", value

@@ -1,26 +1,23 @@
-"""The training loop: steps, evaluation, logging, checkpoints, in the order they happen."""
+"""The training loop: steps, evaluation, logging and checkpoints, in the order in which they happen."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from mkd.checkpoint.distributed import TrainingPosition, TrainingState
-from mkd.checkpoint.folders import iteration_folder
-from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.checkpoint.distributed import TrainingState
+from mkd.checkpoint.folders import TrainingPosition, iteration_folder
 from mkd.config.schema import Config
 from mkd.data.loader import EvalStream, TrainStream
 from mkd.errors import NonFiniteError
 from mkd.evaluation.evaluate import TASKS, VALID, evaluate, is_due, is_evaluated, is_last
 from mkd.evaluation.task_evaluator import TaskEvaluator, evaluate_tasks, evaluate_teachers, report_tasks
-from mkd.faults import fault_at, poison_next_gradient
-from mkd.operations.crash_loop import CrashCounter
-from mkd.operations.ending import Ending
-from mkd.operations.profiling import Profiler
+from mkd.operations.phases import DATA, END, EVAL, SAVE, TASK_EVALUATION, Phases
 from mkd.operations.stopping import Interruptible, Stop, Stopper
-from mkd.operations.watchdog import UNWATCHED, Watchdog
 from mkd.run.checkpoints import Saver
+from mkd.run.run_plan import Plan
 from mkd.train.nonfinite import NonFinitePolicy
 from mkd.train.report import Reporter
 from mkd.train.spikes import SpikeWatch
@@ -28,146 +25,172 @@ from mkd.train.step import Engine, train_step
 
 
 @dataclass
-class Run:
-    """Everything a run is made of; `setup.build_run` is the only place that makes one."""
+class DataStreams:
+    """The batches of this rank for training and for evaluations."""
 
-    config: Config
-    engine: Engine
-    train_stream: TrainStream
-    eval_stream: EvalStream | None
-    tasks: TaskEvaluator | None
-    state: TrainingState
-    position: TrainingPosition
-    reporter: Reporter
-    saver: Saver | None  # None without --save
-    profiler: Profiler
-    stopper: Stopper
-    non_finite: NonFinitePolicy
-    spikes: SpikeWatch
-    crashes: CrashCounter
-    watchdog: Watchdog
-    ending: Ending  # holds the lock of the save folder, among others
-    global_batch_size: int
-    assets: HFAssets  # of the student: what an export has besides the weights
-    kept_iteration: int  # what there would be if the run ended now: nothing is lost that this has, ...
-    kept_in: Path | None  # ... a checkpoint, or None: the student's own weights
-    due: frozenset[str] = frozenset()  # parts of the evaluation at `position` that are still to be made
+    train: TrainStream
+    valid: EvalStream | None  # held-out text; None: there is none
+    tasks: TaskEvaluator | None  # held-out tasks; None: there are none
 
     @property
     def parts(self) -> frozenset[str]:
-        """Of an evaluation."""
-        return frozenset({VALID} if self.eval_stream is not None else ()) | frozenset(
-            {TASKS} if self.tasks else ()
-        )
+        """Parts of an evaluation, as their records name them."""
+        return frozenset({VALID} if self.valid is not None else ()) | frozenset({TASKS} if self.tasks else ())
+
+
+@dataclass
+class Guards:
+    """Asked after every step whether the run may continue."""
+
+    stopper: Stopper
+    non_finite: NonFinitePolicy
+    spikes: SpikeWatch
+
+
+@dataclass
+class Progress:
+    """How far a run has come, and what would remain of it if it ended now."""
+
+    position: TrainingPosition
+    kept_iteration: int  # iteration of `kept_in`
+    kept_in: Path | None  # the last checkpoint; None: the student's own weights
+    due: frozenset[str] = frozenset()  # parts of the evaluation at `position` that are still to be done
+
+
+@dataclass
+class Run:
+    """All parts of a run; only `setup.build_run` makes one."""
+
+    plan: Plan
+    engine: Engine
+    state: TrainingState
+    data: DataStreams
+    progress: Progress
+    guards: Guards
+    reporter: Reporter
+    saver: Saver | None  # None without --save
+    phase: Phases  # announces what the run is doing: `with run.phase("data", iteration)`
+
+    @property
+    def config(self) -> Config:
+        """Settings of the run."""
+        return self.plan.config
+
+    @property
+    def position(self) -> TrainingPosition:
+        """Steps, samples and tokens so far."""
+        return self.progress.position
 
 
 def train(run: Run) -> Stop | None:
-    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; returns what has stopped it before.
+    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; return what stopped it
+    early.
 
-    Held-out data is also evaluated before the first step and after the last, so that every run shows what it gained; a run
-    with --save always ends with a checkpoint. One that is stopped saves at once, and makes the rest of an evaluation that was
-    due when it goes on.
+    Held-out data is also evaluated before the first step and after the last, so that every run shows what it
+    gained. A run with --save always ends with a checkpoint. A stopped run saves at once, and does the rest of
+    an evaluation that was due when it resumes.
     """
     training, checkpoint = run.config.training, run.config.checkpoint
-    stop = run.stopper.agreed() or evaluate_and_report(run)
+    stop = run.guards.stopper.agreed() or evaluate_and_report(run)
     while run.position.iteration < training.train_iters and not stop:
-        one_step(run)
+        stop = one_step(run)
         iteration = run.position.iteration
         ends = is_last(iteration, training)
-        run.due = run.parts if is_evaluated(iteration, training) else frozenset()
-        stop = run.stopper.stop or evaluate_and_report(run)
+        run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
+        stop = stop or evaluate_and_report(run)
         if ends or stop:
             run.reporter.flush()
         if run.saver and (ends or stop or is_due(iteration, checkpoint.save_interval)):
             save(run, wait=ends or bool(stop))
         elif run.saver and run.saver.pending:
-            run.watchdog.enter("save", iteration)  # publishing may take as long as saving
-            run.stopper.took(save_s=run.saver.poll())
+            with run.phase(SAVE, iteration):  # publishing may take as long as saving
+                run.guards.stopper.took(save_s=run.saver.poll())
         if ends:
             break
-    if run.saver:
-        run.watchdog.enter("save", run.position.iteration)
-        run.saver.finish()
-    run.watchdog.stop()
+    finish_save(run)
+    run.phase.enter(END, run.position.iteration)
     return stop
 
 
-def one_step(run: Run) -> None:
-    """Fetch, step, advance the position, report. Data are consumed by a step without an update too."""
-    iteration, rank = run.position.iteration + 1, run.engine.context.rank
-    run.crashes.reached(iteration)
-    run.profiler.at(run.position.iteration)
-    run.watchdog.enter("data", iteration)
-    fault_at("in_data", rank, iteration)
-    batches = run.train_stream.next_step()
-    on_device = [batch.to(run.engine.context.device) for batch in batches]
-    run.watchdog.enter("forward_backward", iteration)
-    if fault_at("in_step", rank, iteration):
-        poison_next_gradient(run.engine.chunks[-1].parameters())
-    start = time.monotonic()
+def one_step(run: Run) -> Stop | None:
+    """Fetch, step, advance the position, report; return why the run ends after this step.
 
-    def all_finite(is_finite: bool) -> bool:
-        run.watchdog.enter("optimizer", iteration)
-        if fault_at("in_optimizer", rank, iteration):
-            return is_finite
-        run.stopper.took(step_s=time.monotonic() - start)
-        return run.stopper.all_finite(is_finite)
-
-    result = train_step(run.engine, on_device, all_finite)
-    run.stopper.took(step_s=result.step_time_ms / 1000)
+    A step without an update consumes its data too.
+    """
+    iteration = run.position.iteration + 1
+    with run.phase(DATA, iteration):
+        batches = run.data.train.next_step()
+        on_device = [batch.to(run.engine.context.device) for batch in batches]
+    phase = partial(run.phase, iteration=iteration)
+    result = train_step(run.engine, on_device, run.guards.stopper.exchange, phase)
     try:
-        run.non_finite.judge(iteration, result, batches)
-    except NonFiniteError:  # on all ranks: a checkpoint that is still being written can be finished
-        if run.saver:
-            run.watchdog.enter("save", iteration)
-            run.saver.finish()
+        run.guards.non_finite.judge(iteration, result, batches)
+    except NonFiniteError:  # on all ranks, so that a save in the background can be finished
+        finish_save(run, iteration)
         raise
-    run.position = TrainingPosition(
-        iteration=iteration,
-        consumed_samples=run.position.consumed_samples + run.global_batch_size,
-        consumed_tokens=run.position.consumed_tokens + run.global_batch_size * run.config.training.seq_length,
-        skipped_iterations=run.position.skipped_iterations + (not result.is_applied),
-    )
-    is_spike = run.spikes.is_spike(iteration, result, run.train_stream.last_samples)
+    run.progress.position = advance(run, is_applied=result.is_applied)
+    is_spike = run.guards.spikes.is_spike(iteration, result, run.data.train.last_samples)
     run.reporter.train(run.position, result, batches, is_spike)
+    return result.stop
+
+
+def advance(run: Run, is_applied: bool) -> TrainingPosition:
+    """Return the position after one more step, with or without its update."""
+    samples = run.plan.batch.global_batch_size
+    return TrainingPosition(
+        iteration=run.position.iteration + 1,
+        consumed_samples=run.position.consumed_samples + samples,
+        consumed_tokens=run.position.consumed_tokens + samples * run.config.training.seq_length,
+        skipped_iterations=run.position.skipped_iterations + (not is_applied),
+    )
 
 
 def evaluate_and_report(run: Run) -> Stop | None:
-    """What is due of held-out text, then of held-out tasks; teachers, which never change, do the tasks once.
+    """Do the due parts: held-out text, then held-out tasks. Teachers never change, so that they do the tasks
+    once.
 
-    Stops between two batches; a part that it has not finished stays due.
+    Stops between two batches; an unfinished part stays due.
     """
-    if not run.due:
+    progress, stopper, iteration = run.progress, run.guards.stopper, run.position.iteration
+    if not progress.due:
         return None
-    if VALID in run.due:
-        steps = Interruptible(run.watchdog.each("eval", run.position.iteration, run.eval_stream), run.stopper)
+    if VALID in progress.due:
+        steps = Interruptible(run.phase.each(EVAL, iteration, run.data.valid), stopper)
         sums = evaluate(run.engine, steps)
         if steps.stop:
             return steps.stop
         run.reporter.valid(run.position, sums)
-        run.due -= {VALID}
-    if TASKS in run.due:
-        run.watchdog.enter(UNWATCHED, run.position.iteration)
-        metrics = evaluate_tasks(run.tasks, run.engine, run.stopper)
-        if metrics is not None and run.position.iteration == 0:
-            of_teachers = evaluate_teachers(run.tasks, run.engine, run.stopper)
-            metrics = None if of_teachers is None else metrics | of_teachers
+        progress.due -= {VALID}
+    if TASKS in progress.due:
+        with run.phase(TASK_EVALUATION, iteration):
+            metrics = evaluate_tasks(run.data.tasks, run.engine, stopper)
+            if metrics is not None and iteration == 0:
+                of_teachers = evaluate_teachers(run.data.tasks, run.engine, stopper)
+                metrics = None if of_teachers is None else metrics | of_teachers
         if metrics is None:
-            return run.stopper.stop
+            return stopper.stop
         report_tasks(run.reporter, run.position, metrics)
-        run.due -= {TASKS}
-    return run.stopper.agreed()
+        progress.due -= {TASKS}
+    return stopper.agreed()
 
 
 def save(run: Run, wait: bool) -> None:
     """Save now; without `wait`, --async-save leaves the writing to a thread."""
-    start = time.monotonic()
-    run.watchdog.enter("save", run.position.iteration)
-    with run.engine.parameters_gathered(), run.engine.optimizer.state_on_device():
-        run.saver.save(run.state, run.position, wait, run.reporter.open_interval)
-    if run.saver.pending is None:  # else it takes longer than this: `poll` will tell
-        run.stopper.took(save_s=time.monotonic() - start)
-    run.kept_iteration, run.kept_in = (
-        run.position.iteration,
-        iteration_folder(run.saver.directory, run.position.iteration),
-    )
+    start, position = time.monotonic(), run.position
+    with (
+        run.phase(SAVE, position.iteration),
+        run.engine.parameters_gathered(),
+        run.engine.optimizer.state_on_device(),
+    ):
+        run.saver.save(run.state, position, wait, run.reporter.open_interval)
+    if run.saver.pending is None:  # else it takes longer than this, and `poll` will return how long
+        run.guards.stopper.took(save_s=time.monotonic() - start)
+    run.progress.kept_iteration = position.iteration
+    run.progress.kept_in = iteration_folder(run.saver.directory, position.iteration)
+
+
+def finish_save(run: Run, iteration: int | None = None) -> None:
+    """Wait for a save in the background."""
+    if run.saver:
+        with run.phase(SAVE, run.position.iteration if iteration is None else iteration):
+            run.saver.finish()

@@ -1,4 +1,4 @@
-"""The files of a model of the run, found and read as far as no weights are needed."""
+"""Find the files of one model, and read its shape and tensor headers without its weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mkd.plan.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where one model comes from: its shape and small files, and its weights."""
+    """Shape, small files and weights of one model on disk."""
 
     shape: ModelShape
-    assets: Path  # folder with config.json and, mostly, tokenizer files
-    hf: HFCheckpoint | None  # weights of a Hugging Face folder ...
-    load: Path | None  # ... or of a Megatron checkpoint folder
+    assets: Path  # folder with config.json and, usually, tokenizer files
+    hf: HFCheckpoint | None  # weights in a Hugging Face folder; None: they are in `load`
+    load: Path | None  # Megatron checkpoint folder with the weights; None: they are in `hf`
 
 
 def locate_model(
     problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
 ) -> ModelSource | None:
-    """Find a model's files and read its shape and tensor headers, no weights yet. None with a problem, or if not given."""
+    """Return the model of `source`; None if it names no model, or with what is wrong added to `problems`."""
     if not (source.hf or source.load):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is known before any process talks to another: models, batch and layouts, from files and flags alone."""
+"""Plan a run before any process talks to another: models, batch and layouts, from files and flags alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkd.evaluation.task_evaluator import task_problems
 from mkd.log.writers import missing_packages
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
-from mkd.operations.start import start_problems
+from mkd.operations.run_folders import start_problems
 from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.problems import find_problems
@@ -27,26 +27,26 @@ from mkd.run.stored_teacher import StoredTeacher
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known before any process talks to another: models, batch, layouts. All checked."""
+    """Models, batch and layouts of a run. Everything has been checked."""
 
     config: Config
     student: ModelSource
-    teachers: tuple[ModelSource, ...]  # those that run: none when kd_ratio is 0 or the teacher is stored
+    teachers: tuple[ModelSource, ...]  # teachers that run: none if kd_ratio is 0 or the teacher is stored
     batch: BatchPlan
     virtual_stages: int
     student_layout: PipelineLayout
     teacher_layouts: tuple[PipelineLayout, ...]
-    stored_teacher: StoredTeacher | None = None  # its rows come with the data, and no teacher runs
+    stored_teacher: StoredTeacher | None = None  # its rows come with the data; then no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
 
     @property
     def assets(self) -> HFAssets:
-        """What the student has besides its weights where it is written; its tokenizer is the one that the run reads with."""
+        """Small files that are written beside the student's weights, with the tokenizer of the run."""
         return HFAssets(self.student.assets, self.tokenizers.source)
 
     @property
     def same_vocabulary(self) -> list[ModelSource]:
-        """The student, and the teachers that read its tokens."""
+        """Student and teachers that read the student's tokens."""
         own = [
             source
             for source, settings in zip(self.teachers, self.config.teachers, strict=False)
@@ -56,29 +56,31 @@ class Plan:
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Of the teachers that are in the loss, stored ones too."""
+        """Names of the teachers in the loss, including a stored one."""
         return teacher_names(self.config.teachers) if self.teachers or self.stored_teacher else ()
 
     @property
     def forecast(self) -> Forecast:
-        """What to expect of time and memory."""
+        """Forecast of step time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
         return Forecast(
             self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts
         )
 
     def describe(self) -> str:
-        """The batch as an equation, the layers of all models on each stage, what to expect of time and memory, and notes."""
+        """Return the batch as an equation, the layers of all models on each stage, forecasts of time and
+        memory, and notes.
+        """
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
     def loss_card(self) -> str:
-        """The objective with its numbers."""
+        """Return the objective with its numbers."""
         return loss_card(self.config, self.student.shape, [source.shape for source in self.teachers])
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
-    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with everything that is wrong."""
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with all problems."""
     problems: list[MkdError] = []
     student = locate_model(problems, "student", config.student)
     sources: list[ModelSource | None] = []

@@ -1,55 +1,66 @@
-"""Runs a teacher over the packs of a run and stores its top-k log-probabilities: `tools/export_teacher_topk.py`.
+"""Run a teacher over the packs of a run and store its top-k log-probabilities:
+`tools/export_teacher_topk.py`.
 
-The teacher takes the student's place in the usual plan, data and schedule, so that it sees exactly the packs of the run and
-runs under every layout.
+The teacher runs alone, on the packs that the run's tokenizer and data settings make, and under every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
-from mkd.config.schema import (
-    CheckpointConfig,
-    Config,
-    KDConfig,
-    LogConfig,
-    OptimizerConfig,
-    StudentConfig,
-)
+from mkd.config.schema import Config
+from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
-from mkd.errors import DataError, NonFiniteError, UsageError
+from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError
 from mkd.losses.stored.topk_select import vocab_parallel_topk
-from mkd.models.builder import build_chunks, join_stages
+from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
-from mkd.models.transformer_config import ModelOptions
+from mkd.operations.console import LOG
+from mkd.operations.disk import cache_writes, disk_problems
+from mkd.operations.phases import Phases
+from mkd.operations.shared_build import SharedBuild
+from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
-from mkd.run.build_data import build_data
-from mkd.run.build_engine import build_schedule, load_weights
-from mkd.run.preflight import require_same_tokenizer
-from mkd.run.run_plan import Plan, plan_run
-from mkd.run.setup import join
+from mkd.run.build_data import open_data
+from mkd.run.model_source import ModelSource
+from mkd.run.one_model import ModelPlan, plan_model
+from mkd.run.preflight import (
+    Tokenizers,
+    data_paths,
+    data_problems,
+    require_same_tokenizer,
+    wider_than_head,
+)
 from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
+from mkd.tokenizers.load import load_tokenizer
+from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
+
+T = TypeVar("T")
+
+TEACHER = 0  # number of the exported teacher
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What an export has beside the settings of the run."""
+    """Settings of an export besides those of the run."""
 
     out: Path
     k: int
@@ -57,21 +68,31 @@ class ExportSettings:
     samples_per_shard: int
 
 
-def export_teacher(
-    config: Config, settings: ExportSettings, platform: Platform, world_size: int, say: Callable[[str], None]
-) -> TopKMeta:
-    """Write what is missing of the cache `settings.out`, of the teacher of `config` and all its data. Collective.
+@dataclass(frozen=True)
+class ExportPlan:
+    """A teacher that runs alone, and the tokenizer of the run."""
 
-    Raises the errors of a training run, and DataError when the folder holds another cache.
+    teacher: ModelPlan
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> Config:
+        """Settings of the run."""
+        return self.teacher.config
+
+
+def export_teacher(config: Config, settings: ExportSettings, platform: Platform, world_size: int) -> TopKMeta:
+    """Write the missing shards of the cache `settings.out`, for the teacher of `config` and all its data.
+    Collective.
+
+    Raises the errors of a training run, and DataError if the folder holds another cache.
     """
-    plan = plan_run(teacher_as_student(config, world_size), world_size)
+    plan = plan_export(config, world_size)
     if len(config.teachers) > 1:
-        say(
-            f"{len(config.teachers)} teachers are configured: the first, {teacher_names(config.teachers)[0]}, is exported"
-        )
-    vocab_size = min(
-        plan.student.shape.vocab_size, _student_vocab_size(config) or plan.student.shape.vocab_size
-    )
+        names = teacher_names(config.teachers)
+        LOG.warning("%d teachers are configured: the first, %s, is exported", len(names), names[TEACHER])
+    of_teacher = plan.teacher.source.shape.vocab_size
+    vocab_size = min(of_teacher, _student_vocab_size(config) or of_teacher)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
         raise UsageError(
@@ -81,58 +102,65 @@ def export_teacher(
             code="topk-not-in-vocabulary",
         )
     _make_folder(settings.out)
-    context = join(plan, platform)
-    train_set, valid_set = build_data(plan, context)
+    context = plan.teacher.join(platform)
+    build = SharedBuild(context, Signals(), Phases())
+    train_set, valid_set = open_data(config, plan.tokenizer, of_teacher, build)
     datasets = {"train": train_set} | ({} if valid_set is None else {"valid": valid_set})
-    meta = _describe(
-        plan, settings, vocab_size, {name: len(dataset) for name, dataset in datasets.items()}, context
-    )
-    exporter = _Exporter.build(plan, settings.out, meta, context)
+    parts = {name: len(dataset) for name, dataset in datasets.items()}
+    meta = _describe(plan, settings, vocab_size, parts, context)
+    exporter = _Exporter.build(plan.teacher, settings.out, meta, context)
     for part, dataset in datasets.items():
-        exporter.export(part, dataset, say)
+        exporter.export(part, dataset)
     context.leave()
     return meta
 
 
-def teacher_as_student(config: Config, world_size: int) -> Config:
-    """The run in which the teacher is alone, with the tokenizer and so the packs of `config`."""
-    if not config.teachers or not (config.teachers[0].hf or config.teachers[0].load):
+def plan_export(config: Config, world_size: int) -> ExportPlan:
+    """Plan the first teacher of `config` alone. Settings of the student, the loss and training are not read.
+
+    Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
+    """
+    if not config.teachers or not (config.teachers[TEACHER].hf or config.teachers[TEACHER].load):
         raise UsageError(
             "no teacher is given",
-            "its predictions are what is exported",
+            "its predictions are exported",
             "give --teacher-hf DIR",
             code="teacher-missing",
         )
-    teacher = config.teachers[0]
-    tokenizer = config.data.tokenizer_model or config.student.hf or teacher.hf
-    global_batch_size = (
-        None  # one micro-batch on every data-parallel rank; interleaving wants one for every pipeline rank
+    problems: list[MkdError] = []
+    teacher = plan_model(problems, config, world_size, TEACHER)
+    if not config.data.data_path:
+        problems.append(
+            UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
+        )
+    _add_error(problems, lambda: parse_split(config.data.split))
+    tokenizer = teacher and _add_error(problems, lambda: _open_tokenizer(config, teacher.source))
+    if tokenizer is not None:
+        problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
+    paths = data_paths(problems, config)
+    tokenizers = tokenizer and Tokenizers(tokenizer, (), None, ())
+    problems += data_problems(paths, tokenizers, config)
+    problems += disk_problems(list(cache_writes(config, paths)))
+    if problems:
+        raise ErrorList(problems)
+    return ExportPlan(teacher, tokenizer)
+
+
+def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
+    """Open the tokenizer that the run will read with: its own setting, the student's, or the teacher's."""
+    data = config.data
+    return load_tokenizer(
+        data.tokenizer_type, data.tokenizer_model or config.student.hf or str(teacher.assets)
     )
-    if (
-        config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    ) > 1 or config.parallel.num_layers_per_virtual_pipeline_stage:
-        parallel = config.parallel
-        replica = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-        global_batch_size = config.training.micro_batch_size * world_size // replica
-    return replace(
-        config,
-        student=StudentConfig(hf=teacher.hf, load=teacher.load, pipeline_layout=teacher.pipeline_layout),
-        teachers=(),
-        kd=KDConfig(kd_ratio=0.0, kd_temperature=temperature_of(config)),
-        data=replace(
-            config.data,
-            tokenizer_model=tokenizer,
-            eval_multiple_choice=(),
-            eval_completions=(),
-            eval_num_fewshot=0,
-        ),
-        training=replace(
-            config.training, train_iters=1, eval_interval=None, global_batch_size=global_batch_size
-        ),
-        optimizer=OptimizerConfig(),
-        checkpoint=CheckpointConfig(),
-        log=LogConfig(name=config.log.name, log_dir=config.log.log_dir or config.checkpoint.save),
-    )
+
+
+def _add_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
+    """Return `compute()`, or None with its error added to `problems`."""
+    try:
+        return compute()
+    except MkdError as error:
+        problems.append(error)
+        return None
 
 
 def _make_folder(out: Path) -> None:
@@ -152,14 +180,20 @@ def _student_vocab_size(config: Config) -> int | None:
 
 
 def _describe(
-    plan: Plan, settings: ExportSettings, vocab_size: int, parts: dict[str, int], context: ParallelContext
+    plan: ExportPlan,
+    settings: ExportSettings,
+    vocab_size: int,
+    parts: dict[str, int],
+    context: ParallelContext,
 ) -> TopKMeta:
-    """The description of the cache, the same on every rank, written unless it is there. Raises DataError for another one."""
+    """Return the description of the cache on every rank, written if it is new. Raises DataError if it
+    differs.
+    """
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
             outcome = _write_description(plan, settings, vocab_size, parts)
-        except Exception as error:  # whatever it is: the others wait
+        except Exception as error:  # of any kind, because the other ranks wait
             outcome = error
     outcome = context.broadcast_object(outcome)
     if isinstance(outcome, Exception):
@@ -169,17 +203,17 @@ def _describe(
 
 
 def _write_description(
-    plan: Plan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
+    plan: ExportPlan, settings: ExportSettings, vocab_size: int, parts: dict[str, int]
 ) -> TopKMeta:
-    tokenizer = plan.tokenizers.student
-    require_same_tokenizer(tokenizer, plan.student)
+    source, tokenizer = plan.teacher.source, plan.tokenizer
+    require_same_tokenizer(tokenizer, source)
     meta = TopKMeta(
         k=settings.k,
-        temperature=plan.config.kd.kd_temperature,
+        temperature=temperature_of(plan.config),
         logprob_dtype=settings.logprob_dtype,
         vocab_size=vocab_size,
-        teacher=str(plan.student.load or plan.student.assets),
-        weights_fingerprint=weights_fingerprint(plan.student),
+        teacher=str(source.load or source.assets),
+        weights_fingerprint=weights_fingerprint(source),
         vocabulary_fingerprint=tokenizer.vocabulary_fingerprint,
         data=data_settings(plan.config),
         parts=parts,
@@ -193,7 +227,7 @@ def _write_description(
         if differing:
             raise DataError(
                 f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
-                "an export only goes on with the very same teacher, data and settings",
+                "an export resumes only with the same teacher, data and settings",
                 "choose another --out, or remove the folder",
                 code="teacher-cache-of-another-run",
             )
@@ -203,7 +237,7 @@ def _write_description(
 
 @dataclass(frozen=True)
 class _Exporter:
-    """The teacher on its schedule, and the folder."""
+    """A teacher, its schedule, and the folder of the cache."""
 
     out: Path
     meta: TopKMeta
@@ -213,32 +247,31 @@ class _Exporter:
     micro_batch_size: int  # packs
 
     @classmethod
-    def build(cls, plan: Plan, out: Path, meta: TopKMeta, context: ParallelContext) -> _Exporter:
-        training = plan.config.training
-        options = ModelOptions(
-            dtype=torch.bfloat16 if training.bf16 else torch.float32,
-            sequence_parallel=plan.config.parallel.sequence_parallel,
-            deterministic=training.deterministic_mode,
-        )
-        models = build_chunks(plan.student.shape, plan.student_layout, options, context)
-        load_weights(models, plan.student, context)
+    def build(cls, teacher: ModelPlan, out: Path, meta: TopKMeta, context: ParallelContext) -> _Exporter:
+        """Build the teacher with its weights."""
+        models, training = teacher.build(context), teacher.config.training
         stages = [stage.eval() for stage in join_stages(models)]
-        schedule = build_schedule(plan, models, options, context)
-        return cls(out, meta, context, schedule, stages, plan.batch.micro_batch_size)
+        communicator = P2PCommunicator(context.pp_group, models[0].config)
+        tokens = training.micro_batch_size * training.seq_length
+        schedule = PipelineSchedule(context, communicator, tokens)
+        return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
-    def export(self, part: str, dataset, say: Callable[[str], None]) -> None:
-        """Data-parallel ranks take the missing shards in turn; one that has none left runs empty packs with the others."""
+    def export(self, part: str, dataset) -> None:
+        """Make the missing shards, one on each data-parallel rank at a time; a rank without a shard runs
+        empty packs.
+        """
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
-        say(
-            f"{part}: {len(missing)} of {self.meta.num_shards(part)} shards to make, {len(dataset)} packs in all"
-        )
+        num_shards = self.meta.num_shards(part)
+        LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
         for first in range(0, len(missing), self.context.dp_size):
             self._run(part, dataset, missing[first : first + self.context.dp_size])
-            say(f"{part}: {min(first + self.context.dp_size, len(missing))} of {len(missing)} shards")
+            LOG.info(f"{part}: {min(first + self.context.dp_size, len(missing))} of {len(missing)} shards")
 
     @torch.no_grad()
     def _run(self, part: str, dataset, shards: list[int]) -> None:
-        """One shard on each of the first data-parallel ranks. Raises NonFiniteError on every rank, and leaves no file then."""
+        """Make one shard on each of the first data-parallel ranks. Raises NonFiniteError on every rank, and
+        leaves no file.
+        """
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
@@ -266,7 +299,7 @@ class _Exporter:
 
 @dataclass(frozen=True)
 class _Collector:
-    """Stands where the objective stands in training: stores the teacher's rows of every micro-batch of the last stage."""
+    """Takes the place of the objective: stores the teacher's rows of every micro-batch on the last stage."""
 
     meta: TopKMeta
     context: ParallelContext
@@ -277,7 +310,9 @@ class _Collector:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Megatron's loss callback, with nothing to differentiate; reports the positions whose predictions are not finite."""
+        """Act as Megatron's loss callback without a gradient; report the number of positions that are not
+        finite.
+        """
         hidden = output.hidden
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
@@ -307,7 +342,9 @@ class _Collector:
     def _whole_row(
         self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Rows and positions of all context-parallel ranks, in the order of the positions (all-gather over CP)."""
+        """Return rows and positions of all context-parallel ranks, in the order of the positions (all-gather
+        over CP).
+        """
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
         parts: list = [None] * self.context.cp_size
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)

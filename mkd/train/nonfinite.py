@@ -1,10 +1,11 @@
-"""Steps whose loss or gradient is NaN or infinite: which model and which samples, and whether the run goes on."""
+"""Handle steps whose loss or gradient is NaN or infinite: name the model and the samples, then skip or abort."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,51 +17,53 @@ from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.errors import NonFiniteError
-from mkd.operations.folders import log_folder
-from mkd.train.samples import documents_by_sample, shown
+from mkd.operations.run_folders import log_folder
 from mkd.train.step import Engine, StepResult
 from mkd.train.sums import LossSums
 
 WHY = "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step"
 DO = (
     "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher and student weights are "
-    "finite, or let such steps pass without an update: --non-finite skip"
+    "finite, or skip the update of such steps: --non-finite skip"
 )
+MAX_SHOWN = 16  # sample ids in a message; the files of the log folder have all
+LOG = logging.getLogger("mkd")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank, or all together, know of a step that was not finite."""
+    """What one rank, or all ranks together, know about a step that was not finite."""
 
-    samples: frozenset[int]  # of the step
+    samples: frozenset[int]  # all samples of the step
     culprits: dict[
         str, frozenset[int]
-    ]  # model -> samples of the micro-batches in which its logits were not finite
+    ]  # model -> samples of the micro-batches with logits that were not finite
     gradients: tuple[str, ...]  # parameters whose gradient is not finite
 
 
 @dataclass
 class NonFinitePolicy:
-    """Asked after every step. All ranks have agreed on it, and have left out its update, when a step was not finite."""
+    """Asked after every step. If a step was not finite, all ranks have agreed on that and have left out its
+    update.
+    """
 
     engine: Engine
     dataset: BlendedDataset
     action: str  # abort or skip
     max_skips: int  # in a row
-    file: Path | None  # on rank 0: what was found in every such step, a JSON line each
-    note: Callable[[str], None]
+    file: Path | None  # on rank 0: the findings of every such step, a JSON line each
     skips_in_a_row: int = 0
 
     @classmethod
-    def of(
-        cls, config: Config, engine: Engine, dataset: BlendedDataset, note: Callable[[str], None]
-    ) -> NonFinitePolicy:
+    def from_config(cls, config: Config, engine: Engine, dataset: BlendedDataset) -> NonFinitePolicy:
         training, is_first = config.training, engine.context.rank == 0
         file = log_folder(config) / "non_finite.jsonl" if is_first else None
-        return cls(engine, dataset, training.non_finite, training.max_non_finite_skips, file, note)
+        return cls(engine, dataset, training.non_finite, training.max_non_finite_skips, file)
 
     def judge(self, iteration: int, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
-        """Nothing after a good step. Collective after a bad one, and raises NonFiniteError on all ranks if it ends the run."""
+        """Accept a finite step. For another one, find the cause (collective), and raise NonFiniteError if it
+        ends the run.
+        """
         if result.is_applied:
             self.skips_in_a_row = 0
             return
@@ -70,7 +73,7 @@ class NonFinitePolicy:
         what = describe(iteration, result, finding)
         self._write(iteration, result, finding, "abort" if ends else "skip")
         if not ends:
-            self.note(f"skipped the update of {what}")
+            LOG.warning("skipped the update of %s", what)
         elif self.action == "abort":
             raise NonFiniteError(what, WHY, DO, code="step-not-finite")
         else:
@@ -100,10 +103,11 @@ class NonFinitePolicy:
 
 
 def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]) -> Finding:
-    """What this rank knows. The sums of each micro-batch say which model it was: no logits are computed again.
+    """Return what this rank knows. The sums of each micro-batch name the model, so that no logits are
+    computed again.
 
-    A teacher's logits are to blame where its own entropy is not finite, and the student's where the cross entropy or, without
-    any, the divergence from a finite teacher is not.
+    A teacher's logits are to blame if its own entropy is not finite. The student's are to blame if the cross
+    entropy or, without one, the divergence from a finite teacher is not finite.
     """
     culprits: dict[str, set[int]] = {}
     for sample_ids, sums in result.reports:
@@ -117,7 +121,7 @@ def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]
 
 
 def blamed(sums: LossSums) -> list[str]:
-    """The models whose logits were not finite; [] if all were."""
+    """Return the models whose logits were not finite; [] if all were finite."""
     teachers = [name for name, one in sums.teachers.items() if not math.isfinite(one.entropy + one.ce)]
     found = [f"teacher {name}" for name in teachers]
     divergences = [one.kd for name, one in sums.teachers.items() if name not in teachers]
@@ -127,7 +131,7 @@ def blamed(sums: LossSums) -> list[str]:
 
 
 def merge(findings: Sequence[Finding]) -> Finding:
-    """Of all ranks."""
+    """Merge the findings of all ranks."""
     names = sorted({name for one in findings for name in one.culprits})
     nothing = frozenset()
     return Finding(
@@ -138,7 +142,7 @@ def merge(findings: Sequence[Finding]) -> Finding:
 
 
 def describe(iteration: int, result: StepResult, finding: Finding) -> str:
-    """One sentence: the step, who, which samples."""
+    """Describe the step, the models and the samples in one sentence."""
     loss = result.sums.token_sums()["loss"]
     step = f"iteration {iteration}: loss sum {loss}, gradient norm {result.grad_norm}"
     if finding.culprits:
@@ -152,8 +156,20 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
     return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {shown(finding.samples)}"
 
 
+def shown(samples: Iterable[int]) -> str:
+    """Return `3, 7, 12`, with a count instead of the samples after the first `MAX_SHOWN`."""
+    samples = sorted(samples)
+    text = ", ".join(map(str, samples[:MAX_SHOWN]))
+    return text if len(samples) <= MAX_SHOWN else f"{text} and {len(samples) - MAX_SHOWN} more"
+
+
+def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
+    """Return {sample: {prefix of a corpus: numbers of the documents that the sample has parts of}}, for JSON."""
+    return {str(sample): dataset.documents_of(sample) for sample in sorted(samples)}
+
+
 def _bad_gradients(engine: Engine) -> list[str]:
-    """Names of this rank's parameters whose gradient, as it is kept for the update, is not finite."""
+    """Return the names of this rank's parameters whose gradient, as kept for the update, is not finite."""
     found = []
     for chunk in engine.chunks:
         student = get_attr_wrapped_model(chunk, "student")

@@ -1,4 +1,4 @@
-"""Megatron's DDP and optimizer around the student, with the finite check before the update."""
+"""Wrap the student in Megatron's DDP and optimizer, and check that a step is finite before its update."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mkd.config.schema import Config
 from mkd.models.stage import DistillationStage
+from mkd.operations.stopping import StepAgreement, without_peers
 from mkd.parallel.context import ParallelContext
 from mkd.train.optimizer_residency import OptimizerResidency
 
@@ -28,7 +29,7 @@ from mkd.train.optimizer_residency import OptimizerResidency
 def wrap_stages(
     stages: Sequence[DistillationStage], config: Config, context: ParallelContext
 ) -> list[DistributedDataParallel]:
-    """Give every chunk Megatron's gradient buffers and set the schedule's callbacks.
+    """Give every chunk Megatron's gradient buffers, and set the schedule's callbacks.
 
     Gradients are summed, never averaged: the loss is already divided by the loss tokens of the global batch.
     """
@@ -65,8 +66,8 @@ def wrap_stages(
 def _accumulate_inside_products(stage: DistillationStage) -> None:
     """Let Transformer Engine's layers add weight gradients to the fp32 buffers inside the matrix products.
 
-    Megatron's own flag for it, gradient_accumulation_fusion, is refused without apex, which only Megatron's own linear
-    layers need.
+    Megatron's own flag, gradient_accumulation_fusion, requires apex, which only Megatron's own linear layers
+    need.
     """
     for module in stage.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -78,20 +79,24 @@ def _one_or_list(functions: list):
 
 
 def _finalize(model, num_tokens, **kwargs) -> None:
-    """Megatron's gradient reductions without its division by tokens, which the objective has done."""
+    """Run Megatron's gradient reductions without its division by tokens, because the objective divides
+    already.
+    """
     finalize_model_grads(model, None, **kwargs)
 
 
 class Update(NamedTuple):
-    """What an update did."""
+    """The result of an update."""
 
     grad_norm: float  # before clipping
-    is_applied: bool  # else the step was not finite on some rank
+    agreed: StepAgreement  # parameters have changed only if `agreed.finite`
 
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule, which counts updates: batch sizes do not bend it."""
+    """AdamW over the student, and its learning-rate schedule, which counts updates and so ignores batch
+    sizes.
+    """
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -99,7 +104,7 @@ class StudentOptimizer:
     residency: OptimizerResidency | None = None  # None: the state stays on the device
 
     def state_on_device(self) -> AbstractContextManager:
-        """Whoever reads or writes the optimizer's state does it inside: updates, saves and loads."""
+        """Return a context in which updates, saves and loads may read and write the optimizer's state."""
         return nullcontext() if self.residency is None else self.residency.on_device()
 
     def zero_grad(self) -> None:
@@ -111,18 +116,20 @@ class StudentOptimizer:
     def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
-    def update(self, loss_sum: float, all_finite: Callable[[bool], bool] = bool) -> Update:
-        """Check, clip, step. Without the consent of `all_finite` parameters, state and schedule stay as they are, bit for bit.
+    def update(self, loss_sum: float, exchange: Callable[[bool], StepAgreement] = without_peers) -> Update:
+        """Check, clip, step. Unless all ranks are finite, parameters, state and schedule stay unchanged, bit
+        for bit.
 
-        `all_finite` is told whether the loss and all gradients of this rank are finite, and answers for all ranks; a rank that
-        is alone may answer with what it is told.
+        `exchange` is told whether the loss and all gradients of this rank are finite, and returns what all
+        ranks agree on.
         """
         with self.state_on_device():
             self.optimizer.prepare_grads()
             grad_norm = self.optimizer.get_grad_norm()
             is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm) and self._rest_is_finite()
-            if not all_finite(is_finite):
-                return Update(grad_norm, is_applied=False)
+            agreed = exchange(is_finite)
+            if not agreed.finite:
+                return Update(grad_norm, agreed)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
                 clip_grad_by_total_norm_fp32(
@@ -130,10 +137,12 @@ class StudentOptimizer:
                 )
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
-        return Update(grad_norm, is_applied=True)
+        return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:
-        """Of the gradients that the norm leaves out, because another rank counts them: replicas and tied embeddings."""
+        """Check the gradients that the norm leaves out because another rank counts them: replicas, tied
+        embeddings.
+        """
         norms: list[Tensor] = []
         for inner in self.optimizer.chained_optimizers:
             counted = {id(gradient) for gradient in inner.get_main_grads_for_grad_norm()}
@@ -146,7 +155,7 @@ class StudentOptimizer:
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: Config, context: ParallelContext
 ) -> StudentOptimizer:
-    """AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
+    """Build AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
     settings = config.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -193,7 +202,7 @@ def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamSc
         wd_incr_steps=config.training.train_iters,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # at resume the flags of this run count
+        override_opt_param_scheduler=True,  # a resumed run uses its own flags
         wsd_decay_steps=settings.lr_wsd_decay_iters,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

@@ -1,4 +1,4 @@
-"""Optimizer state that lives on the host between updates."""
+"""Keep optimizer state on the host between updates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from mkd.platform.host_memory import host_buffer, packed_bytes, packed_views
 
-MAIN_PARAMETERS = (
-    "fp32_from_float16_groups",
-    "shard_fp32_from_float16_groups",
-)  # of Megatron's two bf16 optimizers
+MAIN_PARAMETERS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
+"""Attributes of Megatron's two bf16 optimizers that hold the fp32 main parameters."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,9 @@ class _Entry:
     """One tensor that moves: a moment of a parameter, or the fp32 main parameter itself."""
 
     parameter: Tensor
-    moments: dict[str, Tensor] | None = None  # the parameter's; None: the entry is the parameter
+    moments: dict[str, Tensor] | None = (
+        None  # moments of the parameter; None: the entry is the parameter itself
+    )
     name: str = ""
 
     @property
@@ -36,19 +36,21 @@ class _Entry:
 
     def replace(self, tensor: Tensor) -> None:
         if self.moments is None:
-            self.parameter.grad = None  # a gradient has to be on its parameter's device
+            self.parameter.grad = None  # a gradient must be on its parameter's device
             self.parameter.data = tensor
         else:
             self.moments[self.name] = tensor
 
 
 class OptimizerResidency:
-    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory; updates happen on the device.
+    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory; updates happen
+    on the device.
 
-    `on_device` brings the state to the device and takes it back, bit for bit; every update, save and load runs inside it.
-    The host never waits for a copy. Copies are queued on the stream that computes: so the state takes the memory that the
-    activations have just left, and the next forward pass may have it back, both in stream order, without an event. What is
-    small (AdamW's `step`) or no copy (fp32 parameters of the model itself) stays where it is.
+    `on_device` copies the state to the device and back, bit for bit; every update, save and load runs inside
+    it. The host never waits for a copy. Copies are queued on the compute stream, so that the state takes the
+    memory that the activations have just left, and the next forward pass may reuse it, both in stream order,
+    without an event. AdamW's `step` is small and stays where it is, as do fp32 parameters of the model
+    itself, which have no main copy.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
@@ -56,16 +58,17 @@ class OptimizerResidency:
         self._device = device
         self._homes: dict[
             tuple[int, str], Tensor
-        ] = {}  # host memory of every entry; Megatron never replaces a parameter
+        ] = {}  # key -> host memory; Megatron never replaces a parameter
         self._to_host()
 
     @property
     def host_bytes(self) -> int:
+        """Size of the host memory."""
         return sum(home.nbytes for home in self._homes.values())
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the optimizers are as if their state had never left the device; afterwards it is on the host."""
+        """Have the whole state on the device inside, and on the host afterwards."""
         try:
             for entry in self._entries():
                 arrived = torch.empty_like(entry.tensor, device=self._device)
@@ -84,7 +87,7 @@ class OptimizerResidency:
             entry.replace(self._homes[entry.key].copy_(entry.tensor, non_blocking=True))
 
     def _entries(self) -> list[_Entry]:
-        """All that moves. Moments exist from the first update, or load, on."""
+        """Return every tensor that moves. Moments exist from the first update or load."""
         return [entry for inner in self._optimizers for entry in _entries_of(inner)]
 
 

@@ -138,11 +138,6 @@ class Reporter:
         record |= self._gap_closed(record)
         self._write({**record, "split": "valid"}, evaluation_line(record))
 
-    def note(self, text: str) -> None:
-        """Print one line, once."""
-        if self.context.rank == 0:
-            print(f" {text}", flush=True)
-
     def close(self) -> None:
         self.logger.close()
 

@@ -1,8 +1,9 @@
-"""Flags a step whose loss stands out from those before it. It only says so: training does not change."""
+"""Flag a step whose loss stands out from the steps before it. Training itself does not change."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -11,24 +12,29 @@ from pathlib import Path
 from statistics import median
 
 from mkd.data.dataset import BlendedDataset
-from mkd.train.samples import documents_by_sample, shown
+from mkd.train.nonfinite import documents_by_sample, shown
 from mkd.train.step import StepResult
 
 WINDOW = 64  # steps
-MIN_STEPS = 16  # before that nothing is flagged
-DEVIATIONS = 10.0  # robust standard deviations above the median ...
-FACTOR = 1.5  # ... and this many times the median: what is flagged is worth a look
+MIN_STEPS = 16  # nothing is flagged before that
+DEVIATIONS = 10.0  # a spike is this many robust standard deviations above the median
+FACTOR = 1.5  # and this many times the median, so that only steps worth a look are flagged
 SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+LOG = logging.getLogger("mkd")
 
 
 @dataclass
 class SpikeDetector:
-    """Median and median absolute deviation of the last losses: a few spikes among them hardly move either."""
+    """Compares with the median and median absolute deviation of the last losses, which a few spikes hardly
+    move.
+    """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, loss: float) -> float | None:
-        """`loss` / median of the steps before, if this step is a spike; None if not, or if `loss` is not finite."""
+        """Return `loss` / median of the earlier steps if this step is a spike; None if not, or if `loss` is
+        not finite.
+        """
         if not math.isfinite(loss):
             return None
         ratio = self._ratio(loss) if len(self.losses) >= MIN_STEPS else None
@@ -44,15 +50,16 @@ class SpikeDetector:
 
 @dataclass
 class SpikeWatch:
-    """Asked after every step; a spike is said, and listed, with the samples of its step."""
+    """Asked after every step; prints and lists a spike with the samples of its step."""
 
     dataset: BlendedDataset
     file: Path | None  # on rank 0: the spikes, a JSON line each
-    note: Callable[[str], None]
     detector: SpikeDetector = field(default_factory=SpikeDetector)
 
     def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
-        """Whether the loss of this step stands out. `samples` are those of all ranks, asked for in that case alone."""
+        """Return whether the loss of this step stands out. `samples` returns those of all ranks and is called
+        only then.
+        """
         sums = result.sums.token_sums()
         loss = sums["loss"] / max(1, sums["num_loss_tokens"])
         ratio = self.detector.add(loss) if result.is_applied else None
@@ -61,7 +68,9 @@ class SpikeWatch:
         if self.file is not None:
             ids = samples()
             what = f"{loss:.6g} is {ratio:.1f} times the median of the steps before it"
-            self.note(f"loss spike at iteration {iteration}: {what}; samples of the step: {shown(ids)}")
+            LOG.warning(
+                "loss spike at iteration %d: %s; samples of the step: %s", iteration, what, shown(ids)
+            )
             record = {"iteration": iteration, "loss": loss, "ratio": ratio, "sample_ids": sorted(ids)}
             record["documents"] = documents_by_sample(self.dataset, ids)
             with self.file.open("a", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from mkd.config.schema import KDConfig
 from mkd.data.batch import PackedBatch
+from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
+from mkd.operations.stopping import StepAgreement, Stop, without_peers
 from mkd.parallel.context import ParallelContext
 from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
@@ -64,9 +66,8 @@ class StepResult:
     grad_norm: float
     learning_rate: float  # of this step, even if its update was left out
     step_time_ms: float
-    is_applied: bool = (
-        True  # False: the loss or a gradient of some rank was not finite, and nothing was updated
-    )
+    is_applied: bool = True  # False: the loss or a gradient of some rank was not finite
+    stop: Stop | None = None  # reason why all ranks end the run after this step
     reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()
     """Only if the update was left out: sample ids and sums of each micro-batch of this rank."""
 
@@ -74,7 +75,8 @@ class StepResult:
 def train_step(
     engine: Engine,
     microbatches: Sequence[PackedBatch],  # of this data-parallel rank, on the device
-    all_finite: Callable[[bool], bool] = bool,  # see StudentOptimizer.update
+    exchange: Callable[[bool], StepAgreement] = without_peers,  # see StudentOptimizer.update
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext,  # entered for each part of the step
 ) -> StepResult:
     """Run teachers and student forward, the student backward, and update it.
 
@@ -82,15 +84,17 @@ def train_step(
     the first forward pass, so that neither the loss nor any gradient depends on the layout.
     """
     start = time.perf_counter()
-    engine.optimizer.zero_grad()
-    objective = training_objective(engine, microbatches)
-    report = engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False)
-    sums = objective.sums(report)
-    learning_rate = engine.optimizer.learning_rate
-    grad_norm, is_applied = engine.optimizer.update(sums.token_sums()["loss"], all_finite)
+    with phase(FORWARD_BACKWARD):
+        engine.optimizer.zero_grad()
+        objective = training_objective(engine, microbatches)
+        report = engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False)
+        sums = objective.sums(report)
+    with phase(OPTIMIZER):
+        learning_rate = engine.optimizer.learning_rate
+        grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
     step_time_ms = 1000 * (time.perf_counter() - start)
-    reports = () if is_applied else [(ids, objective.sums(one)) for ids, one in objective.reports]
-    return StepResult(sums, grad_norm, learning_rate, step_time_ms, is_applied, reports)
+    reports = () if agreed.finite else [(ids, objective.sums(one)) for ids, one in objective.reports]
+    return StepResult(sums, grad_norm, learning_rate, step_time_ms, agreed.finite, agreed.stop, reports)
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:

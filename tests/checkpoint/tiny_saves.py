@@ -22,9 +22,10 @@ from mkd.checkpoint.pickles import read_metadata
 from mkd.checkpoint.saving import Contents, Save
 from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.errors import MkdError
-from mkd.faults import VARIABLE
+from mkd.operations.phases import Phases
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform, cpu
+from tests.fault_injection import fault as injected
 
 ROWS = 512  # of 64 fp32 values, a rank
 
@@ -62,8 +63,6 @@ def _receive(pipe, timeout_s):
 
 
 def _rank(rank, world_size, store, pipe, fault, function, args):
-    if fault:
-        os.environ[VARIABLE] = fault
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(store) / "store"), world_size)
     dist.init_process_group(
@@ -75,7 +74,8 @@ def _rank(rank, world_size, store, pipe, fault, function, args):
     )
     start = time.monotonic()
     try:
-        pipe.send(function(context, *args))
+        with injected(fault):
+            pipe.send(function(context, *args))
     except MkdError as error:
         pipe.send((str(error), time.monotonic() - start))
     pipe.close()
@@ -98,9 +98,8 @@ def sharded(context, value):
 
 
 def new_save(context, directory, iteration, retention=None):
-    return Save(
-        Path(directory), Contents(TrainingPosition(iteration), {}, None), context, retention or Retention()
-    )
+    contents = Contents(TrainingPosition(iteration), {}, None)
+    return Save(Path(directory), contents, context, retention or Retention(), Phases().moment)
 
 
 def save(context, directory, *iterations, retention=None):

@@ -35,7 +35,7 @@ def stopped(argv, iteration, where):
     """A run that gets SIGTERM in the evaluation after `iteration` steps, or just before; (why it ended, what
     is still due)."""
     from mkd.config.load import load_config
-    from mkd.operations.ending import Ending
+    from mkd.operations.cleanup import Cleanup
     from mkd.operations.signals import Signals
     from mkd.platform import detect
     from mkd.run.loop import train
@@ -64,17 +64,17 @@ def stopped(argv, iteration, where):
                     signals.received = signal.SIGTERM
                 yield batch
 
-    with Ending() as ending:
-        run = build_run(plan_run(load_config(argv).config, 1), detect(), signals, ending=ending)
+    with Cleanup() as cleanup:
+        run = build_run(plan_run(load_config(argv).config, 1), detect(), signals, cleanup=cleanup)
         if where == "before":
             in_step = lambda: run.position.iteration == iteration - 1  # noqa: E731
-            run.train_stream.next_step = told_before(run.train_stream.next_step, in_step)
+            run.data.train.next_step = told_before(run.data.train.next_step, in_step)
         elif where == "in text":
-            run.eval_stream = Batches(run.eval_stream)
+            run.data.valid = Batches(run.data.valid)
         else:
             run.reporter.valid = told_before(run.reporter.valid, lambda: run.position.iteration == iteration)
         stop = train(run)
-    return stop and stop.reason, run.position.iteration, sorted(run.due)
+    return stop and stop.reason, run.position.iteration, sorted(run.progress.due)
 
 
 def records(folder):

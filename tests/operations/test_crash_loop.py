@@ -74,7 +74,7 @@ def test_the_command_stops_with_76(files, tmp_path):
     argv = flags(files, "loop", "--train-iters", 6, "--save", save, "--load", save, "--save-interval", 2)
     codes = []
     for fault in ("kill@in_step::3", "error@in_step::3", "kill@in_step::3", ""):
-        (result,) = run_processes(tmp_path, argv, 1, MKD_FAULT=fault)
+        (result,) = run_processes(tmp_path, argv, 1, fault=fault)
         codes.append(result.code)
     assert codes == [-9, 1, -9, 76]
     assert f"error[crash-loop]: the last 3 runs in {save} all crashed in step 3\n  why: " in result.output

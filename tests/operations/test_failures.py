@@ -19,7 +19,7 @@ def files(tmp_path_factory):
 @pytest.mark.fault(18)
 def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
     argv = flags(files, f"raises {point}", "--train-iters", 400)
-    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"error@{point}:1:3")
+    first, second = run_processes(tmp_path, argv, 2, fault=f"error@{point}:1:3")
     assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
     assert "Traceback" in second.output and second.output.endswith(
         f"rank 1 failed first: RuntimeError: error@{point}:1:3\n"
@@ -38,7 +38,7 @@ def test_a_rank_that_raises_is_the_one_that_is_shown(point, files, tmp_path):
 @pytest.mark.fault(18)
 def test_a_rank_that_ends_without_a_word(kind, files, tmp_path):
     argv = flags(files, kind, "--train-iters", 400)
-    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT=f"{kind}@in_step:1:3")
+    first, second = run_processes(tmp_path, argv, 2, fault=f"{kind}@in_step:1:3")
     assert (first.code, second.code) == (1, 1 if kind == "exit" else -9) and first.after_s < 10
     assert first.output.endswith(
         "rank 0: lost contact with the other ranks, and none has said why: one was killed or hangs\n"

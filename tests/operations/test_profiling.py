@@ -61,7 +61,7 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
     import torch
 
     log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
-    profiler = Profiler.of(log, tmp_path / "profile", rank=0)
+    profiler = Profiler.from_config(log, tmp_path / "profile", rank=0)
     for iteration in iterations:
         profiler.at(iteration)
         torch.ones(4).sinh()
@@ -105,7 +105,7 @@ class Recorder:
 def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, tmp_path, monkeypatch):
     recorder = Recorder(monkeypatch)
     log = LogConfig(record_memory_history=True, profile_step_start=1, profile_step_end=3)
-    profiler = Profiler.of(log, tmp_path, rank=0)
+    profiler = Profiler.from_config(log, tmp_path, rank=0)
     for iteration in range(iterations):
         profiler.at(iteration)
         assert "off" not in recorder.calls
@@ -120,7 +120,7 @@ def fail_in_build(argv):
     import torch
 
     from mkd.config.load import load_config
-    from mkd.operations.ending import Ending
+    from mkd.operations.cleanup import Cleanup
     from mkd.platform import detect
     from mkd.run import setup
     from mkd.run.run_plan import plan_run
@@ -133,8 +133,8 @@ def fail_in_build(argv):
     with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder(patch)
         patch.setattr(setup, "build_engine", build_engine)
-        with pytest.raises(torch.OutOfMemoryError, match="models"), Ending() as ending:
-            setup.build_run(replace(plan, config=config), detect(), ending=ending)
+        with pytest.raises(torch.OutOfMemoryError, match="models"), Cleanup() as cleanup:
+            setup.build_run(replace(plan, config=config), detect(), cleanup=cleanup)
     return recorder.calls
 
 

@@ -37,6 +37,7 @@ def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> t
     """(what was shared or raised, the seconds since the start, those since this rank's watchdog has last seen progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
+    from mkd.operations.phases import Phases
     from mkd.operations.shared_build import SharedBuild
     from mkd.operations.signals import Signals
     from mkd.operations.watchdog import Watchdog
@@ -45,7 +46,8 @@ def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> t
 
     context = ParallelContext.create(detect())
     signals = Signals(signal.SIGUSR1 if context.rank == signalled_rank else 0)
-    build = SharedBuild(context, signals, Watchdog.idle(context.rank, context.world_size))
+    watchdog = Watchdog.idle(context.rank, context.world_size)
+    build = SharedBuild(context, signals, Phases(watchdog))
     start = time.monotonic()
 
     def prepare():
@@ -61,7 +63,7 @@ def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> t
     except MkdError as error:
         outcome = type(error).__name__, error.exit_code, error.what
     now = time.monotonic()
-    return outcome, now - start, now - build.watchdog._since
+    return outcome, now - start, now - watchdog._since
 
 
 def test_all_have_the_result(ranks):

@@ -22,7 +22,7 @@ def files(tmp_path_factory):
 def test_a_stopped_rank(files, tmp_path):
     """SIGSTOP: it cannot answer, its peer says so."""
     argv = flags(files, "stopped", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
-    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT="stop@in_data:1:4")
+    first, second = run_processes(tmp_path, argv, 2, fault="stop@in_data:1:4")
     assert first.code == 1 and second.code == -9  # the test's own kill
     report = files / "stopped" / "errors" / "rank_0.txt"
     for text in (first.output, report.read_text()):
@@ -38,7 +38,7 @@ def test_a_stopped_rank(files, tmp_path):
 def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
     """Both ranks can answer, and say that they are in different places."""
     argv = flags(files, "hang", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
-    results = run_processes(tmp_path, argv, 2, MKD_FAULT="hang@in_data:1:3")
+    results = run_processes(tmp_path, argv, 2, fault="hang@in_data:1:3")
     assert [one.code for one in results] == [1, 1]
     for rank, place in enumerate(("forward_backward", "data")):
         assert re.search(rf"rank {rank}: (no progress )?in {place} of iteration 3 for", results[rank].output)
@@ -52,7 +52,7 @@ def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
 def test_a_rank_that_skips_a_collective(files, tmp_path):
     """Rank 1 is a step ahead, and waits in another collective than rank 0."""
     argv = flags(files, "skip", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
-    first, second = run_processes(tmp_path, argv, 2, MKD_FAULT="skip@in_optimizer:1:3")
+    first, second = run_processes(tmp_path, argv, 2, fault="skip@in_optimizer:1:3")
     assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
     assert re.search(
         r"rank 0: no progress in optimizer of iteration 3|rank 0: stopped because rank 1 failed", first.output
@@ -66,14 +66,15 @@ def test_the_clock_of_a_phase():
     import math
 
     from mkd.operations.failures import FailureReports
-    from mkd.operations.watchdog import UNWATCHED, Watchdog
+    from mkd.operations.phases import TASK_EVALUATION
+    from mkd.operations.watchdog import Watchdog
 
     alone, with_peer = (
         Watchdog(FailureReports(0, size), start_limit_s=600, step_limit_s=5) for size in (1, 2)
     )
     assert alone.limit_s() == math.inf and with_peer.limit_s() == 600
     limits = []
-    for phase in ("data", "forward_backward", "optimizer", "data", "save", "eval", UNWATCHED):
-        with_peer.enter(phase, 1)
+    for phase in ("data", "forward_backward", "optimizer", "data", "save", "eval", TASK_EVALUATION):
+        with_peer.entered(phase, 1)
         limits.append(with_peer.limit_s())
     assert limits == [600, 600, 600, 5, 600, 5, math.inf]

@@ -13,7 +13,7 @@ from mkd.checkpoint.folders import POINTER, saved_iterations
 from mkd.checkpoint.manifest import MANIFEST_FILE
 from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, checkpoint_bytes
 from mkd.plan.model_shape import ModelShape
-from mkd.run.changed_settings import describe_changes
+from mkd.run.fingerprints import describe_changes
 from tests.checkpoint.tiny_saves import run_forked
 from tests.train.command import call_main, flags, make_files, poison, read_metrics, run_main, with_fault
 
@@ -283,7 +283,7 @@ def test_what_a_run_has_gone_back_from_is_never_its_own(files, folder, ranks):
     argv = flags(files, folder.name, "--save", folder, "--load", folder, *more)
     (result,) = run_main(ranks, [*argv, "--train-iters", "5"])
     assert result.exit_code == 0, result.stderr
-    assert "leaves iter_0000004, iter_0000002 behind" in result.stdout
+    assert "this run abandons iter_0000004, iter_0000002: " in result.stdout
     assert [path.name for path in saved_iterations(folder)] == ["iter_0000005", "iter_0000003"]
     assert {path.name for path in folder.glob("*.abandoned")} == {"iter_0000002.abandoned", former.name}
     (result,) = run_main(

@@ -129,6 +129,18 @@ def test_metrics_hold_every_key_of_the_contract(kd_ratio, files, ranks):
     assert steps[1]["consumed_samples"] == 2 * BATCH and steps[1]["consumed_tokens"] == 2 * BATCH * 32
 
 
+def test_a_learning_rate_of_0_and_no_evaluation(files, ranks):
+    """As in Megatron: --lr 0 changes no weight, and --eval-iters 0 switches evaluations off, tasks included."""
+    (files / "tasks.jsonl").write_text('{"prompt": "the quick", "completion": " brown fox"}\n')
+    more = ("--lr", 0, "--eval-interval", 1, "--eval-iters", 0, "--eval-completions", files / "tasks.jsonl")
+    argv = flags(files, "idle", *more, "--export-hf", files / "idle hf")
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 0, result.stderr
+    assert [line.get("split") for line in read_metrics(files / "idle")] == [None, None]
+    before, after = read_weights(files / "student"), read_weights(files / "idle hf")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_kd_ratio_0_never_touches_the_teacher(files, ranks):
     """Plain training, bitwise: without a teacher, with one whose weights are NaN, and with one that does not exist."""
     poison(files / "teacher", files / "nan teacher", float("nan"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.log.records import read_records
-from tests.train.command import fault
+from tests.fault_injection import fault
 from tests.train.test_resume import STEPS, argv, files, train_and_hash  # noqa: F401 (files is a fixture)
 
 DISTRIBUTED = ("--use-distributed-optimizer",)

@@ -7,11 +7,9 @@ import json
 import pytest
 
 from mkd.config.load import load_config
-from mkd.config.schema import CheckpointConfig
 from mkd.evaluation.tasks import read_tasks
-from mkd.plan.checks.problems import find_problems
-from mkd.run.eval_alone import without_training
-from mkd.run.topk_export import teacher_as_student
+from mkd.plan.checks.one_model import find_model_problems
+from mkd.run.stored_teacher import temperature_of
 from tests.evaluation.eval_reference import reference_scores, write_tasks
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import run_main
@@ -126,6 +124,7 @@ def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp
     teachers = "[{hf: a, temperature: 2}, {hf: b}]"
     (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config
-    for alone in (without_training(config, 1), teacher_as_student(config, 1)):
-        assert find_problems(alone, 1) == [] and alone.checkpoint == CheckpointConfig()
-    assert teacher_as_student(config, 1).kd.kd_temperature == 2
+    assert (
+        find_model_problems(config, 1, None) == [] and find_model_problems(config, 1, None, teacher=0) == []
+    )
+    assert temperature_of(config) == 2

@@ -8,13 +8,13 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.fault_injection import fault
 from tests.tiny_models import add_tokenizer, make_model
 
 BATCH = 4
@@ -96,18 +96,8 @@ def call_main(argv: list[str], command: str = "mkd.run.main") -> tuple[int, str,
     return exit_code, stdout.getvalue(), stderr.getvalue()
 
 
-@contextlib.contextmanager
-def fault(text: str) -> Iterator[None]:
-    """Inside, this process has the fault: see mkd/faults.py."""
-    os.environ["MKD_FAULT"] = text
-    try:
-        yield
-    finally:
-        del os.environ["MKD_FAULT"]
-
-
 def with_fault(argv: list[str], text: str) -> tuple[int, str, str]:
-    """`call_main` with the fault, for a rank of the pool."""
+    """Run `call_main` with the fault, on a rank of the pool."""
     with fault(text):
         return call_main(argv)
 

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fault_injection import environment
+
 ROOT = Path(__file__).parents[2]
 STRAGGLER_S = 12.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank: exit code (or -signal), when it ended (s after the first one did, s since the epoch), what it has printed."""
+    """How one rank ended."""
 
-    code: int
-    after_s: float
-    at: float
+    code: int  # exit code, or -signal
+    after_s: float  # s after the first rank ended
+    at: float  # s since the epoch
     output: str
 
 
@@ -31,11 +33,11 @@ def run_processes(
     processes: int,
     timeout_s: float = 240,
     machines: Sequence[Path] = (),  # where each rank is started: relative paths then lead to files of its own
-    **environment: str,
+    fault: str = "",  # see tests/fault_injection.py
 ) -> list[Ended]:
-    """`pretrain_kd.py argv` on every rank of a gloo world, until all have ended, or `STRAGGLER_S` after the first one.
+    """Run `pretrain_kd.py argv` on every rank of a gloo world until all have ended, or `STRAGGLER_S` after the first one.
 
-    Those that have not by then are killed.
+    Ranks that still run then are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +56,7 @@ def run_processes(
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "CUDA_VISIBLE_DEVICES": "",
-            **environment,
+            **environment(fault),
         }
         with (folder / f"rank-{rank}.out").open("w") as output:
             command = [sys.executable, str(ROOT / "pretrain_kd.py"), *argv]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mkd.tokenizers.load import open_tokenizer
+from tests.fault_injection import environment
 from tests.train.command import flags, make_files, read_metrics, write_records
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,9 @@ def test_kill_9_every_seven_steps_of_an_epoch(files):
     command = [sys.executable, str(ROOT / "pretrain_kd.py"), *flags(files, "run", *more)]
     kills = range(CRASH_EVERY, DOCUMENTS, CRASH_EVERY)
     for step in [*kills, None]:
-        fault = {"MKD_FAULT": f"kill@in_step::{step}"} if step else {}
-        environment = {**os.environ, **fault, "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        fault = environment(f"kill@in_step::{step}" if step else "")
+        variables = {**os.environ, **fault, "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
         assert result.returncode == (-9 if step else 0), result.stdout[-2000:] + result.stderr[-2000:]
     lines = read_metrics(files / "run")
     assert [line["iteration"] for line in lines] == list(range(1, DOCUMENTS + 1))

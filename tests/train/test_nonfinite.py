@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.fault_injection import fault as injected
 from tests.reported import reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
@@ -65,19 +65,16 @@ def steps_of(argv, fault=None):
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import build_run
 
-    os.environ.pop("MKD_FAULT", None)
-    if fault:
-        os.environ["MKD_FAULT"] = fault
-    try:
+    with injected(fault):
         run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())
-        batches, next_step = [], run.train_stream.next_step
+        batches, next_step = [], run.data.train.next_step
 
         def recorded():
             batches.append(next_step())
             return batches[-1]
 
-        run.train_stream.next_step = recorded
-        token = json.loads((run.assets.tokenizer / "tokenizer.json").read_text())["model"]["vocab"][RARE]
+        run.data.train.next_step = recorded
+        token = json.loads((run.plan.assets.tokenizer / "tokenizer.json").read_text())["model"]["vocab"][RARE]
         hashes = [state_hash(run)]
         for _ in range(run.config.training.train_iters):
             one_step(run)
@@ -96,8 +93,6 @@ def steps_of(argv, fault=None):
             [[one for batch in step for one in batch.sample_ids] for step in batches],
             run.position,
         )
-    finally:
-        os.environ.pop("MKD_FAULT", None)
 
 
 def state_hash(run) -> str:

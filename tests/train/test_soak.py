@@ -56,7 +56,7 @@ def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
     )
     argv = flags(files, run, *more)
     for fault in [*faults, ""]:
-        ended = run_processes(files, argv, RANKS, MKD_FAULT=fault)
+        ended = run_processes(files, argv, RANKS, fault=fault)
         was_well = [one.code == 0 for one in ended]
         assert was_well == [not fault] * RANKS, f"{fault}: " + "\n".join(one.output[-1500:] for one in ended)
         if fault.startswith(("error", "oom", "eio", "enospc", "nan")):

@@ -60,15 +60,16 @@ def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
 def train_with_a_broken_weight(argv, step):
     """A run whose final norm is made 40 times larger for one step; what it prints, and this rank's samples of that step."""
     from mkd.config.load import load_config
+    from mkd.operations.console import console
     from mkd.platform import detect
     from mkd.run.loop import one_step
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import build_run
 
     samples, world_size = [], torch.distributed.get_world_size()
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with contextlib.redirect_stdout(io.StringIO()) as output, console(torch.distributed.get_rank()):
         run = build_run(plan_run(load_config(argv).config, world_size), detect())
-        next_step = run.train_stream.next_step
+        next_step = run.data.train.next_step
 
         def recorded():
             batches = next_step()
@@ -76,7 +77,7 @@ def train_with_a_broken_weight(argv, step):
                 samples.extend(one for batch in batches for one in batch.sample_ids)
             return batches
 
-        run.train_stream.next_step = recorded
+        run.data.train.next_step = recorded
         norm = run.state.models[-1].decoder.final_layernorm.weight
         while run.position.iteration < run.config.training.train_iters:
             factor = 40.0 if run.position.iteration + 1 == step else 1.0

@@ -19,6 +19,22 @@ STAGES = (
 BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
+READ_BY_A_MODEL = (
+    *SHARDS,
+    *STAGES,
+    "seq_length",
+    "micro_batch_size",
+    "seed",
+    "num_workers",
+    "max_bad_records",
+    "characters_per_sample",
+    "kd_temperature",
+    "teacher_temperature",
+    "distributed_timeout_minutes",
+    "expert_model_parallel_size",
+)
+"""Numbers that a model needs which runs alone, without training."""
+
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _LARGEST = 2**62  # sums with other settings still fit 64 bits
@@ -35,9 +51,10 @@ _RANGES = {
     },
     "train_iters": ("at most a trillion", lambda x: x <= 10**12),
     "eval_interval": ("0 (never) or more", lambda x: x >= 0),
+    "eval_iters": ("0 (never) or more", lambda x: x >= 0),
     "exit_duration_in_mins": ("above 0", lambda x: x > 0),
     "num_workers": ("0 or more", lambda x: x >= 0),
-    "lr": ("above 0", lambda x: x > 0),
+    "lr": ("0 or more", lambda x: x >= 0),
     "min_lr": ("0 or more", lambda x: x >= 0),
     "lr_warmup_iters": ("0 or more", lambda x: x >= 0),
     "lr_warmup_fraction": ("from 0 to below 1", lambda x: 0 <= x < 1),
@@ -57,7 +74,6 @@ _RANGES = {
             *STAGES,
             *BATCH,
             *PACKS,
-            "eval_iters",
             "exit_interval",
             "recompute_num_layers",
             "lr_decay_iters",

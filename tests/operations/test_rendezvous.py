@@ -14,7 +14,7 @@ DATA, USAGE = 65, 64
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return make_files(tmp_path_factory.mktemp("meeting"))
+    return make_files(tmp_path_factory.mktemp("rendezvous"))
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def test_each_problem_is_said_once(start):
 def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch):
     from mkd.errors import ErrorList, UsageError
     from mkd.operations.failures import FailureReports, end_of_rank
-    from mkd.operations.meeting import Meeting
+    from mkd.operations.rendezvous import Rendezvous
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     error = ErrorList([UsageError("what", "why", "do", code="example"), UsageError("more", code="example")])
-    assert end_of_rank(error, FailureReports(1, 2), Meeting(1, 2)) == USAGE
+    assert end_of_rank(error, FailureReports(1, 2), Rendezvous(1, 2)) == USAGE
     assert (
         capsys.readouterr().err
         == "rank 1: error: 2 problems:\n[1] error[example]: what\n  why: why\n  do:  do\n[2] error[example]: more\n"

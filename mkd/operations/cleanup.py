@@ -1,4 +1,4 @@
-"""What is left to do when a run ends, however it ends: the last thing that was begun is ended first."""
+"""Clean up when a run ends, however it ends: the last thing that was begun is ended first."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import traceback
 from collections.abc import Callable
 
 
-class Ending:
-    """A context. Of the actions none keeps another from being done, and none hides why the run has ended."""
+class Cleanup:
+    """A context whose actions all run at its end: a failing action neither prevents the others nor hides the
+    run's error.
+    """
 
     def __init__(self):
         self._actions: list[Callable[[BaseException | None], None]] = []
 
     def add(self, action: Callable[[BaseException | None], None]) -> None:
-        """Call `action` at the end, before those that were added earlier, with what the run has failed of."""
+        """Call `action` at the end, before the actions added earlier, with the error that ended the run or
+        None.
+        """
         self._actions.append(action)
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> Cleanup:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Raises the first error of an action where the run itself has none; the others are printed."""
+        """Run the actions. If the run itself succeeded, raise the first error of an action; print all other
+        errors.
+        """
         first = None
         for action in reversed(self._actions):
             try:
@@ -30,11 +36,7 @@ class Ending:
                 if error is None:
                     error = first = found
                 else:
-                    print(
-                        "while the run ended:",
-                        "".join(traceback.format_exception(found)),
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    text = "".join(traceback.format_exception(found))
+                    print("while the run ended:", text, file=sys.stderr, flush=True)
         if first is not None:
             raise first

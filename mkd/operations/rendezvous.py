@@ -1,6 +1,7 @@
-"""Ranks meet once before they build anything: what one machine alone cannot do, of a disk or a file, ends all of them.
+"""Let all ranks meet once before they build anything, so that a problem of one machine's disk or files ends
+all of them.
 
-They meet at the store of torchrun's environment, which takes no process group and no GPU.
+They meet at the store of torchrun's environment, which needs neither a process group nor a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import timedelta
 from mkd.errors import MkdError
 
 PREFIX = "mkd/start"
-LINGER_S = 5.0  # that rank 0, which may hold the store, stays for ranks that have not read yet
+LINGER_S = 5.0  # how long rank 0, which may hold the store, stays for ranks that have not read yet
 POLL_S = 0.02
 
 
@@ -23,43 +24,46 @@ class Problem:
 
     exit_code: int
     what: str  # one line
-    text: str  # all of it, the same on ranks that have met the same problem
+    text: str  # the whole text, equal on all ranks that hit the same problem
 
 
 class PeerCannotStart(MkdError):
-    """Another rank has a problem, which it says itself; all end with its exit code."""
+    """Another rank has a problem, which it prints itself; all ranks end with its exit code."""
 
     on_all_ranks = True
 
     def __init__(self, rank: int, problem: Problem):
         super().__init__(
             f"stopped because rank {rank} cannot start: {problem.what}",
-            do="see what that rank says",
+            do="see the error of that rank",
             code="peer-cannot-start",
         )
         self.exit_code = problem.exit_code
 
 
 @dataclass
-class Meeting:
-    """Of the ranks of a run that has just been started."""
+class Rendezvous:
+    """The meeting of all ranks of a run that has just been started."""
 
     rank: int
     world_size: int
     is_over: bool = False  # or under way
-    _store: object = None  # kept: the process group is going to use the same one
+    _store: object = None  # kept, because the process group will use the same one
 
     def ready(self, timeout_s: float) -> None:
-        """Say that this rank can start. Raises PeerCannotStart where another one cannot. Collective, as `hold`."""
-        problems = self.hold(None, timeout_s)
+        """Report that this rank can start; raise PeerCannotStart if another one cannot. Collective, like
+        `exchange`.
+        """
+        problems = self.exchange(None, timeout_s)
         if problems:
             rank = min(problems)
             raise PeerCannotStart(rank, problems[rank])
 
-    def hold(self, problem: Problem | None, timeout_s: float) -> dict[int, Problem]:
-        """Say what keeps this rank from starting (None: nothing), and hear the same of all others: {rank: problem}. Collective.
+    def exchange(self, problem: Problem | None, timeout_s: float) -> dict[int, Problem]:
+        """Report why this rank cannot start (None: it can), and return {rank: problem} of all ranks.
+        Collective.
 
-        Raises an error of torch.distributed where the others are not there within `timeout_s`.
+        Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
         """
         self.is_over = True
         if self.world_size == 1:

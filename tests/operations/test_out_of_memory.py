@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 import torch
 
 from tests.reported import reported_text
-from tests.train.command import call_main, flags, make_files
+from tests.train.command import flags, make_files, with_fault
 
 TORCH_TEXT = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
 
@@ -22,20 +21,20 @@ def files(tmp_path_factory):
 def explained(files, device, *more, rank=0, world_size=1, text=TORCH_TEXT) -> str:
     from mkd.config.load import load_config
     from mkd.errors import OutOfMemory
-    from mkd.run.out_of_memory import explain
+    from mkd.operations.out_of_memory import explain
     from mkd.run.run_plan import plan_run
 
     plan = plan_run(load_config(flags(files, "oom", "--micro-batch-size", "2", *more)).config, world_size)
     try:
         raise torch.OutOfMemoryError(text)
     except torch.OutOfMemoryError as error:
-        found = explain(error, plan, rank, world_size, device)
+        found = explain(error, plan.forecast, rank, world_size, device)
     assert isinstance(found, OutOfMemory) and found.exit_code == 1
     return str(found)
 
 
 def test_planned_and_actual_memory_and_three_changes(files):
-    from mkd.run.out_of_memory import DeviceMemory
+    from mkd.operations.out_of_memory import DeviceMemory
 
     device = DeviceMemory(total=2.0, free=0.05, allocated=1.2, peak=1.4, reserved=1.5)
     message = explained(files, device)
@@ -66,16 +65,8 @@ def test_the_pipeline_rank_of_a_rank(files):
         )
 
 
-def without_memory(argv):
-    os.environ["MKD_FAULT"] = "oom@in_step:0:2"
-    try:
-        return call_main(argv)
-    finally:
-        del os.environ["MKD_FAULT"]
-
-
 def test_the_command_explains_torchs_error(files, ranks):
-    ((exit_code, _, stderr),) = ranks.run(without_memory, 1, flags(files, "command"))
+    ((exit_code, _, stderr),) = ranks.run(with_fault, 1, flags(files, "command"), "oom@in_step:0:2")
     error = reported_text(stderr)
     assert exit_code == 1 and error.startswith(
         "GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n"

@@ -1,4 +1,6 @@
-"""What a GPU's memory was meant for, what it went to, and which settings make the run fit."""
+"""Explain an out-of-memory error: the planned and the actual use of the GPU, and settings that make the run
+fit.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,24 @@ from mkd.errors import OutOfMemory
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, USABLE, fullest_rank, remedies
-from mkd.run.run_plan import Plan
 
-FRAGMENTED = 0.1  # share of the GPU that torch's allocator holds and cannot give
+FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves and cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One GPU at the moment of the failure, GiB."""
+    """Memory of one GPU at the moment of the failure, GiB."""
 
     total: float
     free: float
-    allocated: float  # by tensors now ...
-    peak: float  # ... and at most
-    reserved: float  # by torch, with what it holds for later
+    allocated: float  # by tensors now
+    peak: float  # by tensors at most
+    reserved: float  # by torch's allocator, including memory for later tensors
 
     @classmethod
     def now(cls) -> DeviceMemory | None:
-        """Of this process's GPU; None without one."""
+        """Measure this process's GPU; return None without one."""
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info()
@@ -49,20 +50,19 @@ class DeviceMemory:
 
 
 @contextmanager
-def memory_explained(plan: Plan, rank: int, world_size: int) -> Iterator[None]:
-    """Inside, torch's out-of-memory errors become OutOfMemory."""
+def memory_explained(forecast: Forecast, rank: int, world_size: int) -> Iterator[None]:
+    """Turn torch's out-of-memory errors inside into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise explain(error, plan, rank, world_size, DeviceMemory.now()) from error
+        raise explain(error, forecast, rank, world_size, DeviceMemory.now()) from error
 
 
 def explain(
-    error: torch.OutOfMemoryError, plan: Plan, rank: int, world_size: int, device: DeviceMemory | None
+    error: torch.OutOfMemoryError, forecast: Forecast, rank: int, world_size: int, device: DeviceMemory | None
 ) -> OutOfMemory:
-    """The error for the user: planned and actual memory of this rank, and what to change."""
-    forecast = plan.forecast
-    pipeline_rank = rank // (world_size // plan.config.parallel.pipeline_model_parallel_size)
+    """Return the error for the user: planned and actual memory of this rank, and changes that help."""
+    pipeline_rank = rank // (world_size // forecast.config.parallel.pipeline_model_parallel_size)
     planned = forecast.memory().ranks[pipeline_rank]
     wanted = _wanted_gib(str(error))
     why = f"planned for pipeline rank {pipeline_rank}: {planned.describe()}"
@@ -74,7 +74,7 @@ def explain(
 
 
 def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:
-    """The first changes that make the plan smaller by what is missing, the error of the plan included."""
+    """Return the first changes that shrink the plan by the missing memory, including the error of the plan."""
     _, need = fullest_rank(forecast)
     if device:
         missed = max(0.0, device.total - device.free + wanted - planned.total_gib)
@@ -91,6 +91,6 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
 
 
 def _wanted_gib(text: str) -> float:
-    """What the allocation that failed asked for, by torch's message; 0 where it does not say."""
+    """Return the size of the failed allocation according to torch's message; 0 if it has none."""
     found = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", text)
     return float(found[1]) * UNITS[found[2]] / GIB if found else 0.0

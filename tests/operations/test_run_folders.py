@@ -6,7 +6,7 @@ import pytest
 
 from mkd.checkpoint.folders import POINTER
 from mkd.config.schema import CheckpointConfig
-from mkd.operations.start import start_problems
+from mkd.operations.run_folders import start_problems
 from tests.train.command import flags, make_files, read_metrics, run_main
 
 
@@ -64,7 +64,7 @@ def test_what_is_refused(save, load, found, folders):
     assert len(problems) == len(found)
     assert all(problem.what.startswith(text) for problem, text in zip(problems, found, strict=True))
     assert all(problem.exit_code == 64 and problem.why and problem.do for problem in problems)
-    assert f"go on with that run (--load {save})" in problems[-1].do or problems[-1].what.startswith("--load")
+    assert f"resume that run (--load {save})" in problems[-1].do or problems[-1].what.startswith("--load")
 
 
 def test_a_second_start_changes_nothing_of_the_first_run(tmp_path, ranks):

@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
-from mkd.operations.ending import Ending
+from mkd.operations.cleanup import Cleanup
 from tests.train.command import flags, make_files, run_main
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return make_files(tmp_path_factory.mktemp("ending"))
+    return make_files(tmp_path_factory.mktemp("cleanup"))
 
 
-def begin(ending: Ending, failing=()) -> list:
+def begin(cleanup: Cleanup, failing=()) -> list:
     """Actions 1, 2 and 3, which note what they are told; those of `failing` then fail."""
     told = []
 
@@ -28,19 +28,19 @@ def begin(ending: Ending, failing=()) -> list:
         return act
 
     for number in (1, 2, 3):
-        ending.add(action(number))
+        cleanup.add(action(number))
     return told
 
 
 def test_the_last_begun_is_ended_first():
-    with Ending() as ending:
-        told = begin(ending)
+    with Cleanup() as cleanup:
+        told = begin(cleanup)
     assert told == [(3, "None"), (2, "None"), (1, "None")]
 
 
 def test_nothing_hides_why_the_run_failed(capsys):
-    with pytest.raises(ValueError, match="the run"), Ending() as ending:
-        told = begin(ending, failing=(3, 2))
+    with pytest.raises(ValueError, match="the run"), Cleanup() as cleanup:
+        told = begin(cleanup, failing=(3, 2))
         raise ValueError("the run")
     assert told == [(3, "the run"), (2, "the run"), (1, "the run")]
     shown = capsys.readouterr().err
@@ -48,8 +48,8 @@ def test_nothing_hides_why_the_run_failed(capsys):
 
 
 def test_what_fails_at_the_end_of_a_good_run_is_its_error(capsys):
-    with pytest.raises(OSError, match="action 3"), Ending() as ending:
-        told = begin(ending, failing=(3, 1))
+    with pytest.raises(OSError, match="action 3"), Cleanup() as cleanup:
+        told = begin(cleanup, failing=(3, 1))
     assert told == [(3, "None"), (2, "action 3"), (1, "action 3")]
     assert "OSError: action 1" in capsys.readouterr().err
 
@@ -78,15 +78,15 @@ def stopped(argv, in_step):
         texts.append(lock.read_text() if lock.exists() else None)
 
     try:
-        with Ending() as ending:
-            run = build_run(plan_run(config, 1), detect(), signals, ending=ending)
-            signals.received, next_step = 0 if in_step else signal.SIGTERM, run.train_stream.next_step
+        with Cleanup() as cleanup:
+            run = build_run(plan_run(config, 1), detect(), signals, cleanup=cleanup)
+            signals.received, next_step = 0 if in_step else signal.SIGTERM, run.data.train.next_step
 
             def with_signal():
                 signals.received = signal.SIGTERM
                 return next_step()
 
-            run.train_stream.next_step = with_signal
+            run.data.train.next_step = with_signal
             stop = train(run)
             look()
             end(run, stop)
@@ -142,17 +142,19 @@ def test_a_run_whose_export_failed_is_not_done(files, ranks):
 def phases_of_publishing(argv):
     """Phases of the watchdog in which the run asked whether a save in the background can be published."""
     from mkd.config.load import load_config
+    from mkd.operations.watchdog import Watchdog
     from mkd.platform import detect
     from mkd.run.loop import train
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import build_run
 
-    with Ending() as ending:
-        run = build_run(plan_run(load_config(argv).config, 1), detect(), ending=ending)
+    with Cleanup() as cleanup:
+        watchdog = Watchdog.idle(0, 1)
+        run = build_run(plan_run(load_config(argv).config, 1), detect(), None, watchdog, cleanup)
         phases, poll = [], run.saver.poll
 
         def noted():
-            phases.extend([run.watchdog.phase] if run.saver.pending else [])
+            phases.extend([watchdog.phase] if run.saver.pending else [])
             return poll()
 
         run.saver.poll = noted

@@ -1,0 +1,40 @@
+"""Print what the logger "mkd" is told, as plain lines on the stdout of rank 0."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LOG = logging.getLogger("mkd")
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes each line to whatever `sys.stdout` is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stdout, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def console(rank: int, indent: str = "") -> Iterator[None]:
+    """Print the lines of "mkd" inside, on rank 0 alone: all ranks log the same lines, and one copy is enough.
+
+    `indent` stands before each line. Handlers of the root logger, which libraries install, do not see the
+    lines.
+    """
+    handler = ConsoleHandler() if rank == 0 else logging.NullHandler()
+    handler.setFormatter(logging.Formatter(f"{indent}%(message)s"))
+    earlier = LOG.level, LOG.propagate
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.level, LOG.propagate = earlier

@@ -1,0 +1,68 @@
+"""Announce what a run is doing to everybody who follows it: watchdog, crash counter, profiler, stopper.
+
+A run is always in one phase, and phases do not nest: "init", "data", "forward_backward", "optimizer", "eval",
+"task evaluation", "save" or "end". A moment is a place inside a phase, such as "before_pointer" while a
+checkpoint is saved. A save in the background passes its moments on another thread, whatever phase the run is
+in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+INIT, DATA, FORWARD_BACKWARD, OPTIMIZER = "init", "data", "forward_backward", "optimizer"
+EVAL, TASK_EVALUATION, SAVE, END = "eval", "task evaluation", "save", "end"
+
+
+class Follower:
+    """Base class of those who follow a run. Override what you need."""
+
+    def entered(self, phase: str, iteration: int) -> None:
+        """Take note that `phase` of step `iteration` begins."""
+
+    def left(self, phase: str, iteration: int) -> None:
+        """Take note that a phase is over which was entered as a context, also if it failed."""
+
+    def passed(self, moment: str, iteration: int) -> None:
+        """Take note of a moment. May be called by another thread than the main one."""
+
+
+class Phases:
+    """The phases of one run, and those who follow them. Calling it enters a phase as a context."""
+
+    def __init__(self, *followers: Follower):
+        self._followers = list(followers)
+
+    def follow(self, follower: Follower) -> None:
+        """Announce everything from now on to `follower` too."""
+        self._followers.append(follower)
+
+    @contextmanager
+    def __call__(self, phase: str, iteration: int) -> Iterator[None]:
+        """Enter `phase`, and leave it at the end of the block."""
+        self.enter(phase, iteration)
+        try:
+            yield
+        finally:
+            for follower in self._followers:
+                follower.left(phase, iteration)
+
+    def enter(self, phase: str, iteration: int) -> None:
+        """Announce that `phase` begins. Entering the same phase again is a sign of progress."""
+        for follower in self._followers:
+            follower.entered(phase, iteration)
+
+    def each(self, phase: str, iteration: int, steps: Iterable[T]) -> Iterator[T]:
+        """Yield `steps`, and enter `phase` anew before each of them."""
+        for step in steps:
+            self.enter(phase, iteration)
+            yield step
+
+    def moment(self, name: str, iteration: int) -> None:
+        """Announce a moment inside a phase."""
+        for follower in self._followers:
+            follower.passed(name, iteration)

@@ -1,0 +1,73 @@
+"""The folders of a run: where it writes by default, whether it may start with them, and the markers of how it
+ended.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from mkd.checkpoint.folders import TrainingPosition, holds_checkpoints
+from mkd.config.schema import CheckpointConfig, Config
+from mkd.errors import UsageError
+
+DONE, PREEMPTED = "DONE", "PREEMPTED"  # markers in --save: torchrun's exit code hides ours
+
+
+def log_folder(config: Config) -> Path:
+    """Return the folder of metrics and of the saved configuration."""
+    return Path(config.log.log_dir or config.checkpoint.save or Path("runs") / config.log.name)
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the folder that caches tokenised text and vocabulary relations."""
+    return Path(config.data.data_cache_path or log_folder(config) / "data_cache")
+
+
+def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
+    """Refuse a --load without a checkpoint, and a --save that holds the checkpoints of a run which this one
+    does not continue.
+
+    Nothing has been written yet. A --load that equals --save may be empty, because a scheduler starts the
+    same command again and again.
+    """
+    save, load = (
+        Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load)
+    )
+    problems = []
+    if load and not _is_same(load, save) and not holds_checkpoints(load):
+        problems.append(
+            UsageError(
+                f"--load {checkpoint.load} holds no checkpoint",
+                "the run would start from the student's own weights",
+                "check the path, or leave out --load to start from scratch",
+                code="load-holds-no-checkpoint",
+            )
+        )
+    continues = load is not None and (_is_same(load, save) or _is_same(load.parent, save))
+    if save and not continues and holds_checkpoints(save):
+        problems.append(
+            UsageError(
+                f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue",
+                "they, and the metrics of that run, would be replaced",
+                f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder",
+                code="save-holds-another-run",
+            )
+        )
+    return problems
+
+
+def remove_markers(folder: Path) -> None:
+    """Remove the markers of an earlier run, which say nothing about this one."""
+    for name in (DONE, PREEMPTED):
+        (folder / name).unlink(missing_ok=True)
+
+
+def write_marker(folder: Path, name: str, position: TrainingPosition, reason: str) -> None:
+    """Write `folder/name`, a JSON object with the position of the run and why it ended."""
+    (folder / name).write_text(json.dumps({**asdict(position), "reason": reason}) + "\n", encoding="utf-8")
+
+
+def _is_same(first: Path, second: Path | None) -> bool:
+    return second is not None and first.resolve() == second.resolve()

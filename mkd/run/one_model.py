@@ -1,0 +1,113 @@
+"""Plan and build one model of a configuration alone: to evaluate a student without training, or to export a
+teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mkd.config.models import teacher_roles
+from mkd.config.schema import Config, ParallelConfig
+from mkd.errors import ErrorList, MkdError
+from mkd.evaluation.task_evaluator import TaskEvaluator
+from mkd.evaluation.tasks import Task
+from mkd.models.builder import build_chunks
+from mkd.models.language_model import LanguageModel
+from mkd.models.transformer_config import ModelOptions
+from mkd.operations.console import LOG
+from mkd.operations.watchdog import MARGIN_S
+from mkd.parallel.context import ParallelContext
+from mkd.plan.auto_layout import layout_of, virtual_stages
+from mkd.plan.checks.one_model import find_model_problems
+from mkd.plan.layout import PipelineLayout
+from mkd.platform import Platform
+from mkd.run.build_engine import load_weights
+from mkd.run.model_source import ModelSource, locate_model
+from mkd.tokenizers.load import load_tokenizer
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model and its layout; nothing else of `config` but what this model needs has been checked."""
+
+    config: Config
+    source: ModelSource
+    virtual_stages: int
+    layout: PipelineLayout
+
+    def join(self, platform: Platform) -> ParallelContext:
+        """Join the process group in this layout. Collective."""
+        return join(self.config.parallel, self.virtual_stages, platform)
+
+    def build(self, context: ParallelContext) -> list[LanguageModel]:
+        """Build this rank's parts of the model, with their weights."""
+        training = self.config.training
+        options = ModelOptions(
+            dtype=torch.bfloat16 if training.bf16 else torch.float32,
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            deterministic=training.deterministic_mode,
+        )
+        models = build_chunks(self.source.shape, self.layout, options, context)
+        load_weights(models, self.source, context)
+        return models
+
+
+def plan_model(
+    problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
+) -> ModelPlan | None:
+    """Find the student, or the teacher of that number, and choose its layout; None with what is wrong added
+    to `problems`.
+    """
+    role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
+    source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
+    problems += find_model_problems(config, world_size, source and source.shape, teacher)
+    if problems:
+        return None
+    stages = virtual_stages(config, source.shape)
+    return ModelPlan(config, source, stages, layout_of(config, source.shape, stages, teacher))
+
+
+def join(parallel: ParallelConfig, stages: int, platform: Platform) -> ParallelContext:
+    """Join the process group with `stages` virtual stages on each pipeline rank. Collective."""
+    return ParallelContext.create(
+        platform,
+        tensor_parallel=parallel.tensor_model_parallel_size,
+        pipeline_parallel=parallel.pipeline_model_parallel_size,
+        context_parallel=parallel.context_parallel_size,
+        virtual_stages=stages,
+        # the watchdog, whose report says more, comes first
+        timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,
+    )
+
+
+def evaluate_student(
+    config: Config, tasks: Sequence[Task], platform: Platform, world_size: int
+) -> dict[str, float]:
+    """Return the metrics of the student of --student-hf or --student-load. Training settings are not read.
+
+    Collective. Raises one ErrorList for problems of settings and model, and DataError for a task that cannot
+    be scored.
+    """
+    problems: list[MkdError] = []
+    plan = plan_model(problems, config, world_size)
+    if plan is None:
+        raise ErrorList(problems)
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.source.assets))
+    context = plan.join(platform)
+    evaluator = TaskEvaluator.build(
+        tasks,
+        tokenizer,
+        context,
+        vocab_size=plan.source.shape.vocab_size,
+        seq_length=config.training.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+    )
+    for line in evaluator.describe():
+        LOG.info(line)
+    metrics = evaluator.evaluate(plan.build(context))
+    context.leave()
+    return metrics

@@ -1,0 +1,152 @@
+"""Inject faults into a run, for tests of reliability: `MKD_FAULT="kind@point[:rank][:step]"`.
+
+MKD_FAULT="kill@before_pointer:0:10"    kill rank 0 when it saves iteration 10, just before the pointer moves
+
+An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step and the moments
+of a save (see mkd.operations.phases and mkd.checkpoint.saving). Kinds: `kill` (SIGKILL), `stop` (SIGSTOP),
+`enospc` and `eio` (the OSError of a full or a broken disk), `error` (a RuntimeError), `oom` (torch's
+OutOfMemoryError), `exit` (without a report), `hang`, `nan` (make a gradient NaN) and `skip` (leave out the
+exchange of the stopper).
+
+`fault` injects into this process. Real processes have the fault if they are started with `environment`, whose
+PYTHONPATH leads to tests/fault_site/sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, Follower, Phases
+
+VARIABLE = "MKD_FAULT"
+SITE = Path(__file__).resolve().parent / "fault_site"
+POINTS = {DATA: "in_data", FORWARD_BACKWARD: "in_step", OPTIMIZER: "in_optimizer"}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+ERRNOS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+
+
+class Injector(Follower):
+    """Fails where the text of `VARIABLE` says."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.kind, _, place = text.partition("@")
+        self.point, self.rank, self.step, *_ = *place.split(":"), "", ""
+
+    def entered(self, phase: str, iteration: int) -> None:
+        if phase in POINTS:
+            self.passed(POINTS[phase], iteration)
+
+    def passed(self, moment: str, iteration: int) -> None:
+        is_here = moment == self.point and self.step in ("", str(iteration))
+        if is_here and self.rank in ("", str(own_rank())):
+            self.fail()
+
+    def fail(self) -> None:
+        if self.kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.kind])
+        elif self.kind in ERRNOS:
+            raise OSError(ERRNOS[self.kind], f"{os.strerror(ERRNOS[self.kind])} ({self.text})")
+        elif self.kind == "exit":
+            os._exit(1)
+        elif self.kind == "hang":
+            threading.Event().wait()
+        elif self.kind == "oom":
+            raise out_of_memory(self.text)
+        elif self.kind == "nan":
+            poison_next_step()
+        elif self.kind == "skip":
+            skip_next_exchange()
+        else:
+            raise RuntimeError(self.text)
+
+
+def own_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def environment(text: str) -> dict[str, str]:
+    """Return the variables of a Python process that has the fault; {} for no fault."""
+    if not text:
+        return {}
+    paths = [str(SITE), str(SITE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {VARIABLE: text, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@contextmanager
+def fault(text: str | None) -> Iterator[None]:
+    """Inject the fault into runs of this process inside; None: no fault."""
+    plain = Phases.enter, Phases.moment
+    if text:
+        install(text)
+    try:
+        yield
+    finally:
+        Phases.enter, Phases.moment = plain
+
+
+def install(text: str) -> None:
+    """Let an injector follow every run of this process, after its other followers."""
+    injector = Injector(text)
+    for name, method in (("enter", injector.entered), ("moment", injector.passed)):
+        setattr(Phases, name, _followed_by(getattr(Phases, name), method))
+
+
+def _followed_by(announce, method):
+    @functools.wraps(announce)
+    def announce_and_inject(self: Phases, name: str, iteration: int) -> None:
+        announce(self, name, iteration)
+        method(name, iteration)
+
+    return announce_and_inject
+
+
+def poison_next_step() -> None:
+    """Make the gradient that the first vector of the last model part gets in this step NaN, on this rank
+    alone."""
+    from mkd.train.optimizer import StudentOptimizer
+
+    zero_grad = StudentOptimizer.zero_grad
+
+    def zero_and_poison(self: StudentOptimizer) -> None:
+        StudentOptimizer.zero_grad = zero_grad
+        zero_grad(self)
+        parameters = self.chunks[-1].parameters()
+        parameter = next(one for one in parameters if one.dim() == 1 and one.requires_grad)
+
+        def poison(gradient):
+            handle.remove()
+            return gradient * math.nan
+
+        handle = parameter.register_hook(poison)
+
+    StudentOptimizer.zero_grad = zero_and_poison
+
+
+def skip_next_exchange() -> None:
+    """Let this rank decide about its next step without the all-reduce that the other ranks wait in."""
+    from mkd.operations.stopping import StepAgreement, Stopper
+
+    exchange = Stopper.exchange
+
+    def skipped(self: Stopper, is_finite: bool) -> StepAgreement:
+        Stopper.exchange = exchange
+        return StepAgreement(is_finite)
+
+    Stopper.exchange = skipped
+
+
+def out_of_memory(text: str) -> Exception:
+    import torch
+
+    return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({text})")
