@@ -42,9 +42,7 @@ class Extra:
     """An input of the stages that is no token id: positions of several dimensions, images, document ids."""
 
     values: Tensor
-    cut: Callable[[Tensor, Tensor], Tensor] = (
-        by_token  # (values, positions that a context-parallel rank holds)
-    )
+    cut: Callable[[Tensor, Tensor], Tensor] = by_token  # (values, rows of a context-parallel rank)
 
 
 @dataclass(frozen=True)

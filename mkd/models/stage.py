@@ -40,9 +40,8 @@ class StageOutput:
     A sum over the loss tokens of the micro-batch, coefficient included: the objective divides it by the loss
     tokens of the global batch, as it does the cross entropy.
     """
-    features: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # results of inner layers, by name, for a term of the loss
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+    """Results of inner layers, by name, for a term of the loss that reads them."""
 
     def message(self) -> Tensor:
         """Return the tensor that goes to the next stage: the student's hidden state, the teachers' attached

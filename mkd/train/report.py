@@ -48,9 +48,7 @@ class Reporter:
     seq_length: int
     is_cross_tokenizer: bool = False  # whether some teacher has another tokenizer
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
-    take_teacher_ms: Callable[[], float | None] = lambda: (
-        None
-    )  # mkd.models.stage, at the end of a log interval
+    take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
     _losses: list[LossSums] = field(default_factory=list)  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval

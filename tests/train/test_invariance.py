@@ -8,7 +8,7 @@ from tests.train.invariance import LAYOUTS, SINGLE, TOLERANCE, errors_of, make_p
 
 UPDATES = 2  # the table has more
 QUICK = {
-    "TP2 + SP, all logits at once, micro-batch 4",
+    "TP2 + sequence parallel",
     "PP2 uneven",
     "PP4",
     "PP2, full recomputation",

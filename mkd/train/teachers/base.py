@@ -29,9 +29,7 @@ class LossInput:
     batch: PackedBatch
     context: ParallelContext
     fp32_logits: bool
-    pack_weights: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # teacher -> [k] fp32, its weight in each pack
+    pack_weights: Mapping[str, Tensor] = field(default_factory=dict)  # teacher -> [k] fp32, by pack
 
     @property
     def num_packs(self) -> int:
@@ -52,11 +50,10 @@ class Term(Protocol):
     """One addend of the loss: `factor` times the mean of a loss over its rows."""
 
     name: str
-    factor: float
+    factor: float  # in the loss
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of rows of a micro-batch that the loss is a sum over, on all context-parallel
-        ranks together."""
+        """Return the number of rows that the loss of a micro-batch is a sum over, on all context-parallel ranks."""
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.
@@ -69,7 +66,7 @@ class Teacher(Term, Protocol):
     """A term that compares the student with a teacher."""
 
     share: float  # of all teachers' weights; the shares add up to 1
-    can_take_cross_entropy: bool  # whether it is an `OnePassTeacher`
+    can_take_cross_entropy: bool  # whether it is a `OnePassTeacher`
 
 
 class OnePassTeacher(Teacher, Protocol):
@@ -83,7 +80,7 @@ class OnePassTeacher(Teacher, Protocol):
 
 
 class ScoringTeacher(Teacher, Protocol):
-    """A teacher whose layers run: several of them can be weighted by their own predictions."""
+    """A teacher whose layers run, so that its own predictions can decide on its weight."""
 
     def pack_scores(self, given: LossInput) -> PackScores:
         """Return the teacher's own predictions of the text that it is compared on."""

@@ -27,9 +27,7 @@ class CrossTokenizer:
     share: float
     index: int  # number of its model in the stage
     settings: ChunkLossSettings
-    vocabulary: (
-        ChunkVocabulary | None
-    )  # its vocabulary beside the student's; None on ranks without the last stage
+    vocabulary: ChunkVocabulary | None  # beside the student's; None on ranks without the last stage
     factor: float = 1.0
 
     can_take_cross_entropy: ClassVar[bool] = False
