@@ -1,5 +1,6 @@
-"""Dense float64 definition of the losses: the whole vocabulary in one process, plain autograd. Tests compare
-with it.
+"""Dense float64 definition of the losses: the whole vocabulary in one process, plain autograd.
+
+Tests compare with it.
 """
 
 from __future__ import annotations

@@ -91,8 +91,9 @@ class Divergence(ABC):
         return torch.stack([part.sum(dim=1) for part in self.parts(log_t, log_s)])
 
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (value [n], residual) from the summed terms; the residual [n] is what else the gradient
-        needs of a row.
+        """Return (value [n], residual) from the summed terms.
+
+        The residual [n] is what else the gradient needs of a row.
         """
         return self.value(terms), self.mean_slope(terms)
 
@@ -225,8 +226,9 @@ class JensenShannon(Divergence):
         return self.beta * plain_kl(log_t, log_q) + (1.0 - self.beta) * plain_kl(log_s, log_q)
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
-        """Return this shard's part of KL(t || Q) and of KL(s || Q); only their sum over shards is cut off at
-        0.
+        """Return this shard's part of KL(t || Q) and of KL(s || Q).
+
+        Only their sum over shards is cut off at 0.
         """
         log_s, log_t = student.log_probabilities(), teacher.log_probabilities()
         log_q = self._log_mixture(log_t, log_s)

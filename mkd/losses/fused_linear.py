@@ -94,8 +94,9 @@ def fused_linear_kd(
 
 
 def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Return [t, h] on every rank. Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing
-    was split.
+    """Return [t, h] on every rank.
+
+    Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing was split.
     """
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return hidden

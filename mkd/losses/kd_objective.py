@@ -21,8 +21,9 @@ TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": l
 
 @dataclass(frozen=True)
 class KDOutput:
-    """Sums over the rows of one micro-batch, each row weighted by its mask; divide by the global count for
-    means.
+    """Sums over the rows of one micro-batch, each row weighted by its mask.
+
+    Divide by the global count for means.
 
     Only `loss` has a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for
     fp64 logits, else fp32), with the same bits on every tensor-parallel rank. None means: not computed for
@@ -115,8 +116,9 @@ class KDObjective:
 
     @cached_property
     def statistic_names(self) -> tuple[str, ...]:
-        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order; see
-        `mkd/losses/statistics.py`.
+        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order.
+
+        See `mkd/losses/statistics.py`.
         """
         names: tuple[str, ...] = ()
         if self.uses_teacher:

@@ -19,8 +19,9 @@ from mkd.losses.softmax import Normaliser, RowSoftmax
 
 @dataclass(frozen=True)
 class MergedStatistics:
-    """Row values of the whole vocabulary, all [n] in the compute dtype; None if the objective does not need
-    them.
+    """Row values of the whole vocabulary, all [n] in the compute dtype.
+
+    A field is None if the objective does not need it.
     """
 
     ce: Tensor | None = None
@@ -77,8 +78,9 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
 
 
 def add_terms(merged: MergedStatistics, terms: Tensor, objective: KDObjective) -> MergedStatistics:
-    """Return `merged` with the value of a divergence that needed a second pass; `terms` [k, n] are summed
-    over shards.
+    """Return `merged` with the value of a divergence that needed a second pass.
+
+    `terms` [k, n] are summed over shards.
     """
     kd, residual = objective.divergence.from_terms(terms)
     return replace(merged, kd=kd, residual=residual)
@@ -107,8 +109,9 @@ def _cross_entropy(normaliser: Normaliser, label_logits: Tensor) -> Tensor:
 def weighted_sums(
     merged: MergedStatistics, loss_mask: Tensor, objective: KDObjective
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return (the loss, the other fields of `KDOutput`) from row values and row weights [n]; a row of weight
-    0 may hold NaN.
+    """Return (the loss, the other fields of `KDOutput`) from row values and row weights [n].
+
+    A row of weight 0 may hold NaN.
     """
     names = ("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement")
     present = [name for name in names if getattr(merged, name) is not None]

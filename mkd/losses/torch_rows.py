@@ -80,8 +80,9 @@ def write_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
-    """Write d loss / d student logits into every column of `result`; zero in padding columns and in rows of
-    mask 0.
+    """Write d loss / d student logits into every column of `result`.
+
+    Padding columns and rows of mask 0 get zero.
     """
     no_loss = loss_mask == 0
     for rows in row_chunks(student):
@@ -202,8 +203,9 @@ def _gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Return the gradient on the first columns, compute dtype; every column beyond the returned ones has
-    zero.
+    """Return the gradient on the first columns, compute dtype.
+
+    Every column beyond the returned ones has zero.
 
     Row by row: w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da].
     """

@@ -38,8 +38,9 @@ def vocab_parallel_kd(
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
-    """Sum `mask * [(1 - r) CE + r s(T) KD]` over rows, differentiable by the student's logits; return metric
-    sums too.
+    """Sum `mask * [(1 - r) CE + r s(T) KD]` over rows, differentiable by the student's logits.
+
+    Sums for metrics are returned with it.
 
     CE is over the student's real ids at T = 1. KD is over the ids that both models have, the first
     `min(student_vocab_size, teacher_vocab_size)`, both distributions renormalised there. The sizes are REAL

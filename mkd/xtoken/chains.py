@@ -28,8 +28,9 @@ from mkd.xtoken.slices import ChunkSlice, SideRows
 def chains(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t] of a slice; with `scale` [c] overwrite the
-    student's with scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t] of a slice.
+
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
 
     The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised
     token and pair.

@@ -1,4 +1,5 @@
 """Triton kernels over the rows of both models' logits, for 1-1 chunks and for chains.
+
 `chunk_triton_passes.py` launches them.
 
 Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token,

@@ -112,8 +112,9 @@ def _support(teacher: Tensor, lowest: Tensor | None, rows: slice, call: LossCall
 def _logs(
     student: Tensor, teacher: Tensor, totals: tuple[Tensor, Tensor], rows: slice, call: LossCall
 ) -> tuple[Tensor, Tensor]:
-    """Return ln of both distributions, the teacher's first, [n, w_s]; outside the support the teacher's means
-    nothing.
+    """Return ln of both distributions, the teacher's first, [n, w_s].
+
+    The teacher's is meaningless outside the support.
     """
     log_t = call.scaled(teacher[:, : student.shape[1]]) - totals[1][rows, None]
     return log_t, call.scaled(student) - totals[0][rows, None]

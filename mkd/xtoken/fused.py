@@ -152,8 +152,9 @@ class _Head:
     loss_gradient: Tensor | None
 
     def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
-        """Return values [c] without the weights; with `scale` overwrite the student's logits with scale *
-        dL/d(z/T).
+        """Return values [c] without the weights.
+
+        With `scale` overwrite the student's logits with scale * dL/d(z/T).
         """
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
@@ -161,8 +162,9 @@ class _Head:
         return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
-        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z; None in
-        evaluation.
+        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z.
+
+        Return None in evaluation.
         """
         if not self.with_gradient:
             return None

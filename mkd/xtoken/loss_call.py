@@ -70,8 +70,9 @@ class LossCall:
         return logits if self.settings.temperature == 1.0 else logits / self.settings.temperature
 
     def gather(self, **local: Tensor) -> dict[str, Tensor]:
-        """Return each tensor with a first dimension of ranks: one all-gather over the tensor-parallel group;
-        no backward.
+        """Return each tensor with a first dimension of ranks: one all-gather over the tensor-parallel group.
+
+        There is no backward.
         """
         shapes = {name: tensor.shape for name, tensor in local.items()}
         flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])

@@ -22,8 +22,9 @@ from mkd.xtoken.loss_call import LossCall, log_split
 
 
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:
-    """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice; with `scale` [c] overwrite the
-    student's with scale * dL/d(z/T).
+    """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice.
+
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
 
     Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another
     all-gather of [k, c].

@@ -27,8 +27,9 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ClassMap
 def projected(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
-    scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t].
+
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
 
     Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two
     all-reduces of a few rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
@@ -74,8 +75,9 @@ def projected(
 def prefix_kl(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
-    scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t].
+
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
 
     A token without a twin counts as the common token that it begins with: where the teacher may say "
     configuration" and the student only " config", the student's " config" is to be as likely as everything

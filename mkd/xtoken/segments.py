@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def sum_segments(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending; 0 without
-    any.
+    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending.
+
+    An index without values gets 0.
     """
     return _reduced("sum", _lengths(index, size), values, 0.0)
 

@@ -105,8 +105,9 @@ class ChunkSlice:
 
 
 def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
-    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side; at least one chunk
-    each.
+    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side.
+
+    Each range has at least one chunk.
     """
     offsets = batch.student.host_offsets, batch.teacher.host_offsets
     for kind in KINDS:

@@ -1,5 +1,6 @@
-"""Each divergence against autograd of its formula, near equal distributions, at the ends of its parameter;
-and errors.
+"""Each divergence against autograd of its formula, near equal distributions, at the ends of its parameter.
+
+The errors for unknown names and parameters are here too.
 """
 
 from __future__ import annotations

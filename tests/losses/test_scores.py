@@ -12,8 +12,9 @@ NAMES = ("label", "entropy", "highest")
 
 
 def inputs(dtype: torch.dtype):
-    """Return hidden states, padded head, rows (unordered, some twice) and labels; more rows than one block
-    has.
+    """Return hidden states, padded head, rows (unordered, some twice) and labels.
+
+    There are more rows than one block has.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
@@ -71,8 +72,9 @@ def test_one_process_needs_no_group():
 
 
 def on_slots(tp: int):
-    """Return scores of a head whose real columns lie anywhere, on exchanged rows; the last rank has no real
-    column.
+    """Return scores of a head whose real columns lie anywhere, on exchanged rows.
+
+    The last rank has no real column.
     """
     import torch.distributed as dist
 

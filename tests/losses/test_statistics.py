@@ -52,8 +52,9 @@ def test_gradient_may_be_written_over_the_logits():
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_rows_are_named_by_the_objective_alone(divergence):
-    """Names do not depend on the shard, even if it is padding alone; merged values are the same on every
-    shard.
+    """Names do not depend on the shard, even if it is padding alone.
+
+    Merged values are the same on every shard.
     """
     rule = objective(divergence=divergence, sizes=(6, 5))
     student, teacher, labels, mask = problem()

@@ -1,5 +1,6 @@
-"""The vocabulary-parallel loss has no extra collective, no wait for the device and no big temporary; and its
-errors.
+"""The vocabulary-parallel loss has no extra collective, no wait for the device and no big temporary.
+
+The errors for its arguments are here too.
 """
 
 from __future__ import annotations

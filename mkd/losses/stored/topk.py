@@ -119,8 +119,9 @@ def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjectiv
 
 
 class _VocabParallelTopKKD(torch.autograd.Function):
-    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`); chunked over rows
-    inside.
+    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`).
+
+    It works through its rows in chunks.
     """
 
     @staticmethod

@@ -36,8 +36,9 @@ class TeacherBuckets:
 
     @classmethod
     def of(cls, logprobs: Tensor, dtype: torch.dtype, objective: KDObjective) -> TeacherBuckets:
-        """Build from stored log-probabilities [n, k]; if rounding makes them sum to more than 1, scale them
-        down.
+        """Build from stored log-probabilities [n, k].
+
+        If rounding makes them sum to more than 1, scale them down.
         """
         has_rest = logprobs.shape[1] < objective.num_shared_ids
         log_p = logprobs.to(dtype)
@@ -54,8 +55,9 @@ def kd_statistics(
     shard: VocabShard,
     objective: KDObjective,
 ) -> dict[str, Tensor]:
-    """Return named [n] statistics of the divergence in the compute dtype; `teacher_*` is the same on every
-    rank.
+    """Return named [n] statistics of the divergence in the compute dtype.
+
+    `teacher_*` is the same on every rank.
     """
     temperature = objective.temperature
     logits = real_columns(student, shard.shared)
@@ -128,8 +130,9 @@ def kd_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Return row_weight * dKL / d student logits, [n, shard.shared] compute dtype, a new tensor; columns
-    beyond have zero.
+    """Return row_weight * dKL / d student logits, [n, shard.shared] compute dtype, a new tensor.
+
+    Columns beyond those have a gradient of zero.
     """
     if shard.shared == 0:
         return row_weight.new_zeros(student.shape[0], 0)
@@ -161,8 +164,9 @@ def ce_gradient(
     row_weight: Tensor,  # [n] compute dtype
     shard: VocabShard,
 ) -> Tensor:
-    """Return row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor; columns beyond
-    have zero.
+    """Return row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor.
+
+    Columns beyond those have a gradient of zero.
     """
     if shard.student == 0:
         return row_weight.new_zeros(student.shape[0], 0)
@@ -184,8 +188,9 @@ def _locate(ids: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _with_spare_column(logits: Tensor) -> Tensor:
-    """Return a copy [n, c + 1] in the compute dtype; entries of other shards are scattered into the last
-    column.
+    """Return a copy [n, c + 1] in the compute dtype.
+
+    Entries of other shards are scattered into the last column.
     """
     copy = torch.zeros(
         logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits), device=logits.device

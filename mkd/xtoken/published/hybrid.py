@@ -29,8 +29,9 @@ from mkd.xtoken.slices import ChunkSlice
 def hybrid(
     student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall
 ) -> Tensor:
-    """Return values [c] from the logits [n, w_s], [m, w_t]; with `scale` [c] overwrite the student's with
-    scale * dL/d(z/T).
+    """Return values [c] from the logits [n, w_s], [m, w_t].
+
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
     """
     vocabulary = call.vocabulary
     weights = call.settings.hybrid_weights(vocabulary.num_common / vocabulary.num_teacher_rows)

@@ -155,8 +155,9 @@ def test_more_ids_come_closer_to_the_full_divergence_from_below():
 
 
 def adversarial(seed):
-    """Return logits at every scale; teachers that are the student, certain, flat, or rounded to half
-    precision.
+    """Return logits at every scale.
+
+    Teachers are the student itself, certain, flat, or rounded to half precision.
     """
     generator = torch.Generator().manual_seed(seed)
     student = [0.0, 1e-3, 1.0, 30.0, 1e4][seed % 5] * torch.randn(8, PADDED, generator=generator)
@@ -250,8 +251,9 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
 
 
 def test_metrics_shapes_and_chunks():
-    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing; metrics are
-    weighted sums.
+    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing.
+
+    Metrics are weighted sums.
     """
     case, teacher = batch(13, 300, 310, 16, "weights", 1.0, rows=4000, dtype=torch.float32)
     log_p = teacher[:, :300].log_softmax(dim=1)
