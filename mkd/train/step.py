@@ -66,12 +66,8 @@ class StepResult:
     grad_norm: float
     learning_rate: float  # of this step, even if its update was left out
     step_time_ms: float
-<<<<<<< HEAD
     is_applied: bool = True  # False: the loss or a gradient of some rank was not finite
     stop: Stop | None = None  # reason why all ranks end the run after this step
-=======
-    is_applied: bool = True  # False: some loss or gradient was not finite, and nothing was updated
->>>>>>> wt-B
     reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()
     """Only if the update was left out: sample ids and sums of each micro-batch of this rank."""
 
