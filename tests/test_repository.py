@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-TORCH_FREE_PACKAGES = ("config", "plan")
+TORCH_FREE_PACKAGES = ("config", "plan", "families")
 HEAVY_MODULES = ("torch", "megatron", "transformers")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}

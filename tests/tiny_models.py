@@ -48,6 +48,17 @@ FAMILIES = {
     "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
     "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),
+    "qwen3-windows": (
+        "Qwen3",
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            sliding_window=12,
+            use_sliding_window=True,
+            layer_types=2 * ["sliding_attention", "full_attention"],
+        ),
+    ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (
         "Phi3",

@@ -22,7 +22,7 @@ from mkd.plan.model_shape import ModelShape
 
 
 class LanguageModel(GPTModel):
-    """One pipeline chunk of a decoder.
+    """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
 
     It differs from GPTModel in three points: rotary angles come from `ModelShape.rope`; the last stage returns its final
     hidden state, so that the loss decides how and when logits are made; checkpoint entries whose padding depends on the
@@ -40,12 +40,14 @@ class LanguageModel(GPTModel):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        if shape.rope.attention_factor != 1.0:
-            config.yarn_rotary_scaling_factor = _as_yarn_scale(shape.rope.attention_factor)
+        rope = shape.common("rope")
+        if rope.attention_factor != 1.0:
+            config.yarn_rotary_scaling_factor = _as_yarn_scale(rope.attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine has context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
-        spec = block_spec(num_layers, shape.qk_norm, context.platform.transformer_engine, packed_attention)
+        layers = shape.layers[first_layer : first_layer + num_layers]
+        spec = block_spec(layers, context.platform.transformer_engine, packed_attention)
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -60,7 +62,7 @@ class LanguageModel(GPTModel):
         )
         self.shape = shape
         self.first_layer = first_layer
-        self.rotary_pos_emb = RotaryEmbedding(shape.rope, context.device)
+        self.rotary_pos_emb = RotaryEmbedding(rope, context.device)
         self._drop_absent_biases()
         if self.post_process:
             self.output_layer = LMHead.replacing(self.output_layer)
@@ -68,11 +70,12 @@ class LanguageModel(GPTModel):
     def _drop_absent_biases(self) -> None:
         """Megatron has one switch for the biases of attention and MLP; Hugging Face models have one each."""
         for layer in self.decoder.layers if self.config.add_bias_linear else ():
-            if not self.shape.qkv_bias:
+            shape = self.shape.layers[layer.layer_number - 1]
+            if not shape.qkv_bias:
                 layer.self_attention.linear_qkv.register_parameter("bias", None)
-            if not self.shape.attention_output_bias:
+            if not shape.attention_output_bias:
                 layer.self_attention.linear_proj.register_parameter("bias", None)
-            if not self.shape.mlp_bias:
+            if not shape.mlp_bias:
                 layer.mlp.linear_fc1.register_parameter("bias", None)
                 layer.mlp.linear_fc2.register_parameter("bias", None)
 

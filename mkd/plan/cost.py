@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters
+from mkd.plan.flops import layer_attention_flops, matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
@@ -55,7 +55,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds of one micro-batch on one process: one decoder layer of each model, and the heads."""
+    """Milliseconds of one micro-batch on one process: an average decoder layer of each model, and the heads."""
 
     student_forward_ms: float
     student_backward_ms: float
@@ -108,7 +108,7 @@ def pair_cost(
         return _milliseconds(flops / ranks, rates.attention)
 
     def layer_ms(shape: ModelShape, seq_length: int, rate: float) -> float:
-        flops = 2 * training.micro_batch_size * seq_length * layer_matmul_parameters(shape)
+        flops = 2 * training.micro_batch_size * seq_length * matmul_parameters(shape) / shape.num_layers
         return _milliseconds(flops / ranks, rate) + attention_ms(shape, seq_length)
 
     planned = plan_teachers(config, teachers)

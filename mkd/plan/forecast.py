@@ -9,7 +9,7 @@ from typing import Any
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
-from mkd.plan.flops import distillation_flops, layer_matmul_parameters
+from mkd.plan.flops import distillation_flops, matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
@@ -43,7 +43,13 @@ class Forecast:
         )
         for teacher, forward_ms, layout in planned:
             if teacher.on_host:  # the next layer comes while one computes
-                copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
+                copy_ms = (
+                    matmul_parameters(teacher.shape)
+                    / teacher.shape.num_layers
+                    * element
+                    / tensor
+                    / HOST_BYTES_PER_MS
+                )
                 waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
                 times = [
                     StageTime(time.forward_ms + wait, time.backward_ms)

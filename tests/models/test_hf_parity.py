@@ -98,5 +98,6 @@ def test_the_long_family_is_long():
     from mkd.plan.model_shape import ModelShape
 
     name, options = FAMILIES["phi4-long"]
-    shape = ModelShape.from_hf_config(getattr(transformers, f"{name}Config")(**SIZES, **options).to_dict())
-    assert shape.rope.original_max_position_embeddings < max(LENGTHS) and shape.rope.attention_factor > 1.1
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
+    rope = ModelShape.from_hf_config(config.to_dict()).common("rope")
+    assert rope.original_max_position_embeddings < max(LENGTHS) and rope.attention_factor > 1.1

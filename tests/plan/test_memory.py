@@ -144,7 +144,9 @@ def test_a_layer_by_hand():
     head_norms = 2 * (2048 + 1024) + 4 * 24
     attention = 2 * (2048 + 2 * 1024 + 2048) + 4 * 16
     mlp = 2 * 3 * 6144
-    assert student_activations().layer_bytes() == SEQ_LENGTH * (norms + head_norms + attention + mlp)
+    assert student_activations().layer_bytes(STUDENT.layers[0]) == SEQ_LENGTH * (
+        norms + head_norms + attention + mlp
+    )
 
 
 def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
@@ -152,13 +154,16 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
     tensor, sequence = (student_activations(*TP4, *flags) for flags in ((), ("--sequence-parallel",)))
     hidden = SEQ_LENGTH * 2048 * 2
     rows = 2 * 4 * SEQ_LENGTH  # one fp32 value a row for both norms, on every process
-    assert tensor.layer_bytes() == (whole.layer_bytes() - 4 * hidden - rows) / 4 + 4 * hidden + rows
-    assert sequence.layer_bytes() == (whole.layer_bytes() - rows) / 4 + rows
+    assert (
+        tensor.layer_bytes(STUDENT.layers[0])
+        == (whole.layer_bytes(STUDENT.layers[0]) - 4 * hidden - rows) / 4 + 4 * hidden + rows
+    )
+    assert sequence.layer_bytes(STUDENT.layers[0]) == (whole.layer_bytes(STUDENT.layers[0]) - rows) / 4 + rows
 
 
 def test_early_ranks_keep_more_micro_batches():
     """1F1B: rank r of 4 holds 4 - r micro-batches, never more than there are."""
-    chunk = 7 * student_activations().layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert [rank.activations_gib / chunk for rank in predict(*PP4)[:3]] == pytest.approx([4, 3, 2])
     assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx(
         [2, 2, 2]
@@ -168,7 +173,7 @@ def test_early_ranks_keep_more_micro_batches():
 def test_interleaving_keeps_more():
     """Rank 0 of 2 x 2: 2 x 1 + 2 chunks to fill, one more in each turn."""
     flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
-    chunk = 7 * student_activations().layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
 
 
@@ -182,14 +187,18 @@ def test_interleaving_keeps_more():
 )
 def test_recomputed_layers_keep_their_input(flags, layers, inputs):
     kept = student_activations("--recompute-granularity", "full", "--recompute-method", *flags)
-    assert kept.chunk_bytes(28, is_last=False) == layers * kept.layer_bytes() + inputs * kept.hidden_bytes
-    assert kept.backward_bytes() > kept.layer_bytes() * (3 if flags[-1] == 3 else 1)
+    assert (
+        kept.chunk_bytes(STUDENT.layers, is_last=False)
+        == layers * kept.layer_bytes(STUDENT.layers[0]) + inputs * kept.hidden_bytes
+    )
+    assert kept.backward_bytes() > kept.layer_bytes(STUDENT.layers[0]) * (3 if flags[-1] == 3 else 1)
 
 
 def test_selective_recomputation_saves_nothing_with_flash_attention():
     """It drops 64 bytes of statistics a token, and keeps q and k of the joint projection alive through v."""
     plain, selective = (
-        student_activations(*flags).layer_bytes() for flags in ((), ("--recompute-granularity", "selective"))
+        student_activations(*flags).layer_bytes(STUDENT.layers[0])
+        for flags in ((), ("--recompute-granularity", "selective"))
     )
     assert selective - plain == SEQ_LENGTH * (2 * (2048 + 1024) - 64)
 

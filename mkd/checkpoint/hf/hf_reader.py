@@ -13,8 +13,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_names import EMBEDDING, LM_HEAD, TensorMap, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map, hf_tensor_shapes
 from mkd.errors import CheckpointError, ErrorList
+from mkd.families.weights import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -94,9 +95,9 @@ class HFCheckpoint:
         self.headers = self._read_headers(weight_map)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Rows (`dim` 0) or columns (`dim` 1) `start .. start + length` of a tensor, in the dtype on disk, on the CPU."""
+        """Return the slice `start .. start + length` along `dim` of a tensor, in the dtype on disk, on the CPU."""
         data = self._files[self.headers[tensor].file].get_slice(tensor)
-        part = data[start : start + length] if dim == 0 else data[:, start : start + length]
+        part = data[(slice(None),) * dim + (slice(start, start + length),)]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
@@ -250,20 +251,23 @@ def load_hf_weights(
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     parameters = dict(model_chunk.named_parameters())
     for name, tensor_map in map_chunk(parameters, shape, first_layer, tp_size).items():
-        parameter, dim = parameters[name].data, tensor_map.rule.dim
-        pieces = tensor_map.pieces(parameter.size(dim), tp_rank, tp_size)
-        if sum(piece.length for piece in pieces) < parameter.size(dim):
+        parameter = parameters[name].data
+        pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
+        if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
             parameter.zero_()
         for piece in pieces:
-            source = checkpoint.read(tensor_prefix + piece.tensor, dim, piece.tensor_start, piece.length)
-            parameter.narrow(dim, piece.shard_start, piece.length).copy_(source)
+            source = _read_piece(checkpoint, tensor_prefix + piece.tensor, piece)
+            piece.in_shard(parameter).copy_(source)
             if (
                 piece.tensor == EMBEDDING
                 and shape.tie_word_embeddings
                 and tensor_prefix + LM_HEAD in checkpoint.headers
             ):
-                head = checkpoint.read(tensor_prefix + LM_HEAD, dim, piece.tensor_start, piece.length)
-                _check_tied(checkpoint, source, head)
+                _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+
+
+def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
+    return checkpoint.read(tensor, piece.dim, piece.tensor_start, piece.length)
 
 
 def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> None:
@@ -290,7 +294,7 @@ def map_chunk(
         if tensor_map is None or not tensor_map.fits(tuple(parameters[name].shape), tp_size)
     ]
     _raise_all(problems)
-    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
+    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     problems = [
         CheckpointError(f"the model has no parameter for tensor {tensor}", "it would be left out silently")

@@ -30,13 +30,13 @@ SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a tensor can be found: a pipeline rank, its parameter there, and the length of each shard of it."""
+    """Where a tensor is: a pipeline rank, its parameter there, and the shape of each shard of the parameter."""
 
     pp_rank: int
     parameter: str
     chunk: int
     first_layer: int
-    shard_length: int
+    shard_shape: tuple[int, ...]
 
 
 def export_hf(
@@ -94,9 +94,8 @@ class _Sources:
             for name, tensor_map in map_chunk(
                 parameters, self.shape, first_layer, self.context.tp_size
             ).items():
-                length = parameters[name].size(tensor_map.rule.dim)
-                owner = Owner(self.context.pp_rank, name, chunk, first_layer, length)
-                for tensor in tensor_map.tensors:
+                owner = Owner(self.context.pp_rank, name, chunk, first_layer, tuple(parameters[name].shape))
+                for tensor in tensor_map.all_tensors:
                     owned.setdefault(tensor, owner)
         return owned
 
@@ -114,19 +113,18 @@ class _Sources:
         """The whole tensor on global rank 0 (CPU); None elsewhere. Collective over the first replica's ranks."""
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
-        dim = tensor_map.rule.dim
+        dim = tensor_map.entry.rule.dim
         whole = torch.empty(full, dtype=dtype) if context.rank == 0 else None
-        holders = 1 if tensor_map.rule.replicated else context.tp_size
+        holders = 1 if tensor_map.is_replicated else context.tp_size
         on_stage = context.pp_rank == owner.pp_rank and context.tp_rank < holders
         for tp_rank in range(holders):
-            pieces = tensor_map.pieces(owner.shard_length, tp_rank, context.tp_size)
+            pieces = tensor_map.pieces(owner.shard_shape, tp_rank, context.tp_size)
             pieces = [piece for piece in pieces if piece.tensor == tensor]
             if not pieces or not (on_stage or context.rank == 0):
                 continue
             if on_stage and context.tp_rank == tp_rank:
                 shard = self.parameters[owner.chunk][owner.parameter].detach()
-                slices = [shard.narrow(dim, piece.shard_start, piece.length) for piece in pieces]
-                part = torch.cat(slices, dim).to(dtype)
+                part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
                 length = sum(piece.length for piece in pieces)
                 part_shape = [length if axis == dim else size for axis, size in enumerate(full)]
@@ -155,7 +153,7 @@ class _Sources:
 def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None:
     start = 0
     for piece in pieces:
-        whole.narrow(dim, piece.tensor_start, piece.length).copy_(part.narrow(dim, start, piece.length))
+        piece.in_tensor(whole).copy_(part.narrow(dim, start, piece.length))
         start += piece.length
 
 
