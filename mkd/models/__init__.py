@@ -1,7 +1,7 @@
 """Decoders on Megatron-core: layers for packed documents, and the stage that holds student and teachers.
 
 transformer_config.py            ModelShape -> Megatron's configuration
-norm.py, rope.py                 layer parts: RMSNorm and rotary embeddings
+norm.py, post_norm.py, rope.py   layer parts: RMSNorm, norms behind a block, rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
 specs.py                         which module makes which part of a layer
 head.py, language_model.py       one model part: embedding, layers, LM head

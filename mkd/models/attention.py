@@ -7,12 +7,30 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import context_parallel_rows, document_parts
+
+
+class LayerRopeAttention(SelfAttention):
+    """Megatron's self-attention of a model whose layers have different rotary embeddings: takes those of its layer.
+
+    `rotary_pos_emb` holds all of them, [embeddings, n, 1, 1, d], because Megatron hands one tensor to all layers.
+    """
+
+    def __init__(self, *args, rope_index: int, **options):
+        super().__init__(*args, **options)
+        self.rope_index = rope_index
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options
+    ):
+        rope = rotary_pos_emb[self.rope_index]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rope, **options)
 
 
 class PackedAttention(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mkd.models.head import LMHead
 from mkd.models.packed import PackedDocuments
-from mkd.models.rope import RotaryEmbedding
+from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.parallel.context import ParallelContext
@@ -40,14 +40,14 @@ class LanguageModel(GPTModel):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        rope = shape.common("rope")
-        if rope.attention_factor != 1.0:
-            config.yarn_rotary_scaling_factor = _as_yarn_scale(rope.attention_factor)
+        (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one a model
+        if attention_factor != 1.0:
+            config.yarn_rotary_scaling_factor = _as_yarn_scale(attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine has context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
         layers = shape.layers[first_layer : first_layer + num_layers]
-        spec = block_spec(layers, context.platform.transformer_engine, packed_attention)
+        spec = block_spec(layers, shape.ropes, context.platform.transformer_engine, packed_attention)
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -62,7 +62,13 @@ class LanguageModel(GPTModel):
         )
         self.shape = shape
         self.first_layer = first_layer
-        self.rotary_pos_emb = RotaryEmbedding(rope, context.device)
+        self.rotary_pos_emb = (
+            RotaryEmbedding(shape.ropes[0], context.device)
+            if len(shape.ropes) == 1
+            else LayerRotaryEmbeddings(shape.ropes, context.device)
+        )
+        # Rounded to the dtype of the embeddings, as transformers does.
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
         if self.post_process:
             self.output_layer = LMHead.replacing(self.output_layer)
@@ -91,6 +97,8 @@ class LanguageModel(GPTModel):
         """Embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
         if self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.embedding_scale != 1.0:
+                decoder_input = decoder_input * self.embedding_scale
         return decoder_input, self.rotary_pos_emb(packed_seq_params), None, None, None, None
 
     def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:

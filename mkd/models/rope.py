@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,3 +75,16 @@ class RotaryEmbedding(nn.Module):
     def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
         half = torch.outer(positions.float(), frequencies)
         return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+
+class LayerRotaryEmbeddings(nn.Module):
+    """The rotary embeddings of a model whose layers have different ones, for `LayerRopeAttention`."""
+
+    def __init__(self, ropes: Sequence[RopeShape], device: torch.device):
+        super().__init__()
+        assert all(rope.kind != "longrope" for rope in ropes), "the angles of LongRoPE have another shape"
+        self.embeddings = nn.ModuleList(RotaryEmbedding(rope, device) for rope in ropes)
+
+    def forward(self, packed: PackedDocuments) -> Tensor:
+        """Return angles in radians, fp32 [embeddings, n, 1, 1, rotary_dim]; n is the longest padded document."""
+        return torch.stack([embedding(packed) for embedding in self.embeddings])

@@ -16,23 +16,46 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mkd.families.layer_shape import LayerShape
-from mkd.models.attention import PackedAttention
+from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.norm import RMSNorm
+from mkd.models.post_norm import with_post_norm
 
 
 def block_spec(
-    layers: Sequence[LayerShape], transformer_engine: bool, packed_attention: bool = False
+    layers: Sequence[LayerShape],
+    ropes: Sequence[RopeShape],  # the different ones of the whole model
+    transformer_engine: bool,
+    packed_attention: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
     `packed_attention`: use mkd's own attention in Transformer Engine's layers; the local layers always have it.
     """
     if transformer_engine and HAVE_TE:
-        specs = [te_layer_spec(layer, packed_attention) for layer in layers]
-        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
-    specs = [local_layer_spec(layer) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+        specs, norm = [te_layer_spec(layer, packed_attention) for layer in layers], TENorm
+    else:
+        specs, norm = [local_layer_spec(layer) for layer in layers], RMSNorm
+    for layer, spec in zip(layers, specs, strict=True):
+        if layer.post_norms:
+            _add_post_norms(spec, norm)
+        if len(ropes) > 1:
+            _select_rope(spec, ropes.index(layer.rope))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _add_post_norms(spec: ModuleSpec, norm: type) -> None:
+    """Let attention and MLP end with a norm."""
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention.linear_proj = with_post_norm(attention.linear_proj, norm)
+    mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, norm)
+
+
+def _select_rope(spec: ModuleSpec, index: int) -> None:
+    """Let attention take one of several rotary embeddings."""
+    attention = spec.submodules.self_attention
+    attention.module = LayerRopeAttention
+    attention.params = attention.params | {"rope_index": index}
 
 
 def te_layer_spec(layer: LayerShape, packed_attention: bool) -> ModuleSpec:

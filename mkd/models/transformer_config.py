@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -44,7 +46,9 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.common("qk_norm"),
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_activation(shape.common("activation"), context.platform.is_cuda),
+        layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        softmax_scale=shape.attention_scale,
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
         add_qkv_bias=shape.common("qkv_bias"),
         bias_activation_fusion=context.platform.is_cuda,
@@ -81,3 +85,15 @@ def transformer_config(
         recompute_num_layers=options.recompute_num_layers,
         deterministic_mode=options.deterministic and context.platform.is_cuda,
     )
+
+
+def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function of the gate as Megatron wants it: its fused gated GELU is called `F.gelu` and has the tanh form."""
+    if name == "gelu_tanh":
+        return F.gelu if is_fused else _gelu_tanh
+    assert name == "silu", name
+    return F.silu
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")

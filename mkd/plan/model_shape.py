@@ -15,7 +15,7 @@ from typing import Any
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.registry import FAMILIES
 
 AGAIN = "download or write it again"
@@ -35,6 +35,9 @@ class ModelShape:
     max_position_embeddings: int = field(compare=False)  # a stated limit; no weight depends on it
     norm_epsilon: float
     tie_word_embeddings: bool = False
+    zero_centered_norms: bool = False  # every norm multiplies by 1 + weight
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to their dtype
+    attention_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)
     initializer_range: float = field(default=0.02, compare=False)
     hf_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -52,6 +55,11 @@ class ModelShape:
     def sliding_windows(self) -> tuple[int, ...]:
         """The different window sizes of the layers, ascending; () if all attention is full."""
         return tuple(sorted({layer.sliding_window for layer in self.layers if layer.sliding_window}))
+
+    @property
+    def ropes(self) -> tuple[RopeShape, ...]:
+        """The different position embeddings of the layers, in the order in which they occur."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     def common(self, name: str) -> Any:
         """Return the field `name` of `LayerShape` that all layers share; for what Megatron configures once a model."""
