@@ -131,7 +131,12 @@ class ModelShape:
             raise UsageError(
                 f"{source}: model_type {model_type!r} is not supported",
                 f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
-                "use a model of one of these families",
+                "use a model of one of these families"
+                + (
+                    "; of a multimodal model, its text model saved on its own"
+                    if "text_config" in config
+                    else ""
+                ),
             )
         try:
             return cls._read(family, given, hf_config=dict(config))

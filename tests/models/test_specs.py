@@ -15,6 +15,7 @@ from mkd.models import specs
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import PostNorm
+from mkd.platform import detect
 
 ROPES = (RopeShape(theta=1e4, rotary_dim=8), RopeShape(theta=1e6, rotary_dim=8))
 PLAIN = LayerShape(ffn_hidden_size=32, rope=ROPES[0])
@@ -74,6 +75,7 @@ def test_packed_attention_replaces_the_core_only(transformer_engine):
 
 
 def test_a_zero_centred_norm_multiplies_by_one_plus_its_weight():
+    detect()  # on the CPU: the shim for torch.cuda
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, layernorm_zero_centered_gamma=True
     )

@@ -119,9 +119,11 @@ def test_vocabulary_rows_are_padded_to_whatever_the_model_has(tiny, tp_size):
 
 def test_norms_have_one_source_under_both_layer_specs(tiny):
     shape, tensors = tiny
+    is_gemma = shape.family == "gemma3_text"
+    before_mlp = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     for local, fused, source in [
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm"),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", before_mlp),
     ]:
         for name in (local, fused):
             found = shard_of(shape, tensors, f"decoder.layers.1.{name}", shape.hidden_size, 1, 2)
