@@ -24,7 +24,7 @@ from mkd.plan.model_shape import ModelShape
 class LanguageModel(GPTModel):
     """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
 
-    It differs from GPTModel in three points: rotary angles come from `ModelShape.rope`; the last stage returns its final
+    It differs from GPTModel in three points: rotary angles come from the shapes of the layers; the last stage returns its final
     hidden state, so that the loss decides how and when logits are made; checkpoint entries whose padding depends on the
     tensor-parallel size (vocabulary rows, attention groups) may be loaded at another size.
     """
@@ -74,7 +74,7 @@ class LanguageModel(GPTModel):
             self.output_layer = LMHead.replacing(self.output_layer)
 
     def _drop_absent_biases(self) -> None:
-        """Megatron has one switch for the biases of attention and MLP; Hugging Face models have one each."""
+        """Remove biases that the layers do not have: Megatron has one switch for all, Hugging Face models have several."""
         for layer in self.decoder.layers if self.config.add_bias_linear else ():
             shape = self.shape.layers[layer.layer_number - 1]
             if not shape.qkv_bias:
@@ -94,7 +94,7 @@ class LanguageModel(GPTModel):
         packed_seq_params: PackedDocuments | None = None,
         padding_mask: Tensor | None = None,
     ):
-        """Embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
+        """Return embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
         if self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.embedding_scale != 1.0:
@@ -105,7 +105,7 @@ class LanguageModel(GPTModel):
         return hidden_states
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """The head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
+        """Apply the head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
 
         Backward: the gradient of `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter
         with sequence parallelism).
@@ -135,7 +135,7 @@ class LanguageModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Megatron's sharded state, with layout-dependent padding marked as such."""
+        """Return Megatron's sharded state with layout-dependent padding marked as such."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, entry in state.items():
             if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
@@ -144,5 +144,5 @@ class LanguageModel(GPTModel):
 
 
 def _as_yarn_scale(attention_factor: float) -> float:
-    """The scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
+    """Return the scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
     return math.exp((attention_factor - 1.0) / 0.1)

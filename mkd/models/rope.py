@@ -1,4 +1,4 @@
-"""Rotary position embeddings of packed documents: default, linear, Llama 3 and LongRoPE frequencies."""
+"""Rotary position embeddings of packed documents with default, linear, Llama 3 or LongRoPE frequencies."""
 
 from __future__ import annotations
 

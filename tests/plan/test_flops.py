@@ -9,7 +9,7 @@ from tests.plan.shapes import STUDENT, TEACHER
 from tests.tiny_models import make_model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 def test_layer_parameters_are_the_matrices_of_a_layer(family, tmp_path):
     folder = make_model(tmp_path / family, family)
     tensors = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}

@@ -33,7 +33,7 @@ DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored
 
 
 def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """A local model folder as it is; anything else is a hub id (`org/name`), whose files are downloaded into the hub's cache.
+    """Return a local model folder as it is; take anything else for a hub id (`org/name`) and download into the hub's cache.
 
     Raises `CheckpointError` when it is neither.
     """
@@ -52,7 +52,7 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
 
 
 def contained_file(directory: Path, name: str) -> Path:
-    """`directory/name`, if the file it leads to belongs to that folder or to the same model of a hub cache.
+    """Return `directory/name` if its file belongs to that folder or to the same model of a hub cache, links followed.
 
     In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files are links to
     `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a private file.
@@ -73,7 +73,7 @@ def contained_file(directory: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about a tensor without reading its data."""
+    """A tensor as the header of its file describes it."""
 
     file: str
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class HFCheckpoint:
         return part
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Tensor name -> file name as the index says; None for a single file, which wins as it does in transformers."""
+        """Return the index: tensor name -> file name. None for a single file, which takes precedence as in transformers."""
         if (self.directory / SINGLE_FILE).exists():
             return None
         if not (self.directory / INDEX_FILE).exists():
@@ -186,7 +186,7 @@ class HFCheckpoint:
 def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
     """Compare names, shapes and dtypes on disk with `shape`, from headers only. Raises `ErrorList` with every problem.
 
-    `tensor_prefix` stands before every name on disk; other tensors are then not looked at.
+    `tensor_prefix` precedes every name on disk; tensors without it are ignored.
     """
     expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
     found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
@@ -234,19 +234,19 @@ def _header_problems(
 
 @torch.no_grad()
 def load_hf_weights(
-    model_chunk: nn.Module,  # one pipeline chunk; its parameters are overwritten in place, dtype and device kept
+    model_chunk: nn.Module,  # its parameters are overwritten in place, dtype and device kept
     shape: ModelShape,
     checkpoint: HFCheckpoint,
     *,
-    first_layer: int,  # index in the whole model of the chunk's layer 0
+    first_layer: int,  # index in the whole model of the part's layer 0
     tp_rank: int,
     tp_size: int,
     tensor_prefix: str = "",
 ) -> None:
-    """Fill a chunk from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
+    """Fill a model part from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
 
     The headers are checked before any weight is read. Raises `CheckpointError` for a parameter without a source or a
-    tensor of the chunk's layers without a parameter, and for a tied model whose stored head differs from its embedding.
+    tensor of its layers without a parameter, and for a tied model whose stored head differs from its embedding.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     parameters = dict(model_chunk.named_parameters())
@@ -282,7 +282,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 def map_chunk(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
-    """The map of every parameter of a pipeline chunk. Raises `CheckpointError`s for whatever one side lacks."""
+    """Return the map of every parameter of a model part. Raises `CheckpointError`s for whatever one side lacks."""
     maps = {name: find_map(shape, name, first_layer) for name in parameters}
     problems = [
         CheckpointError(
@@ -306,7 +306,7 @@ def map_chunk(
 
 
 def layer_of(tensor: str) -> int | None:
-    """The layer index in a Hugging Face tensor name; None outside the layers."""
+    """Return the layer index in a Hugging Face tensor name; None outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", tensor)
     return None if match is None else int(match.group(1))
 

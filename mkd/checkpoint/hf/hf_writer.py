@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints out: the chunks of all ranks become one folder, the same bytes whatever the layout.
+"""Hugging Face checkpoints out: the model parts of all ranks become one folder, the same bytes whatever the layout.
 
 Tensors travel one at a time to global rank 0, which streams them to disk: within the tensor-parallel group by broadcast,
 between pipeline stages by one send. Padding (vocabulary rows, attention groups) is dropped before anything is sent.
@@ -42,7 +42,7 @@ class Owner:
 def export_hf(
     model_chunks: list[
         tuple[nn.Module, int]
-    ],  # this rank's chunks, each with the model's index of its layer 0
+    ],  # this rank's parts, each with the model's index of its layer 0
     shape: ModelShape,
     out_dir: str | Path,
     *,
@@ -69,7 +69,7 @@ def export_hf(
 
 
 class _Sources:
-    """Finds and fetches Hugging Face tensors from the chunks of all pipeline stages."""
+    """Finds Hugging Face tensors in the model parts of all pipeline stages and fetches them."""
 
     def __init__(
         self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext
@@ -110,7 +110,7 @@ class _Sources:
             )
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """The whole tensor on global rank 0 (CPU); None elsewhere. Collective over the first replica's ranks."""
+        """Return the whole tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica's ranks."""
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
         dim = tensor_map.entry.rule.dim
@@ -160,7 +160,7 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
 def _write(
     plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
 ) -> CheckpointError | None:
-    """Write all files on rank 0. A failure is returned, after the other ranks have been heard out: they must not wait."""
+    """Write all files on rank 0. Return a failure only after the other ranks have sent everything: they must not wait."""
     try:
         write_shards(plan, stream, out_dir)
         _publish(plan, out_dir, assets)
@@ -195,7 +195,7 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """The model's configuration with the dtype that is written, under the key that it uses itself."""
+    """Return the model's configuration with the written dtype, under the key that it uses itself."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
@@ -203,7 +203,7 @@ def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
 
 
 def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
-    """Everything that can be wrong before tensors move: the first problem, or None."""
+    """Check what can be wrong before tensors move. Return the first problem, or None."""
     try:
         reference = ModelShape.from_hf_dir(assets.model)
         for name, path in assets.files().items():
@@ -242,7 +242,7 @@ def _drain(stream: Iterator[Tensor | None]) -> None:
 
 
 def _raise_everywhere(context: ParallelContext, problem: Exception | None) -> None:
-    """Raise global rank 0's problem on all ranks. A broadcast: also the point where all ranks meet."""
+    """Raise global rank 0's problem on all ranks. The broadcast is also a barrier."""
     problem = context.broadcast_object(problem)
     if problem is not None:
         problem.on_all_ranks = True
