@@ -32,7 +32,7 @@ def test_a_place_comes_before_the_text_of_a_copy():
     "error",
     [
         ERROR,
-        BadRecord.at("a.jsonl", 3, b"{", ERROR),
+        BadRecord.from_row("a.jsonl", 3, b"{", ERROR),
         ErrorList([ERROR, CheckpointError("gone", code="file-gone")]),
         ErrorList([ERROR]),
     ],

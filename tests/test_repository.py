@@ -17,7 +17,7 @@ from tests.headless import count_by_folder, headless_texts
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-TORCH_FREE_PACKAGES = ("config", "plan")
+TORCH_FREE_PACKAGES = ("config", "plan", "families")
 HEAVY_MODULES = ("torch", "megatron", "transformers")
 MAX_HEADLESS = {  # texts that open without a verb or noun (tests/headless.py), by folder: may only shrink
     "launch": 2,
@@ -208,6 +208,6 @@ def test_every_error_has_a_code():
         for path in python_files()
         for call in ast.walk(ast.parse(read(path)))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in classes
-        if "code" not in [word.arg for word in call.keywords]
+        if "code" not in [word.arg for word in call.keywords] and name(path) != "tests/test_error_codes.py"
     ]
     assert not missing

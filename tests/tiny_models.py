@@ -48,6 +48,32 @@ FAMILIES = {
     "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
     "mistral": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=1, sliding_window=16)),
+    "qwen3-windows": (
+        "Qwen3",
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            sliding_window=12,
+            use_sliding_window=True,
+            layer_types=2 * ["sliding_attention", "full_attention"],
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            sliding_window=12,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=24,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (
         "Phi3",
@@ -60,6 +86,11 @@ FAMILIES = {
         ),
     ),
 }
+
+
+def config_class(name: str) -> type:
+    """transformers' configuration of a `...ForCausalLM`; of a family with images, that of its text model."""
+    return getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
 
 
 def make_model(
@@ -77,7 +108,7 @@ def make_model(
     their usual size.
     """
     name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options, **sizes})
+    config = config_class(name)(**{**SIZES, **options, **sizes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

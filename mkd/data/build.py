@@ -63,8 +63,8 @@ def open_datasets(
     train_end, valid_end = parse_split(split or "1").ends
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
-    flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path")
-    flags |= dict.fromkeys(train.paths, "--data-path")
+    paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
+    flags = {path: flag for flag, named in paths.items() for path in named}
     text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
     preparation = _Preparation(*text, teachers, max_bad_records, quarantine, progress)
     prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
@@ -81,12 +81,11 @@ def open_datasets(
     if train_data is None:
         raise DataError(
             f"--split {split} leaves no document for training",
-            f"{' '.join(train.paths)} has too few documents",
-            "give training a larger part",
+            do="give training a larger part, or more documents",
             code="split-leaves-no-training",
         )
-    begin, end = (0.0, 1.0) if valid else (train_end, valid_end)
-    valid_data = _open_blend(valid or train, prepared, begin, end, open_packed)
+    held_out = (valid, prepared, 0.0, 1.0) if valid else (train, prepared, train_end, valid_end)
+    valid_data = _open_blend(*held_out, open_packed)
     if teachers:
         attach_teachers((train_data, valid_data), teachers, dict(prepared.values()), document_multiple)
     return train_data, valid_data

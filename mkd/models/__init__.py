@@ -1,0 +1,12 @@
+"""Decoders on Megatron-core: layers for packed documents, and the stage that holds student and teachers.
+
+transformer_config.py            ModelShape -> Megatron's configuration
+norm.py, post_norm.py, rope.py   layer parts: RMSNorm, norms behind a block, rotary embeddings
+packed.py, attention.py          document borders, and attention that respects them
+specs.py                         which module makes which part of a layer
+head.py, language_model.py       one model part: embedding, layers, LM head
+builder.py                       all model parts of a rank
+stage.py                         student and teachers on one pipeline stage
+residency.py                     a teacher whose layers live in host memory
+stopwatch.py                     the time that teachers take on the device
+"""

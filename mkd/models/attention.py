@@ -1,4 +1,4 @@
-"""Packed (THD) causal attention, one SDPA call per document: where Transformer Engine is not, or has no kernel."""
+"""Packed (THD) causal attention, one SDPA call per document: for machines without Transformer Engine, or without its kernel."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkd.models.packed import PackedDocuments
 from mkd.parallel.zigzag import context_parallel_rows, document_parts
+
+
+class LayerRopeAttention(SelfAttention):
+    """Megatron's self-attention of a model whose layers have different rotary embeddings: takes those of its layer.
+
+    `rotary_pos_emb` holds all of them, [embeddings, n, 1, 1, d], because Megatron hands one tensor to all layers.
+    """
+
+    def __init__(self, *args, rope_index: int, **options):
+        super().__init__(*args, **options)
+        self.rope_index = rope_index
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options
+    ):
+        rope = rotary_pos_emb[self.rope_index]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rope, **options)
 
 
 class PackedAttention(nn.Module):
@@ -33,7 +52,8 @@ class PackedAttention(nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
         self.deterministic = config.deterministic_mode  # the other kernels add up in any order in backward
         self.cp_size = config.context_parallel_size
         self.cp_group = pg_collection.cp if self.cp_size > 1 else None
@@ -59,7 +79,7 @@ class PackedAttention(nn.Module):
         if self.cp_size > 1:
             key, value = self._whole_pack(key, value, packed_seq_params.cu_seqlens_q_padded)
         queries = query.split([span // self.cp_size for span in spans])
-        # Of no rows, but part of the graph: a rank that holds only padding must join the reduction in backward.
+        # Empty outputs, but part of the graph: a rank that holds only padding must join the reduction in backward.
         outputs = [tensor[:0].reshape(0, *query.shape[1:]) for tensor in (key, value)]
         for length, span, q, k, v in zip(
             lengths, spans, queries, key.split(spans), value.split(spans), strict=True
@@ -68,13 +88,13 @@ class PackedAttention(nn.Module):
             for (first, last), part in zip(
                 parts, q.split([last - first for first, last in parts]), strict=True
             ):
-                end = max(first, min(last, length))  # of the part's real tokens
+                end = max(first, min(last, length))  # the end of the part's real tokens
                 attended = self._attend(part[: end - first], k[:end], v[:end])
                 outputs.append(F.pad(attended, (0, 0, 0, 0, 0, last - end)))
         return torch.cat(outputs).flatten(1)
 
     def _whole_pack(self, key: Tensor, value: Tensor, cu_seqlens_padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all ranks in document order: [t, groups, d] twice -> [cp * t, groups, d] twice.
+        """Return the keys and values of all ranks in document order: [t, groups, d] twice -> [cp * t, groups, d] twice.
 
         All-gather over context parallel; backward: reduce-scatter SUM, each rank gets the gradient of its own rows.
         """
@@ -84,7 +104,7 @@ class PackedAttention(nn.Module):
         return gathered[order].unbind(dim=1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of the last n of m tokens: [n, heads, d], [m, groups, d] twice -> [n, heads, d]."""
+        """Compute the causal attention of the last n of m tokens: [n, heads, d], [m, groups, d] twice -> [n, heads, d]."""
         n, m = query.size(0), key.size(0)
         if n == 0:
             return query
@@ -107,7 +127,7 @@ class PackedAttention(nn.Module):
 
 
 def _causal_mask(n: int, m: int, window: int, device: torch.device) -> Tensor:
-    """bool [n, m]: the query at position i, one of the last n of m, sees the key at position j when 0 <= i - j < window."""
+    """Return bool [n, m]: the query at position i, one of the last n of m, sees the key at position j when 0 <= i - j < window."""
     position = torch.arange(m, device=device)
     distance = position[m - n :, None] - position[None, :]
     return (distance >= 0) & (distance < window)

@@ -1,4 +1,4 @@
-"""Builds this rank's chunks of the models."""
+"""Builds this rank's parts of the models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build_chunks(
     context: ParallelContext,
     padded_vocab_size: int | None = None,
 ) -> list[LanguageModel]:
-    """One chunk per virtual stage of this rank, weights uninitialised. Collective: all ranks build in the same order."""
+    """Build one model part per virtual stage, weights not loaded. Collective: all ranks build in the same order."""
     return [
         LanguageModel(
             shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size
@@ -31,7 +31,7 @@ def build_chunks(
 def join_stages(
     students: Sequence[LanguageModel], teachers: Sequence[Sequence[LanguageModel]] = ()
 ) -> list[DistillationStage]:
-    """Join the chunks of the student and of each teacher, virtual stage by virtual stage."""
+    """Join the parts of the student and of each teacher, virtual stage by virtual stage."""
     return [
         DistillationStage(student, [chunks[stage] for chunks in teachers])
         for stage, student in enumerate(students)
@@ -39,5 +39,5 @@ def join_stages(
 
 
 def common_padded_vocab_size(shapes: Sequence[ModelShape], tensor_parallel: int) -> int:
-    """Vocabulary rows of all heads: padded alike, so that every id has its logits of all models on the same rank."""
+    """Return the vocabulary rows of all heads: padded alike, so that all models have an id's logits on the same rank."""
     return max(shape.padded_vocab_size(tensor_parallel) for shape in shapes)

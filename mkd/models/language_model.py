@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mkd.models.head import LMHead
 from mkd.models.packed import PackedDocuments
-from mkd.models.rope import RotaryEmbedding
+from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.parallel.context import ParallelContext
@@ -20,9 +20,9 @@ from mkd.plan.model_shape import ModelShape
 
 
 class LanguageModel(GPTModel):
-    """One pipeline chunk of a decoder.
+    """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
 
-    It differs from GPTModel in three points: rotary angles come from `ModelShape.rope`; the last stage returns its final
+    It differs from GPTModel in three points: rotary angles come from the shapes of the layers; the last stage returns its final
     hidden state, so that the loss decides how and when logits are made; checkpoint entries whose padding depends on the
     tensor-parallel size (vocabulary rows, attention groups) may be loaded at another size.
     """
@@ -38,12 +38,14 @@ class LanguageModel(GPTModel):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        if shape.rope.attention_factor != 1.0:
-            config.yarn_rotary_scaling_factor = _as_yarn_scale(shape.rope.attention_factor)
+        (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one a model
+        if attention_factor != 1.0:
+            config.yarn_rotary_scaling_factor = _as_yarn_scale(attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
         # Transformer Engine has context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
-        spec = block_spec(num_layers, shape.qk_norm, context.platform.transformer_engine, packed_attention)
+        layers = shape.layers[first_layer : first_layer + num_layers]
+        spec = block_spec(layers, shape.ropes, context.platform.transformer_engine, packed_attention)
         super().__init__(
             config=config,
             transformer_layer_spec=spec,
@@ -58,19 +60,26 @@ class LanguageModel(GPTModel):
         )
         self.shape = shape
         self.first_layer = first_layer
-        self.rotary_pos_emb = RotaryEmbedding(shape.rope, context.device)
+        self.rotary_pos_emb = (
+            RotaryEmbedding(shape.ropes[0], context.device)
+            if len(shape.ropes) == 1
+            else LayerRotaryEmbeddings(shape.ropes, context.device)
+        )
+        # Rounded to the dtype of the embeddings, as transformers does.
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
         if self.post_process:
             self.output_layer = LMHead.replacing(self.output_layer)
 
     def _drop_absent_biases(self) -> None:
-        """Megatron has one switch for the biases of attention and MLP; Hugging Face models have one each."""
+        """Remove biases that the layers do not have: Megatron has one switch for all, Hugging Face models have several."""
         for layer in self.decoder.layers if self.config.add_bias_linear else ():
-            if not self.shape.qkv_bias:
+            shape = self.shape.layers[layer.layer_number - 1]
+            if not shape.qkv_bias:
                 layer.self_attention.linear_qkv.register_parameter("bias", None)
-            if not self.shape.attention_output_bias:
+            if not shape.attention_output_bias:
                 layer.self_attention.linear_proj.register_parameter("bias", None)
-            if not self.shape.mlp_bias:
+            if not shape.mlp_bias:
                 layer.mlp.linear_fc1.register_parameter("bias", None)
                 layer.mlp.linear_fc2.register_parameter("bias", None)
 
@@ -83,16 +92,18 @@ class LanguageModel(GPTModel):
         packed_seq_params: PackedDocuments | None = None,
         padding_mask: Tensor | None = None,
     ):
-        """Embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
+        """Return embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
         if self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.embedding_scale != 1.0:
+                decoder_input = decoder_input * self.embedding_scale
         return decoder_input, self.rotary_pos_emb(packed_seq_params), None, None, None, None
 
     def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
         return hidden_states
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """The head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
+        """Apply the head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
 
         Backward: the gradient of `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter
         with sequence parallelism).
@@ -125,7 +136,7 @@ class LanguageModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Megatron's sharded state, with layout-dependent padding marked as such."""
+        """Return Megatron's sharded state with layout-dependent padding marked as such."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, entry in state.items():
             if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
@@ -134,5 +145,5 @@ class LanguageModel(GPTModel):
 
 
 def _as_yarn_scale(attention_factor: float) -> float:
-    """The scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
+    """Return the scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
     return math.exp((attention_factor - 1.0) / 0.1)

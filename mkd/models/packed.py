@@ -1,4 +1,4 @@
-"""Document borders of one pack, as Megatron's attention and rotary embeddings take them."""
+"""Document borders of one pack in the form that Megatron's attention and rotary embeddings take."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def packed_documents(
     max_seqlen: int,  # longest document with padding, tokens
     padding_joins_document: bool = False,
 ) -> PackedDocuments:
-    """Borders of the documents of one THD row: the whole one, also on context-parallel ranks that hold a part of it.
+    """Describe the documents of one THD row: the whole row, also on context-parallel ranks that hold a part of it.
 
-    With `padding_joins_document` attention takes a document's padding for its last tokens: Transformer Engine's fastest
-    kernels take no gaps. Attention is causal and padding has no loss, so that no other position and no gradient can tell.
+    If `padding_joins_document`, padding counts as part of its document, because Transformer Engine's fastest kernels need
+    contiguous segments. Attention is causal and padding has no loss, so no other position and no gradient changes.
     """
     attended = cu_seqlens_padded if padding_joins_document else cu_seqlens
     return PackedDocuments(

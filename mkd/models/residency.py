@@ -18,7 +18,7 @@ class _Slot:
     """Room for one layer on the device."""
 
     buffer: Tensor  # [bytes of the largest layer] uint8
-    layer: _Layer | None = None  # whose weights it holds, or will hold once `loaded` has happened
+    layer: _Layer | None = None  # the layer whose weights it holds once `loaded` has happened
     loaded: torch.cuda.Event = field(
         default_factory=lambda: torch.cuda.Event()
     )  # looked up late: the CPU has its own
@@ -31,8 +31,8 @@ class _Layer:
 
     parameters: list[nn.Parameter]
     host: Tensor  # [bytes] uint8
-    on_host: list[Tensor]  # views of `host`, one a parameter
-    on_device: dict[_Slot, list[Tensor]] = field(default_factory=dict)  # likewise, of every slot
+    on_host: list[Tensor]  # views of `host`, one for each parameter
+    on_device: dict[_Slot, list[Tensor]] = field(default_factory=dict)  # views of each slot's buffer
 
     @classmethod
     def moved_to_host(cls, module: nn.Module, device: torch.device) -> _Layer:
@@ -53,15 +53,15 @@ class _Layer:
 class HostResidency:
     """Keeps the decoder layers of one frozen teacher in host memory; two of them are on the device at a time.
 
-    While a layer computes, a side stream copies the next one; behind the last layer of a chunk comes its first, for the next
+    While a layer computes, a side stream copies the next one; after the last layer of a model part comes its first, for the next
     micro-batch. Embedding, final norm and head stay on the device. Parameters are views of a device buffer during their
     layer's forward and of host memory otherwise. Nothing is allocated and no device is synchronised after construction, and
     whatever order the layers run in, each computes with its own weights: a wrong guess of the next one only costs time. On
     the CPU the same code makes plain copies.
 
-    Build it when the weights are loaded: the layers then leave the device one by one. So the whole teacher is there for a
-    moment, before gradients and optimizer state exist. It serves the chunks of all virtual stages of a teacher, which run in
-    turns. Weights must not change afterwards, and must be used without a graph.
+    Build it when the weights are loaded: the layers then leave the device one by one. The whole teacher is on the device for
+    a moment, before gradients and optimizer state exist. It serves the parts of all virtual stages of a teacher, which run
+    in turns. Weights must not change afterwards, and must be used without autograd.
     """
 
     def __init__(self, chunks: Sequence[LanguageModel], device: torch.device):
@@ -89,23 +89,23 @@ class HostResidency:
 
     @property
     def device_bytes(self) -> int:
-        """Of the buffers on the device."""
+        """Size of the buffers on the device."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def _enter(self, layer: _Layer, following: _Layer, module: nn.Module, args: tuple) -> None:
-        """Before a layer computes: its weights are there; the next ones set out."""
+        """Before a layer computes: wait for its weights and start the copy of the next layer's."""
         slot = self._latest = self._bring(layer)
         torch.cuda.current_stream().wait_event(slot.loaded)
         layer.use(layer.on_device[slot])
         self._bring(following)
 
     def _leave(self, layer: _Layer, module: nn.Module, args: tuple, output: object) -> None:
-        """After it: its slot may be overwritten as soon as the device has done what was queued so far."""
+        """After a layer has computed: free its slot as soon as the device has finished the queued work."""
         self._latest.free.record(torch.cuda.current_stream())
         layer.use(layer.on_host)
 
     def _bring(self, layer: _Layer) -> _Slot:
-        """The slot that holds `layer`; if none does, the copy into the slot of the layer before the latest is queued."""
+        """Return the slot that holds `layer`; if none does, queue the copy into the slot that is not the latest."""
         for slot in self._slots:
             if slot.layer is layer:
                 return slot

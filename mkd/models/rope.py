@@ -1,18 +1,19 @@
-"""Rotary position embeddings of packed documents: default, linear, Llama 3 and LongRoPE frequencies."""
+"""Rotary position embeddings of packed documents with default, linear, Llama 3 or LongRoPE frequencies."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from mkd.families.layer_shape import RopeShape
 from mkd.models.packed import PackedDocuments
-from mkd.plan.model_shape import RopeShape
 
 
 def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
-    """Rotation per position of each channel pair, fp32 [rotary_dim / 2].
+    """Return the rotation per position of each channel pair, fp32 [rotary_dim / 2].
 
     Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta 2024, reference
     code of Llama 3.1); LongRoPE (Ding et al. 2024), whose `long_context` factors apply to documents beyond the original length.
@@ -54,11 +55,11 @@ class RotaryEmbedding(nn.Module):
         )
 
     def forward(self, packed: PackedDocuments) -> Tensor:
-        """Angles in radians, fp32 [n, 1, 1, rotary_dim].
+        """Return angles in radians, fp32 [n, 1, 1, rotary_dim].
 
         n is the longest padded document, positions counted from 0; Megatron restarts them at every document. With LongRoPE
-        the frequencies depend on the document's length, so n is the whole pack and the angles are those of each token. Of
-        either, Megatron takes the angles of the rows that a context-parallel rank holds.
+        the frequencies depend on the document's length, so n is the whole pack and each token has its own angles. From
+        either form Megatron picks the rows that a context-parallel rank holds.
         """
         if self.long is None:
             return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)
@@ -74,3 +75,16 @@ class RotaryEmbedding(nn.Module):
     def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
         half = torch.outer(positions.float(), frequencies)
         return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+
+class LayerRotaryEmbeddings(nn.Module):
+    """The rotary embeddings of a model whose layers have different ones, for `LayerRopeAttention`."""
+
+    def __init__(self, ropes: Sequence[RopeShape], device: torch.device):
+        super().__init__()
+        assert all(rope.kind != "longrope" for rope in ropes), "the angles of LongRoPE have another shape"
+        self.embeddings = nn.ModuleList(RotaryEmbedding(rope, device) for rope in ropes)
+
+    def forward(self, packed: PackedDocuments) -> Tensor:
+        """Return angles in radians, fp32 [embeddings, n, 1, 1, rotary_dim]; n is the longest padded document."""
+        return torch.stack([embedding(packed) for embedding in self.embeddings])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from collections.abc import Sequence
+
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -14,32 +16,59 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mkd.models.attention import PackedAttention
+from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.norm import RMSNorm
+from mkd.models.post_norm import with_post_norm
 
 
 def block_spec(
-    num_layers: int, qk_norm: bool, transformer_engine: bool, packed_attention: bool = False
+    layers: Sequence[LayerShape],
+    ropes: Sequence[RopeShape],  # the different ones of the whole model
+    transformer_engine: bool,
+    packed_attention: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers and the final norm of one pipeline stage with `num_layers` decoder layers.
+    """Return the decoder layers of one model part and its final norm.
 
-    `packed_attention`: mkd's own attention in Transformer Engine's layers; the local layers always have it.
+    `packed_attention`: use mkd's own attention in Transformer Engine's layers; the local layers always have it.
     """
     if transformer_engine and HAVE_TE:
-        from megatron.core.extensions.transformer_engine import TENorm
+        specs, norm = [te_layer_spec(layer, packed_attention) for layer in layers], TENorm
+    else:
+        specs, norm = [local_layer_spec(layer) for layer in layers], RMSNorm
+    for layer, spec in zip(layers, specs, strict=True):
+        if layer.post_norms:
+            _add_post_norms(spec, norm)
+        if len(ropes) > 1:
+            _select_rope(spec, ropes.index(layer.rope))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-        if packed_attention:
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(qk_norm)] * num_layers, layer_norm=RMSNorm
-    )
+
+def _add_post_norms(spec: ModuleSpec, norm: type) -> None:
+    """Let attention and MLP end with a norm."""
+    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention.linear_proj = with_post_norm(attention.linear_proj, norm)
+    mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, norm)
 
 
-def local_layer_spec(qk_norm: bool) -> ModuleSpec:
-    """A pre-norm SwiGLU layer of Megatron's modules; same checkpoint keys as the Transformer Engine spec."""
-    head_norm = RMSNorm if qk_norm else IdentityOp
+def _select_rope(spec: ModuleSpec, index: int) -> None:
+    """Let attention take one of several rotary embeddings."""
+    attention = spec.submodules.self_attention
+    attention.module = LayerRopeAttention
+    attention.params = attention.params | {"rope_index": index}
+
+
+def te_layer_spec(layer: LayerShape, packed_attention: bool) -> ModuleSpec:
+    """Return a layer of Transformer Engine's modules, which keep the norms inside the linear layers behind them."""
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.qk_norm)
+    if packed_attention:
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def local_layer_spec(layer: LayerShape) -> ModuleSpec:
+    """Return a layer of Megatron's modules; it has the checkpoint keys of the Transformer Engine spec."""
+    head_norm = RMSNorm if layer.qk_norm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -15,7 +17,7 @@ from mkd.plan.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the user chooses about how a model runs, as opposed to what it is (`ModelShape`)."""
+    """The user's choices about how a model runs, as opposed to what it is (`ModelShape`)."""
 
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
@@ -29,27 +31,32 @@ def transformer_config(
     shape: ModelShape, layout: PipelineLayout, options: ModelOptions, context: ParallelContext
 ) -> TransformerConfig:
     """Build the configuration of one model. Teacher and student never share the object: schedules write callbacks into it."""
-    groups = shape.padded_query_groups(context.tp_size)
+    groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
+    assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
+    is_long_rope = any(layer.rope.kind == "longrope" for layer in shape.layers)
     interleaved = context.virtual_stages > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        ffn_hidden_size=shape.common("ffn_hidden_size"),
         num_attention_heads=groups * shape.heads_per_group,
         num_query_groups=groups,
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.common("qk_norm"),
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=shape.attention_output_bias or shape.mlp_bias,
-        add_qkv_bias=shape.qkv_bias,
+        activation_func=_activation(shape.common("activation"), context.platform.is_cuda),
+        layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        softmax_scale=shape.attention_scale,
+        add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
+        add_qkv_bias=shape.common("qkv_bias"),
         bias_activation_fusion=context.platform.is_cuda,
         bias_dropout_fusion=context.platform.is_cuda,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        window_size=None if shape.sliding_window is None else (shape.sliding_window - 1, 0),
+        window_size=(windows[0] - 1, 0) if windows else None,
+        window_attn_skip_freq=[int(layer.sliding_window is not None) for layer in shape.layers],
         init_method_std=shape.initializer_range,
         # Weights are overwritten soon, but only initialisation marks them as tensor-parallel, which the gradient norm reads.
         perform_initialization=True,
@@ -59,8 +66,8 @@ def transformer_config(
         tensor_model_parallel_size=context.tp_size,
         sequence_parallel=options.sequence_parallel and context.tp_size > 1,
         context_parallel_size=context.cp_size,
-        # Of Transformer Engine's attention: its ring has no sliding window. Our own attention always gathers.
-        cp_comm_type="p2p" if shape.sliding_window is None else "a2a",
+        # For Transformer Engine's attention, whose ring has no sliding window. Our own attention always gathers.
+        cp_comm_type="a2a" if windows else "p2p",
         pipeline_model_parallel_size=context.pp_size,
         virtual_pipeline_model_parallel_size=context.virtual_stages if interleaved else None,
         pipeline_model_parallel_layout=layout.to_megatron() if context.pp_size > 1 else None,
@@ -71,11 +78,22 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        apply_rope_fusion=context.platform.transformer_engine
-        and shape.rope.kind != "longrope",  # see rope.py
+        apply_rope_fusion=context.platform.transformer_engine and not is_long_rope,  # see rope.py
         masked_softmax_fusion=False,
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,
         recompute_num_layers=options.recompute_num_layers,
         deterministic_mode=options.deterministic and context.platform.is_cuda,
     )
+
+
+def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function of the gate as Megatron wants it: its fused gated GELU is called `F.gelu` and has the tanh form."""
+    if name == "gelu_tanh":
+        return F.gelu if is_fused else _gelu_tanh
+    assert name == "silu", name
+    return F.silu
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")

@@ -2,7 +2,7 @@
 without torch.
 
 model_shape.py    the shape of a model, from its config.json
-teachers.py       the teachers of a run with their settings
+planned_teachers.py  the teachers of a run with their settings
 batch.py          global batch, micro-batches and data parallelism
 layout.py         the pipeline layout of one model
 flops.py          floating-point operations of models

@@ -1,6 +1,6 @@
-"""What one micro-batch of a model keeps in memory, tensor by tensor.
+"""The memory that one micro-batch of a model keeps, tensor by tensor.
 
-Counted for a pre-norm SwiGLU layer with grouped-query attention, as Megatron-core 0.16.1 runs it with Transformer Engine 2.11
+Counted for a pre-norm layer with a gated MLP and grouped-query attention, as Megatron-core 0.16.1 runs it with Transformer Engine 2.11
 on packed (THD) batches. For t tokens, hidden size h, query width q, key/value width k, MLP width f (q, k, f of one
 tensor-parallel process; h-wide tensors are divided by tp with sequence parallelism), backward needs, in elements:
 
@@ -8,16 +8,19 @@ tensor-parallel process; h-wide tensors are divided by tp with sequence parallel
     q and k norm       inputs t (q + k)                     (Qwen3; before them the joint projection is freed)
     attention          q, k, v after RoPE t (q + 2 k), output t q (also the projection's input), softmax statistics t heads fp32
     MLP norm           input t h, output t h
-    SwiGLU             input 2 t f, output t f (also the projection's input)
+    post norms         inputs t h each                      (Gemma 3; their outputs are only added)
+    gated MLP          input 2 t f, output t f (also the projection's input)
 
 and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual additions save nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape
 from mkd.plan.model_shape import ModelShape
 
 
@@ -32,7 +35,7 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on this context-parallel process."""
+        """Tokens of a micro-batch on this context-parallel process."""
         return (
             self.config.training.micro_batch_size
             * self.seq_length
@@ -64,17 +67,16 @@ class Activations:
         return groups * self.shape.heads_per_group, groups
 
     @property
-    def _ffn_bytes(self) -> int:
-        """[t, f] of one process."""
-        return (
-            self.tokens
-            * self.shape.ffn_hidden_size
-            // self.config.parallel.tensor_model_parallel_size
-            * self.element
-        )
+    def _widest_ffn(self) -> int:
+        """MLP width of the widest layer, before tensor parallelism."""
+        return max(layer.ffn_hidden_size for layer in self.shape.layers)
 
-    def layer_bytes(self) -> int:
-        """What one decoder layer keeps until its backward.
+    def _ffn_bytes(self, width: int) -> int:
+        """Return the size of [t, f] on one process for an MLP of `width` channels."""
+        return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
+
+    def layer_bytes(self, layer: LayerShape) -> int:
+        """Return what one decoder layer keeps until its backward.
 
         Selective recomputation drops the softmax statistics only, and keeps the joint projection alive through v.
         """
@@ -85,41 +87,44 @@ class Activations:
         if self.config.training.recompute_granularity == "selective":
             attention += query + key_value - statistics
         norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
-        if self.shape.qk_norm:
+        if layer.post_norms:
+            norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
+        if layer.qk_norm:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
-        return attention + norms + 3 * self._ffn_bytes
+        return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
 
-    def chunk_bytes(self, layers: int, is_last: bool) -> int:
-        """What a stage of `layers` layers keeps until its backward; the last one also the final norm's input and output."""
+    def chunk_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
+        """Return what a stage of `layers` keeps until its backward; the last one also the final norm's input and output."""
         training = self.config.training
-        kept = layers * self.layer_bytes()
+        kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":
-            kept = -(-layers // training.recompute_num_layers) * self.hidden_bytes
+            kept = -(-len(layers) // training.recompute_num_layers) * self.hidden_bytes
         elif training.recompute_granularity == "full":
-            again = min(training.recompute_num_layers, layers)
-            kept = (layers - again) * self.layer_bytes() + again * self.hidden_bytes
+            again = min(training.recompute_num_layers, len(layers))
+            kept = sum(map(self.layer_bytes, layers[again:])) + again * self.hidden_bytes
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
 
     def forward_bytes(self) -> int:
-        """Peak of a forward without gradients (a teacher's) beside its weights: the MLP of one layer.
+        """Return the peak of a forward without gradients (a teacher's) beside its weights: the MLP of the widest layer.
 
-        The layer's input and the residual, with the SwiGLU's input and output, or with the norm's (gathered) output and the
-        SwiGLU's input.
+        The layer's input and the residual, with the input and output of the gated MLP, or with the norm's (gathered) output
+        and that input.
         """
+        ffn = self._ffn_bytes(self._widest_ffn)
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
-        return 2 * self.hidden_bytes + max(3 * self._ffn_bytes, 2 * self._ffn_bytes + gathered)
+        return 2 * self.hidden_bytes + max(3 * ffn, 2 * ffn + gathered)
 
     def backward_bytes(self) -> int:
-        """Peak of a layer's backward beside what it kept: gradients around the SwiGLU and of its first weight.
+        """Return the peak of a layer's backward beside what it kept: gradients around the MLP and of its first weight.
 
         With full recomputation, also everything that the recomputed layers keep for it.
         """
         training = self.config.training
         tensor = self.config.parallel.tensor_model_parallel_size
-        weight = 2 * self.shape.hidden_size * self.shape.ffn_hidden_size // tensor * self.element
+        weight = 2 * self.shape.hidden_size * self._widest_ffn // tensor * self.element
         again = 0
         if training.recompute_granularity == "full":
             layers = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-            again = layers * self.layer_bytes()
+            again = layers * max(map(self.layer_bytes, self.shape.layers))
         gathered = self.is_sharded * self.full_hidden_bytes
-        return self.hidden_bytes + gathered + 2 * self._ffn_bytes + weight + again
+        return self.hidden_bytes + gathered + 2 * self._ffn_bytes(self._widest_ffn) + weight + again

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config, TrainingConfig
-from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters
+from mkd.plan.flops import layer_attention_flops, matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
@@ -57,7 +57,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds of one micro-batch on one process: one decoder layer of each model, and the heads."""
+    """Milliseconds of one micro-batch on one process: an average decoder layer of each model, and the heads."""
 
     student_forward_ms: float
     student_backward_ms: float
@@ -110,7 +110,7 @@ def pair_cost(
         return _milliseconds(flops / ranks, rates.attention)
 
     def layer_ms(shape: ModelShape, seq_length: int, rate: float) -> float:
-        flops = 2 * training.micro_batch_size * seq_length * layer_matmul_parameters(shape)
+        flops = 2 * training.micro_batch_size * seq_length * matmul_parameters(shape) / shape.num_layers
         return _milliseconds(flops / ranks, rate) + attention_ms(shape, seq_length)
 
     planned = plan_teachers(config, teachers)

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mkd.families.layer_shape import LayerShape
 from mkd.plan.model_shape import ModelShape
 
 
-def layer_matmul_parameters(shape: ModelShape) -> int:
-    """Parameters of one decoder layer that multiply every token: attention projections and MLP."""
+def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
+    """Count the parameters of a decoder layer that multiply every token: attention projections and MLP."""
     query = shape.num_attention_heads * shape.head_dim
     key_value = 2 * shape.num_query_groups * shape.head_dim
-    return shape.hidden_size * (2 * query + key_value + 3 * shape.ffn_hidden_size)
+    return shape.hidden_size * (2 * query + key_value + 3 * layer.ffn_hidden_size)
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Count the parameters of all decoder layers that multiply every token."""
+    return sum(layer_matmul_parameters(shape, layer) for layer in shape.layers)
 
 
 def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
-    """Forward FLOPs of one layer's causal attention, for the sum of n^2 over documents of n tokens.
+    """Count the forward FLOPs of one layer's causal attention, for the sum of n^2 over documents of n tokens.
 
-    QK^T and AV are 2 n^2 heads d FLOPs each, half of it under the causal mask.
+    QK^T and AV are 2 n^2 heads d FLOPs each, half of it under the causal mask. A sliding window is not subtracted.
     """
     return 2 * shape.num_attention_heads * shape.head_dim * squared_lengths
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
-    """FLOPs of one forward pass over packed documents: 2 per parameter and token, plus causal attention.
+    """Count the FLOPs of one forward pass over packed documents: 2 per parameter and token, plus causal attention.
 
     The LM head counts (it multiplies every token), an embedding lookup does not.
     """
-    parameters = shape.num_layers * layer_matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
+    parameters = matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
     attention = shape.num_layers * layer_attention_flops(shape, sum(n * n for n in document_lengths))
     return 2 * parameters * sum(document_lengths) + attention
 
@@ -39,7 +45,7 @@ def distillation_flops(
     teacher_lengths: Sequence[Sequence[int] | None]
     | None = None,  # of each teacher; None where it reads the student's tokens
 ) -> int:
-    """Student forward and backward (3 forwards' worth) and one forward of each teacher."""
+    """Count the FLOPs of the student's forward and backward (3 forwards' worth) and of one forward of each teacher."""
     lengths = teacher_lengths or [None] * len(teachers)
     forwards = [
         forward_flops(shape, document_lengths if own is None else own)

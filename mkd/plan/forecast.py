@@ -12,11 +12,11 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
-from mkd.plan.flops import distillation_flops, layer_matmul_parameters
+from mkd.plan.flops import distillation_flops, matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity, which is MFU 1
 
@@ -76,7 +76,8 @@ class Forecast:
         )
         for teacher, forward_ms, layout in planned:
             if teacher.on_host:  # the next layer is copied while one computes
-                copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
+                layer_parameters = matmul_parameters(teacher.shape) / teacher.shape.num_layers
+                copy_ms = layer_parameters * element / tensor / HOST_BYTES_PER_MS
                 waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
                 times = [
                     StageTime(time.forward_ms + wait, time.backward_ms)

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 GIB = 2**30
 WORKSPACE_GIB = (
@@ -94,21 +95,34 @@ def predict_memory(
 
 
 def stage_parameters(
-    shape: ModelShape, layers: int, tensor_parallel: int, vocab_rows: int, *ends: bool
+    shape: ModelShape, layers: Sequence[LayerShape], tensor_parallel: int, vocab_rows: int, *ends: bool
 ) -> int:
-    """Parameters of one process: `layers` decoder layers, and what the first and the last stage (`ends`) have besides.
+    """Count the parameters of one process: `layers`, and what the first and the last stage (`ends`) have besides.
 
     Attention groups are padded to a multiple of `tensor_parallel`, and `vocab_rows` rows are held by each embedding or head.
     """
     is_first, is_last = ends
+    hidden = shape.hidden_size
+    in_layers = sum(_layer_parameters(shape, layer, tensor_parallel) for layer in layers)
+    tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
+    return in_layers + tables * vocab_rows * hidden + is_last * hidden
+
+
+def _layer_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int) -> int:
+    """Count the parameters of one decoder layer on one process."""
     groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tensor_parallel
-    layer = hidden * (2 * query + 2 * key_value + 3 * ffn + 2)
-    layer += (query + 2 * key_value) * shape.qkv_bias + hidden * shape.attention_output_bias
-    layer += (2 * ffn + hidden) * shape.mlp_bias + 2 * shape.head_dim * shape.qk_norm
-    tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
-    return layers * layer + tables * vocab_rows * hidden + is_last * hidden
+    hidden, ffn = shape.hidden_size, layer.ffn_hidden_size // tensor_parallel
+    total = hidden * (2 * query + 2 * key_value + 3 * ffn + 2 + 2 * layer.post_norms)
+    total += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
+    total += (2 * ffn + hidden) * layer.mlp_bias + 2 * shape.head_dim * layer.qk_norm
+    return total
+
+
+def _stage_layers(shape: ModelShape, layout: PipelineLayout, stage: int) -> tuple[LayerShape, ...]:
+    """Return the decoder layers of one stage, counted in model order."""
+    first = sum(layout.layers[:stage])
+    return shape.layers[first : first + layout.layers[stage]]
 
 
 @dataclass(frozen=True)
@@ -185,9 +199,9 @@ class _Models:
         """Of one process; streamed from the host, room for `STREAMED_LAYERS` takes the place of its decoder layers."""
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
-        layers = sum(layout.layers[stage] for stage in own)
+        layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
         if is_streamed and layers:
-            layers = STREAMED_LAYERS
+            layers = [max(layers, key=lambda layer: layer.ffn_hidden_size)] * STREAMED_LAYERS
         return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
@@ -219,7 +233,7 @@ class _Models:
         )  # fill the pipeline; what follows is the same again
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
-            kept = student.chunk_bytes(layout.layers[stage], is_last=stage == last)
+            kept = student.chunk_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
             if task.is_forward:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept

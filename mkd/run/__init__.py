@@ -6,7 +6,7 @@ model_source.py     the files of one model
 preflight.py        problems of tokenizers, data and exports, found before the start
 setup.py            from a plan to a run: who gets which part
 build_data.py       the data sets
-cross_tokenizer.py  what teachers with another tokenizer need
+cross_tokenizer_setup.py  what teachers with another tokenizer need
 stored_teacher.py   whether a stored teacher fits the run
 build_engine.py     models with weights, schedule and optimizer
 fingerprints.py     what identifies a run, compared when it resumes

@@ -15,7 +15,7 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
-from mkd.run.cross_tokenizer import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
+from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.train.optimizer import build_optimizer, wrap_stages

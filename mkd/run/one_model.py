@@ -21,7 +21,7 @@ from mkd.operations.console import LOG
 from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
-from mkd.plan.checks.one_model import find_model_problems
+from mkd.plan.checks.model_alone import find_model_problems
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform
 from mkd.run.build_engine import load_weights

@@ -32,7 +32,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
 from mkd.run.checkpoints import build_saver, find_start, lock_save, take_identity
-from mkd.run.cross_tokenizer import find_cross_tokenizer
+from mkd.run.cross_tokenizer_setup import find_cross_tokenizer
 from mkd.run.loop import DataStreams, Guards, Progress, Run
 from mkd.run.one_model import join
 from mkd.run.run_plan import Plan

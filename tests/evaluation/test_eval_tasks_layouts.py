@@ -107,14 +107,11 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
         found["before"] = evaluate_tasks(evaluator, engine)
         students = [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks]
         teachers = [get_attr_wrapped_model(chunk, "teachers")[0] for chunk in engine.chunks]
-        for name, models in (("student", students), ("teacher", teachers)):
-            found[name] = log_likelihoods(models, evaluator.batches).tolist()
+        found["student"] = log_likelihoods(students, evaluator.batches).tolist()
+        found["teacher"] = log_likelihoods(teachers, evaluator.batches).tolist()
         found["of teachers"] = evaluate_teachers(evaluator, engine)
         stopper = Stopper(context, Signals(15 if context.rank == 0 else 0))
-        found["stopped"] = [
-            evaluate_tasks(evaluator, engine, stopper),
-            evaluate_teachers(evaluator, engine, stopper),
-        ]
+        found["stopped"] = [one(evaluator, engine, stopper) for one in (evaluate_tasks, evaluate_teachers)]
     steps = []
     for _ in range(2):
         result = train_step(engine, stream.next_step())

@@ -97,6 +97,45 @@ def test_the_long_family_is_long():
 
     from mkd.plan.model_shape import ModelShape
 
-    name, options = FAMILIES["phi4-long"]
-    shape = ModelShape.from_hf_config(getattr(transformers, f"{name}Config")(**SIZES, **options).to_dict())
-    assert shape.rope.original_max_position_embeddings < max(LENGTHS) and shape.rope.attention_factor > 1.1
+    _, options = FAMILIES["phi4-long"]
+    config = transformers.Phi3Config(**SIZES, **options)
+    rope = ModelShape.from_hf_config(config.to_dict()).common("rope")
+    assert rope.original_max_position_embeddings < max(LENGTHS) and rope.attention_factor > 1.1
+
+
+def gradients(folder):
+    """The gradients of `weighted_sum` of all logits of a pack, for each parameter by its Hugging Face tensors."""
+    from mkd.checkpoint.hf.hf_names import find_map
+
+    model = load_model(folder, tp=1)
+    tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
+    positions = torch.arange(tokens.numel())
+    hidden = model(tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING))
+    logits = model.logits(hidden)[: sum(LENGTHS), 0, : model.shape.vocab_size]
+    weighted_sum(logits).backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        for piece in find_map(model.shape, name, 0).pieces(tuple(parameter.shape), 0, 1):
+            found.setdefault(piece.tensor, []).append((piece, piece.in_shard(parameter.grad).clone()))
+    return found
+
+
+def weighted_sum(logits):
+    return (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))).sum()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-windows"])
+def test_gradients_equal_transformers(family, tmp_path, ranks):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / family, family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = documents(model.config.vocab_size)
+    weighted_sum(torch.cat([model(document[None]).logits[0] for document in ids])).backward()
+    (found,) = ranks.run(gradients, 1, folder)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, pieces in found.items():
+        for piece, gradient in pieces:
+            error = (gradient - piece.in_tensor(expected[name])).abs().max() / expected[name].abs().max()
+            assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"

@@ -10,11 +10,12 @@ from megatron.core.transformer import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mkd.errors import UsageError
+from mkd.families.layer_shape import RopeShape
+from mkd.families.rope_config import read_rope
 from mkd.models.packed import packed_documents
-from mkd.models.rope import RotaryEmbedding, inverse_frequencies
+from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding, inverse_frequencies
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
-from mkd.plan.model_shape import RopeShape, read_rope
 from mkd.platform import detect
 from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE
 
@@ -44,7 +45,7 @@ def packed(lengths, spans):
 
 def rope_of(kind):
     config = config_of(SCALED[kind])
-    return read_rope(config.to_dict(), HEAD_DIM, config.model_type)
+    return read_rope(config.to_dict(), HEAD_DIM, is_partial=config.model_type == "phi3")
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -122,5 +123,13 @@ def test_context_parallel_ranks_rotate_by_position_in_the_document(kind, lengths
 
 def test_another_kind_is_refused():
     with pytest.raises(UsageError, match="rope type 'yarn' is not supported") as error:
-        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM, "llama")
+        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM)
     assert error.value.why and error.value.do
+
+
+def test_layers_with_different_embeddings_each_take_their_own():
+    ropes = (RopeShape(theta=1e4, rotary_dim=8), RopeShape(1e6, 8, "linear", factor=8.0))
+    documents = packed((3, 5), (4, 7))
+    both = LayerRotaryEmbeddings(ropes, torch.device("cpu"))(documents)
+    for rope, angles in zip(ropes, both, strict=True):
+        assert torch.equal(angles, RotaryEmbedding(rope, torch.device("cpu"))(documents))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
 
+from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_chunk_rows
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
+from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory, stage_parameters
+from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
-from tests.tiny_models import make_model
+from tests.tiny_models import FAMILIES, make_model
 from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
 
 TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
@@ -144,7 +147,9 @@ def test_a_layer_by_hand():
     head_norms = 2 * (2048 + 1024) + 4 * 24
     attention = 2 * (2048 + 2 * 1024 + 2048) + 4 * 16
     mlp = 2 * 3 * 6144
-    assert student_activations().layer_bytes() == SEQ_LENGTH * (norms + head_norms + attention + mlp)
+    assert student_activations().layer_bytes(STUDENT.layers[0]) == SEQ_LENGTH * (
+        norms + head_norms + attention + mlp
+    )
 
 
 def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
@@ -152,13 +157,16 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
     tensor, sequence = (student_activations(*TP4, *flags) for flags in ((), ("--sequence-parallel",)))
     hidden = SEQ_LENGTH * 2048 * 2
     rows = 2 * 4 * SEQ_LENGTH  # one fp32 value a row for both norms, on every process
-    assert tensor.layer_bytes() == (whole.layer_bytes() - 4 * hidden - rows) / 4 + 4 * hidden + rows
-    assert sequence.layer_bytes() == (whole.layer_bytes() - rows) / 4 + rows
+    assert (
+        tensor.layer_bytes(STUDENT.layers[0])
+        == (whole.layer_bytes(STUDENT.layers[0]) - 4 * hidden - rows) / 4 + 4 * hidden + rows
+    )
+    assert sequence.layer_bytes(STUDENT.layers[0]) == (whole.layer_bytes(STUDENT.layers[0]) - rows) / 4 + rows
 
 
 def test_early_ranks_keep_more_micro_batches():
     """1F1B: rank r of 4 holds 4 - r micro-batches, never more than there are."""
-    chunk = 7 * student_activations().layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert [rank.activations_gib / chunk for rank in predict(*PP4)[:3]] == pytest.approx([4, 3, 2])
     assert [rank.activations_gib / chunk for rank in predict(*PP4, microbatches=2)[:3]] == pytest.approx(
         [2, 2, 2]
@@ -168,7 +176,7 @@ def test_early_ranks_keep_more_micro_batches():
 def test_interleaving_keeps_more():
     """Rank 0 of 2 x 2: 2 x 1 + 2 chunks to fill, one more in each turn."""
     flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
-    chunk = 7 * student_activations().layer_bytes() / GIB
+    chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
 
 
@@ -182,14 +190,18 @@ def test_interleaving_keeps_more():
 )
 def test_recomputed_layers_keep_their_input(flags, layers, inputs):
     kept = student_activations("--recompute-granularity", "full", "--recompute-method", *flags)
-    assert kept.chunk_bytes(28, is_last=False) == layers * kept.layer_bytes() + inputs * kept.hidden_bytes
-    assert kept.backward_bytes() > kept.layer_bytes() * (3 if flags[-1] == 3 else 1)
+    assert (
+        kept.chunk_bytes(STUDENT.layers, is_last=False)
+        == layers * kept.layer_bytes(STUDENT.layers[0]) + inputs * kept.hidden_bytes
+    )
+    assert kept.backward_bytes() > kept.layer_bytes(STUDENT.layers[0]) * (3 if flags[-1] == 3 else 1)
 
 
 def test_selective_recomputation_saves_nothing_with_flash_attention():
     """It drops 64 bytes of statistics a token, and keeps q and k of the joint projection alive through v."""
     plain, selective = (
-        student_activations(*flags).layer_bytes() for flags in ((), ("--recompute-granularity", "selective"))
+        student_activations(*flags).layer_bytes(STUDENT.layers[0])
+        for flags in ((), ("--recompute-granularity", "selective"))
     )
     assert selective - plain == SEQ_LENGTH * (2 * (2048 + 1024) - 64)
 
@@ -343,3 +355,21 @@ def test_memory_does_not_grow_with_micro_batches_once_the_pipeline_is_full(stage
     assert (
         predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4
     )  # the whole schedule of 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
+    """Summed over the layers of two stages, embedding and head each on their stage."""
+    shape = ModelShape.from_hf_dir(make_model(tmp_path, family))
+    on_disk = sum(math.prod(full) for full in hf_tensor_shapes(shape).values())
+    counted = stage_parameters(shape, shape.layers[:1], 1, shape.vocab_size, True, False)
+    counted += stage_parameters(shape, shape.layers[1:], 1, shape.vocab_size, False, True)
+    assert counted == on_disk + shape.tie_word_embeddings * shape.vocab_size * shape.hidden_size
+
+
+def test_post_norms_keep_their_inputs():
+    """Gemma 3's two more norms: an input [t, h] in bf16 and a statistic in fp32 each."""
+    plain = STUDENT.layers[0]
+    more = student_activations().layer_bytes(replace(plain, post_norms=True))
+    more -= student_activations().layer_bytes(plain)
+    assert more == 2 * SEQ_LENGTH * (2 * STUDENT.hidden_size + 4)

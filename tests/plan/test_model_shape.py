@@ -8,7 +8,8 @@ import json
 import pytest
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.plan.model_shape import DEFAULTS, ModelShape
+from mkd.families.registry import FAMILIES
+from mkd.plan.model_shape import ModelShape
 
 CONFIG = dict(
     model_type="llama",
@@ -92,7 +93,7 @@ def test_no_value_ends_in_a_traceback(wrong, rope):
         except (CheckpointError, UsageError) as error:
             assert error.what and error.why
         else:
-            assert shape.rope.theta > 0 < shape.norm_epsilon and shape.sliding_window in (None, 8)
+            assert shape.common("rope").theta > 0 < shape.norm_epsilon and shape.sliding_windows in ((), (8,))
 
 
 def test_null_is_not_given():
@@ -126,12 +127,16 @@ def test_the_kinds_of_layers_decide_the_window(family):
         "use_sliding_window": True,
     }
     windows = [
-        ModelShape.from_hf_config(config | {"layer_types": 2 * [kind]}).sliding_window
+        ModelShape.from_hf_config(config | {"layer_types": 2 * [kind]}).common("sliding_window")
         for kind in (FULL, SLIDING)
     ]
     assert windows == [None, 8]
-    with pytest.raises(UsageError, match="mixes full and sliding-window"):
-        ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING]})
+    mixed = ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING]})
+    assert [layer.sliding_window for layer in mixed.layers] == [None, 8] and mixed.sliding_windows == (8,)
+    with pytest.raises(UsageError, match="layer type 'chunked_attention' is not supported"):
+        ModelShape.from_hf_config(config | {"layer_types": [FULL, "chunked_attention"]})
+    with pytest.raises(CheckpointError, match="layer_types names 3 layers, num_hidden_layers is 2"):
+        ModelShape.from_hf_config(config | {"layer_types": [FULL, SLIDING, FULL]})
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -145,7 +150,7 @@ def test_a_window_that_is_used_but_not_given(family):
         "max_window_layers": 0,
     }
     assert (
-        ModelShape.from_hf_config(config).sliding_window
+        ModelShape.from_hf_config(config).common("sliding_window")
         == AutoConfig.for_model(**config).sliding_window
         == 4096
     )
@@ -175,7 +180,7 @@ def test_differences_are_those_that_change_what_the_weights_compute():
     assert ours.differences(theirs) == [*changed, "rope.theta 10000.0 instead of 500000.0"]
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     from transformers import AutoConfig
 
@@ -184,18 +189,32 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
     theirs, ours = AutoConfig.for_model(**sizes), ModelShape.from_hf_config(sizes)
     head_dim = getattr(theirs, "head_dim", None) or 64
     assert (ours.head_dim, ours.num_query_groups) == (head_dim, theirs.num_key_value_heads)
-    assert (ours.norm_epsilon, ours.sliding_window) == (
+    assert (ours.norm_epsilon, ours.common("sliding_window")) == (
         theirs.rms_norm_eps,
         getattr(theirs, "sliding_window", None),
     )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rope.rotary_dim == (
+    assert ours.common("rope").rotary_dim == (
         head_dim // 2 if family == "phi3" else head_dim
     )  # the others pass over the factor
     nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
-    assert nothing.sliding_window is None and nothing.num_query_groups == 32
+    assert nothing.sliding_windows == () and nothing.num_query_groups == 32
     few = CONFIG | {"model_type": family, "num_attention_heads": 64, "hidden_size": 2048}
     assert ModelShape.from_hf_config(few).num_query_groups == AutoConfig.for_model(**few).num_key_value_heads
+
+
+def test_a_difference_in_some_layers_names_the_first_of_them():
+    config = CONFIG | {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8}
+    config |= {"use_sliding_window": True, "num_key_value_heads": 4, "head_dim": 12}
+    ours = ModelShape.from_hf_config(config | {"max_window_layers": 1})
+    theirs = ModelShape.from_hf_config(config | {"max_window_layers": 2})
+    assert ours.differences(theirs) == ["layer 1: sliding_window 8 instead of None"]
+    assert theirs.differences(ours) == ["layer 1: sliding_window None instead of 8"]
+    fewer = ModelShape.from_hf_config(config | {"max_window_layers": 1, "num_hidden_layers": 2})
+    assert ours.differences(fewer) == ["num_layers 3 instead of 2"]
+    wider = ModelShape.from_hf_config(config | {"max_window_layers": 0, "sliding_window": 9})
+    all_narrow = ModelShape.from_hf_config(config | {"max_window_layers": 0})
+    assert all_narrow.differences(wider) == ["sliding_window 8 instead of 9"]
 
 
 LLAMA3, LONG = {"rope_theta": 1e4, **ROPES[0]}, {**ROPES[1], "rope_type": "longrope"}
@@ -222,7 +241,7 @@ def test_the_original_context_is_what_transformers_takes(family, rope, own, of_r
     theirs = AutoConfig.for_model(**copy.deepcopy(config))
     theirs.standardize_rope_params()  # as its models do before they compute frequencies
     assert (
-        ModelShape.from_hf_config(config).rope.original_max_position_embeddings
+        ModelShape.from_hf_config(config).common("rope").original_max_position_embeddings
         == theirs.rope_parameters[name]
     )
 
@@ -243,5 +262,5 @@ def test_the_older_rope_key_comes_first():
 
     both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": dict(LLAMA3)}
     theirs = AutoConfig.for_model(**copy.deepcopy({**CONFIG, **both})).rope_parameters
-    ours = ModelShape.from_hf_config({**CONFIG, **both}).rope
+    ours = ModelShape.from_hf_config({**CONFIG, **both}).common("rope")
     assert (ours.kind, ours.theta) == (theirs["rope_type"], theirs["rope_theta"]) == ("llama3", 1e4)

@@ -8,7 +8,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.evaluation.tasks import read_tasks
-from mkd.plan.checks.one_model import find_model_problems
+from mkd.plan.checks.model_alone import find_model_problems
 from mkd.run.stored_teacher import temperature_of
 from tests.evaluation.eval_reference import reference_scores, write_tasks
 from tests.tiny_models import add_tokenizer, make_model

@@ -89,7 +89,7 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.data.build import open_datasets
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
-    from mkd.run.cross_tokenizer import find_cross_tokenizer, teacher_texts
+    from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.run_plan import plan_run
     from mkd.run.setup import join
     from mkd.tokenizers.load import load_tokenizer

@@ -1,0 +1,8 @@
+"""Hugging Face folders in and out, slice by slice.
+
+hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
+hf_reader.py                     checks a folder and reads the slices of a rank
+hf_assets.py                     configuration, tokenizer and templates beside the weights
+hf_shards.py                     the layout of the written files
+hf_writer.py                     collects tensors from all ranks and writes them
+"""

@@ -27,7 +27,7 @@ TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 @dataclass(frozen=True)
 class HFAssets:
-    """Where the small files of a written model come from: the tokenizer need not be that of the model's own folder."""
+    """Sources of the small files of a written model; the tokenizer may come from another folder than the configuration."""
 
     model: Path  # folder with config.json
     tokenizer: (
@@ -36,18 +36,18 @@ class HFAssets:
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:
-        """All from one model's folder."""
+        """Take all files from one model's folder."""
         return cls(Path(folder), Path(folder))
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """What is read, and must not be written to."""
+        """Folders that are read and must not be written to."""
         if self.tokenizer is None:
             return (self.model,)
         return self.model, self.tokenizer.parent if self.tokenizer.is_file() else self.tokenizer
 
     def files(self) -> dict[str, Path]:
-        """Name in the written folder -> file that it is a copy of, for every file that there is."""
+        """Return name in the written folder -> source file, for every file that exists."""
         found = {name: self.model / name for name in MODEL_ASSETS}
         if self.tokenizer is not None and self.tokenizer.is_file():
             found[SENTENCEPIECE_ASSET] = self.tokenizer

@@ -13,8 +13,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_names import EMBEDDING, LM_HEAD, TensorMap, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map, hf_tensor_shapes
 from mkd.errors import CheckpointError, ErrorList
+from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored
 
 
 def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """A local model folder as it is; anything else is a hub id (`org/name`), whose files are downloaded into the hub's cache.
+    """Return a local model folder as it is; take anything else for a hub id (`org/name`) and download into the hub's cache.
 
     Raises `CheckpointError` when it is neither.
     """
@@ -52,7 +53,7 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
 
 
 def contained_file(directory: Path, name: str) -> Path:
-    """`directory/name`, if the file it leads to belongs to that folder or to the same model of a hub cache.
+    """Return `directory/name` if its file belongs to that folder or to the same model of a hub cache, links followed.
 
     In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files are links to
     `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a private file.
@@ -74,7 +75,7 @@ def contained_file(directory: Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about a tensor without reading its data."""
+    """A tensor as the header of its file describes it."""
 
     file: str
     shape: tuple[int, ...]
@@ -96,14 +97,14 @@ class HFCheckpoint:
         self.headers = self._read_headers(weight_map)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Rows (`dim` 0) or columns (`dim` 1) `start .. start + length` of a tensor, in the dtype on disk, on the CPU."""
+        """Return the slice `start .. start + length` along `dim` of a tensor, in the dtype on disk, on the CPU."""
         data = self._files[self.headers[tensor].file].get_slice(tensor)
-        part = data[start : start + length] if dim == 0 else data[:, start : start + length]
+        part = data[(slice(None),) * dim + (slice(start, start + length),)]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Tensor name -> file name as the index says; None for a single file, which wins as it does in transformers."""
+        """Return the index: tensor name -> file name. None for a single file, which takes precedence as in transformers."""
         if (self.directory / SINGLE_FILE).exists():
             return None
         if not (self.directory / INDEX_FILE).exists():
@@ -201,7 +202,7 @@ class HFCheckpoint:
 def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
     """Compare names, shapes and dtypes on disk with `shape`, from headers only. Raises `ErrorList` with every problem.
 
-    `tensor_prefix` stands before every name on disk; other tensors are then not looked at.
+    `tensor_prefix` precedes every name on disk; tensors without it are ignored.
     """
     expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
     found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
@@ -257,37 +258,40 @@ def _header_problems(
 
 @torch.no_grad()
 def load_hf_weights(
-    model_chunk: nn.Module,  # one pipeline chunk; its parameters are overwritten in place, dtype and device kept
+    model_chunk: nn.Module,  # its parameters are overwritten in place, dtype and device kept
     shape: ModelShape,
     checkpoint: HFCheckpoint,
     *,
-    first_layer: int,  # index in the whole model of the chunk's layer 0
+    first_layer: int,  # index in the whole model of the part's layer 0
     tp_rank: int,
     tp_size: int,
     tensor_prefix: str = "",
 ) -> None:
-    """Fill a chunk from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
+    """Fill a model part from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
 
     The headers are checked before any weight is read. Raises `CheckpointError` for a parameter without a source or a
-    tensor of the chunk's layers without a parameter, and for a tied model whose stored head differs from its embedding.
+    tensor of its layers without a parameter, and for a tied model whose stored head differs from its embedding.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     parameters = dict(model_chunk.named_parameters())
     for name, tensor_map in map_chunk(parameters, shape, first_layer, tp_size).items():
-        parameter, dim = parameters[name].data, tensor_map.rule.dim
-        pieces = tensor_map.pieces(parameter.size(dim), tp_rank, tp_size)
-        if sum(piece.length for piece in pieces) < parameter.size(dim):
+        parameter = parameters[name].data
+        pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
+        if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
             parameter.zero_()
         for piece in pieces:
-            source = checkpoint.read(tensor_prefix + piece.tensor, dim, piece.tensor_start, piece.length)
-            parameter.narrow(dim, piece.shard_start, piece.length).copy_(source)
+            source = _read_piece(checkpoint, tensor_prefix + piece.tensor, piece)
+            piece.in_shard(parameter).copy_(source)
             if (
                 piece.tensor == EMBEDDING
                 and shape.tie_word_embeddings
                 and tensor_prefix + LM_HEAD in checkpoint.headers
             ):
-                head = checkpoint.read(tensor_prefix + LM_HEAD, dim, piece.tensor_start, piece.length)
-                _check_tied(checkpoint, source, head)
+                _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+
+
+def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
+    return checkpoint.read(tensor, piece.dim, piece.tensor_start, piece.length)
 
 
 def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> None:
@@ -303,7 +307,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 def map_chunk(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
-    """The map of every parameter of a pipeline chunk. Raises `CheckpointError`s for whatever one side lacks."""
+    """Return the map of every parameter of a model part. Raises `CheckpointError`s for whatever one side lacks."""
     maps = {name: find_map(shape, name, first_layer) for name in parameters}
     problems = [
         CheckpointError(
@@ -316,7 +320,7 @@ def map_chunk(
         if tensor_map is None or not tensor_map.fits(tuple(parameters[name].shape), tp_size)
     ]
     _raise_all(problems)
-    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
+    covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     problems = [
         CheckpointError(
@@ -332,7 +336,7 @@ def map_chunk(
 
 
 def layer_of(tensor: str) -> int | None:
-    """The layer index in a Hugging Face tensor name; None outside the layers."""
+    """Return the layer index in a Hugging Face tensor name; None outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", tensor)
     return None if match is None else int(match.group(1))
 

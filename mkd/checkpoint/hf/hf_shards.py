@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Which file holds which tensor; the same for every parallel layout."""
+    """The files of an export and their tensors; the same for every parallel layout."""
 
     dtype: torch.dtype
     shards: tuple[Shard, ...]
@@ -52,12 +52,12 @@ class ExportPlan:
         return SINGLE_FILE if len(self.shards) == 1 else INDEX_FILE
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, full shape) in the order in which `write_shards` wants them."""
+        """Yield (name, full shape) in the order in which `write_shards` wants them."""
         for shard in self.shards:
             yield from shard.tensors.items()
 
     def index(self) -> str:
-        """The text of the index file."""
+        """Return the text of the index file."""
         weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
         content = {
             "metadata": {"total_size": self.total_bytes},
@@ -106,7 +106,7 @@ def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> N
 
 
 def _header(shard: Shard, dtype: torch.dtype) -> bytes:
-    """Header length and header, padded with spaces so that the data is aligned to 8 bytes."""
+    """Return header length and header, padded with spaces so that the data is aligned to 8 bytes."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, full in shard.tensors.items():

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints out: the chunks of all ranks become one folder, the same bytes whatever the layout.
+"""Hugging Face checkpoints out: the model parts of all ranks become one folder, the same bytes whatever the layout.
 
 Tensors travel one at a time to global rank 0, which streams them to disk: within the tensor-parallel group by broadcast,
 between pipeline stages by one send. Padding (vocabulary rows, attention groups) is dropped before anything is sent.
@@ -30,19 +30,19 @@ SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a tensor can be found: a pipeline rank, its parameter there, and the length of each shard of it."""
+    """Where a tensor is: a pipeline rank, its parameter there, and the shape of each shard of the parameter."""
 
     pp_rank: int
     parameter: str
     chunk: int
     first_layer: int
-    shard_length: int
+    shard_shape: tuple[int, ...]
 
 
 def export_hf(
     model_chunks: list[
         tuple[nn.Module, int]
-    ],  # this rank's chunks, each with the model's index of its layer 0
+    ],  # this rank's parts, each with the model's index of its layer 0
     shape: ModelShape,
     out_dir: str | Path,
     *,
@@ -69,7 +69,7 @@ def export_hf(
 
 
 class _Sources:
-    """Finds and fetches Hugging Face tensors from the chunks of all pipeline stages."""
+    """Finds Hugging Face tensors in the model parts of all pipeline stages and fetches them."""
 
     def __init__(
         self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext
@@ -94,9 +94,8 @@ class _Sources:
             for name, tensor_map in map_chunk(
                 parameters, self.shape, first_layer, self.context.tp_size
             ).items():
-                length = parameters[name].size(tensor_map.rule.dim)
-                owner = Owner(self.context.pp_rank, name, chunk, first_layer, length)
-                for tensor in tensor_map.tensors:
+                owner = Owner(self.context.pp_rank, name, chunk, first_layer, tuple(parameters[name].shape))
+                for tensor in tensor_map.all_tensors:
                     owned.setdefault(tensor, owner)
         return owned
 
@@ -112,22 +111,21 @@ class _Sources:
             )
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """The whole tensor on global rank 0 (CPU); None elsewhere. Collective over the first replica's ranks."""
+        """Return the whole tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica's ranks."""
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
-        dim = tensor_map.rule.dim
+        dim = tensor_map.entry.rule.dim
         whole = torch.empty(full, dtype=dtype) if context.rank == 0 else None
-        holders = 1 if tensor_map.rule.replicated else context.tp_size
+        holders = 1 if tensor_map.is_replicated else context.tp_size
         on_stage = context.pp_rank == owner.pp_rank and context.tp_rank < holders
         for tp_rank in range(holders):
-            pieces = tensor_map.pieces(owner.shard_length, tp_rank, context.tp_size)
+            pieces = tensor_map.pieces(owner.shard_shape, tp_rank, context.tp_size)
             pieces = [piece for piece in pieces if piece.tensor == tensor]
             if not pieces or not (on_stage or context.rank == 0):
                 continue
             if on_stage and context.tp_rank == tp_rank:
                 shard = self.parameters[owner.chunk][owner.parameter].detach()
-                slices = [shard.narrow(dim, piece.shard_start, piece.length) for piece in pieces]
-                part = torch.cat(slices, dim).to(dtype)
+                part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
                 length = sum(piece.length for piece in pieces)
                 part_shape = [length if axis == dim else size for axis, size in enumerate(full)]
@@ -156,14 +154,14 @@ class _Sources:
 def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None:
     start = 0
     for piece in pieces:
-        whole.narrow(dim, piece.tensor_start, piece.length).copy_(part.narrow(dim, start, piece.length))
+        piece.in_tensor(whole).copy_(part.narrow(dim, start, piece.length))
         start += piece.length
 
 
 def _write(
     plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
 ) -> CheckpointError | None:
-    """Write all files on rank 0. A failure is returned, after the other ranks have been heard out: they must not wait."""
+    """Write all files on rank 0. Return a failure only after the other ranks have sent everything: they must not wait."""
     try:
         write_shards(plan, stream, out_dir)
         _publish(plan, out_dir, assets)
@@ -199,7 +197,7 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """The model's configuration with the dtype that is written, under the key that it uses itself."""
+    """Return the model's configuration with the written dtype, under the key that it uses itself."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
@@ -207,7 +205,7 @@ def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
 
 
 def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
-    """Everything that can be wrong before tensors move: the first problem, or None."""
+    """Check what can be wrong before tensors move. Return the first problem, or None."""
     try:
         reference = ModelShape.from_hf_dir(assets.model)
         for name, path in assets.files().items():
@@ -253,7 +251,7 @@ def _drain(stream: Iterator[Tensor | None]) -> None:
 
 
 def _raise_everywhere(context: ParallelContext, problem: Exception | None) -> None:
-    """Raise global rank 0's problem on all ranks. A broadcast: also the point where all ranks meet."""
+    """Raise global rank 0's problem on all ranks. The broadcast is also a barrier."""
     problem = context.broadcast_object(problem)
     if problem is not None:
         problem.on_all_ranks = True

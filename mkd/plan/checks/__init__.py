@@ -8,6 +8,6 @@ folders.py       the folders that settings of checkpoints need
 log.py           W&B and profiles
 teachers.py      student and teachers, and settings of the loss
 parallel.py      parallel layout, batch, packs, and the models' shapes
-one_model.py     problems of a model that runs alone, without training
+model_alone.py   problems of a model that runs alone, without training
 no_effect.py     the problem of a setting that nothing reads
 """

@@ -125,11 +125,11 @@ def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel])
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     for role, shape, *_ in models:
         groups = shape.padded_query_groups(tensor) // tensor
-        if shape.sliding_window is not None and groups % context:
+        if shape.sliding_windows and groups % context:
             yield UsageError(
                 f"the {role}'s {groups} key/value heads of a process are not divisible by "
                 f"context-parallel-size {context}",
-                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades "
+                f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism then trades "
                 "tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="heads-not-divisible",
@@ -141,13 +141,14 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
-    common = math.gcd(*(model.shape.ffn_hidden_size for model in models))
+    common = math.gcd(*(layer.ffn_hidden_size for model in models for layer in model.shape.layers))
     dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
     fitting = [size for size in dividing if world_size % (size * others) == 0] or dividing
     for role, shape, *_ in models:
-        if shape.ffn_hidden_size % tensor:
+        widths = {layer.ffn_hidden_size for layer in shape.layers if layer.ffn_hidden_size % tensor}
+        for width in sorted(widths):
             yield UsageError(
-                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by "
+                f"the {role}'s ffn_hidden_size {width} is not divisible by "
                 f"tensor-model-parallel-size {tensor}",
                 "every tensor-parallel process holds the same number of MLP channels",
                 f"use --tensor-model-parallel-size {fitting[-1]}",

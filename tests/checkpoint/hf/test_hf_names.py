@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mkd.checkpoint.hf.hf_names import find_map, hf_tensor_shapes
+from mkd.checkpoint.hf import hf_names
+from mkd.checkpoint.hf.hf_names import bind, find_map, hf_tensor_shapes
+from mkd.families.registry import FAMILIES as FAMILIES_BY_TYPE
+from mkd.families.weight_rules import FFN, GATE_UP, Entry, Rule
 from mkd.plan.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import FAMILIES, make_model
@@ -20,14 +25,13 @@ def tiny(request, tmp_path_factory):
 def shard_of(shape, tensors, parameter, length, tp_rank, tp_size):
     """What the table says rank `tp_rank` holds of `parameter`, `length` long along its cut dimension."""
     tensor_map = find_map(shape, parameter, first_layer=0)
-    dim = tensor_map.rule.dim
+    dim = tensor_map.entry.rule.dim
     size = list(tensors[tensor_map.tensors[0]].shape)
     size[dim] = length
     shard = torch.zeros(size)
     assert tensor_map.fits(tuple(size), tp_size)
-    for piece in tensor_map.pieces(length, tp_rank, tp_size):
-        part = tensors[piece.tensor].narrow(dim, piece.tensor_start, piece.length)
-        shard.narrow(dim, piece.shard_start, piece.length).copy_(part)
+    for piece in tensor_map.pieces(tuple(size), tp_rank, tp_size):
+        piece.in_shard(shard).copy_(piece.in_tensor(tensors[piece.tensor]))
     return shard
 
 
@@ -61,7 +65,7 @@ def test_names_and_shapes_are_those_of_transformers(tiny):
 def test_qkv_is_interleaved_by_group_and_padded(tiny, tp_size):
     shape, tensors = tiny
     padded = shape.padded_query_groups(tp_size)
-    for kind in ["weight", "bias"] if shape.qkv_bias else ["weight"]:
+    for kind in ["weight", "bias"] if shape.common("qkv_bias") else ["weight"]:
         parts = [
             part.reshape(shape.num_query_groups, -1, *part.shape[1:])
             for part in split_qkv(shape, tensors, kind)
@@ -90,7 +94,7 @@ def test_gate_and_up_slices_alternate_by_rank(tiny, tp_size):
     shape, tensors = tiny
     gate, up = (part.chunk(tp_size) for part in split_gate_up(shape, tensors))
     down = tensors["model.layers.1.mlp.down_proj.weight"].chunk(tp_size, dim=1)
-    width = shape.ffn_hidden_size // tp_size
+    width = shape.common("ffn_hidden_size") // tp_size
     for rank in range(tp_size):
         fc1 = shard_of(shape, tensors, "decoder.layers.1.mlp.linear_fc1.weight", 2 * width, rank, tp_size)
         assert torch.equal(fc1, torch.cat([gate[rank], up[rank]]))
@@ -115,9 +119,11 @@ def test_vocabulary_rows_are_padded_to_whatever_the_model_has(tiny, tp_size):
 
 def test_norms_have_one_source_under_both_layer_specs(tiny):
     shape, tensors = tiny
+    is_gemma = shape.family == "gemma3_text"
+    before_mlp = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     for local, fused, source in [
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm"),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm"),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", before_mlp),
     ]:
         for name in (local, fused):
             found = shard_of(shape, tensors, f"decoder.layers.1.{name}", shape.hidden_size, 1, 2)
@@ -136,7 +142,7 @@ def test_parameters_without_a_source_have_no_map(tiny):
     assert find_map(shape, "decoder.layers.0.mlp.router.weight", 0) is None
     assert find_map(shape, "vision_model.weight", 0) is None
     has_bias = find_map(shape, "decoder.layers.0.mlp.linear_fc1.bias", 0) is not None
-    assert has_bias == shape.mlp_bias
+    assert has_bias == shape.common("mlp_bias")
 
 
 def test_shards_that_do_not_hold_whole_blocks_do_not_fit(tiny):
@@ -151,3 +157,120 @@ def test_shards_that_do_not_hold_whole_blocks_do_not_fit(tiny):
     assert not qkv.fits((rows, 32), tp_size=2)
     assert not qkv.fits((rows,), tp_size=2)
     assert not find_map(shape, "decoder.layers.0.self_attention.linear_proj.weight", 0).fits((48,), tp_size=1)
+
+
+EXPERTS = 8
+EXPERT_TENSORS = tuple(
+    f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")
+)
+DOWN = ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",)
+STACKED = {  # parameters [local experts, rows, columns]
+    "mlp.experts.weight1": Entry(
+        replace(GATE_UP, experts=lambda m, layer: EXPERTS), EXPERT_TENSORS, stacks_experts=True
+    ),
+    "mlp.experts.weight2": Entry(replace(FFN, experts=lambda m, layer: EXPERTS), DOWN, stacks_experts=True),
+}
+NUMBERED = {  # one parameter for each local expert
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": Entry(
+        STACKED["mlp.experts.weight1"].rule, EXPERT_TENSORS
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Entry(STACKED["mlp.experts.weight2"].rule, DOWN),
+}
+
+
+@pytest.fixture
+def moe(tmp_path, monkeypatch):
+    """A model with Qwen3-MoE's names of experts, and its tensors; the table is chosen by the returned function."""
+    shape = ModelShape.from_hf_dir(make_model(tmp_path, "qwen3", num_hidden_layers=2))
+    inner, hidden = shape.common("ffn_hidden_size"), shape.hidden_size
+    tensors = {}
+    for layer in range(2):
+        for expert in range(EXPERTS):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+            tensors |= {f"{prefix}{part}_proj.weight": torch.randn(inner, hidden) for part in ("gate", "up")}
+            tensors[f"{prefix}down_proj.weight"] = torch.randn(hidden, inner)
+
+    def use(table):
+        monkeypatch.setattr(
+            hf_names, "FAMILIES", {"qwen3": replace(FAMILIES_BY_TYPE["qwen3"], tensors=table)}
+        )
+        return shape, tensors
+
+    return use
+
+
+def expert_shards(tensors, layer, expert, tp_rank, tp_size):
+    """What a tensor-parallel rank holds of one expert: (gate and up rows, down columns)."""
+    prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+    gate, up = (tensors[f"{prefix}{part}_proj.weight"].chunk(tp_size)[tp_rank] for part in ("gate", "up"))
+    return torch.cat([gate, up]), tensors[f"{prefix}down_proj.weight"].chunk(tp_size, dim=1)[tp_rank]
+
+
+@pytest.mark.parametrize("table", [STACKED, NUMBERED], ids=["stacked", "numbered"])
+def test_every_expert_has_its_tensors(moe, table):
+    shape, tensors = moe(table)
+    found = hf_tensor_shapes(shape)
+    assert {name: found.get(name) for name in tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert len(found) == len(tensors) + 3
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_stacked_experts_are_read_and_written_back(moe, tp_size, ep_size):
+    shape, tensors = moe(STACKED)
+    local, back = EXPERTS // ep_size, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for layer in range(2):
+        for ep_rank in range(ep_size):
+            for tp_rank in range(tp_size):
+                shards = [
+                    expert_shards(tensors, layer, ep_rank * local + index, tp_rank, tp_size)
+                    for index in range(local)
+                ]
+                for which, name in enumerate(("weight1", "weight2")):
+                    expected = torch.stack([pair[which] for pair in shards])
+                    tensor_map = find_map(shape, f"decoder.layers.{layer}.mlp.experts.{name}", 0)
+                    assert tensor_map.fits(tuple(expected.shape), tp_size)
+                    assert not tensor_map.fits((3, *expected.shape[1:]), tp_size)
+                    assert not tensor_map.fits(tuple(expected.shape[1:]), tp_size)
+                    shard = torch.zeros_like(expected)
+                    for piece in tensor_map.pieces(tuple(shard.shape), tp_rank, tp_size, ep_rank * local):
+                        piece.in_shard(shard).copy_(piece.in_tensor(tensors[piece.tensor]))
+                        piece.in_tensor(back[piece.tensor]).copy_(piece.in_shard(shard))
+                    assert torch.equal(shard, expected)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_numbered_experts_count_from_the_first_of_the_rank(moe, tp_size):
+    shape, tensors = moe(NUMBERED)
+    for expert in range(4):
+        expected = expert_shards(tensors, 1, 4 + expert, tp_size - 1, tp_size)
+        for which, name in enumerate(("linear_fc1", "linear_fc2")):
+            parameter = f"decoder.layers.0.mlp.experts.local_experts.{expert}.{name}.weight"
+            tensor_map = find_map(shape, parameter, first_layer=1, first_expert=4)
+            shard = torch.zeros_like(expected[which])
+            assert tensor_map.fits(tuple(shard.shape), tp_size)
+            for piece in tensor_map.pieces(tuple(shard.shape), tp_size - 1, tp_size):
+                piece.in_shard(shard).copy_(piece.in_tensor(tensors[piece.tensor]))
+            assert torch.equal(shard, expected[which])
+
+
+def test_any_dimension_may_be_cut(tiny):
+    """The last of three dimensions, with padding: [2, h, 5 channels] over 2 ranks, 3 channels each."""
+    shape, _ = tiny
+    rule = Rule(
+        lambda m, layer, ranks: 5,
+        lambda m, layer, ranks: (1,),
+        dim=2,
+        other_dims=lambda m, layer: (2, m.hidden_size),
+    )
+    tensor_map = bind(shape, Entry(rule, ("model.layers.{layer}.mlp.experts.down_proj",)), 1)
+    assert tensor_map.tensor_shapes() == {"model.layers.1.mlp.experts.down_proj": (2, shape.hidden_size, 5)}
+    whole = torch.randn(2, shape.hidden_size, 5)
+    for rank, width in ((0, 3), (1, 2)):
+        shard = torch.zeros(2, shape.hidden_size, 3)
+        assert tensor_map.fits(tuple(shard.shape), 2) and not tensor_map.fits((2, shape.hidden_size, 4), 2)
+        for piece in tensor_map.pieces(tuple(shard.shape), rank, 2):
+            piece.in_shard(shard).copy_(piece.in_tensor(whole))
+        assert torch.equal(shard[..., :width], whole[..., 3 * rank : 3 * rank + width])
+        assert not shard[..., width:].any()

@@ -6,7 +6,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.plan.auto_layout import layout_of
-from mkd.plan.checks.one_model import find_model_problems
+from mkd.plan.checks.model_alone import find_model_problems
 from tests.plan.checks.test_problems import shape
 
 STUDENT = ["--student-hf", "s"]

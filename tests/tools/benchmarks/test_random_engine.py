@@ -17,7 +17,7 @@ PUBLISHED = [("qwen3-1.7b", 1.72), ("qwen3-8b", 8.19), ("llama3.2-1b", 1.24), ("
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED)
 def test_shapes_have_their_published_number_of_parameters(name, billions):
     shape = shape_of(name)
-    parameters = stage_parameters(shape, shape.num_layers, 1, shape.vocab_size, True, True)
+    parameters = stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
     assert parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.models import XTokenConfig, teacher_names, teacher_roles
-from mkd.plan.teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
 
 

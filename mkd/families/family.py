@@ -1,0 +1,80 @@
+"""`Family`: what mkd must know about a Hugging Face `model_type`, and the readers that several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mkd.errors import CheckpointError, UsageError
+from mkd.families.layer_shape import LayerShape
+from mkd.families.weight_rules import Entry
+
+HFConfig = Mapping[str, Any]
+"""The content of config.json without its nulls, completed by the family's defaults; kinds of values are checked."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`. Readers get an `HFConfig` and may raise `KeyError` (a missing key) or an `MkdError`."""
+
+    model_type: str
+    read_layers: Callable[[HFConfig, int], tuple[LayerShape, ...]]  # (configuration, head_dim)
+    tensors: Mapping[str, Entry]  # weight table of one decoder layer, see weights.py
+    defaults: HFConfig = field(default_factory=dict)  # what transformers assumes where config.json has no key
+    read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # more fields of `ModelShape`
+
+
+def repeat_layer(layer: LayerShape, config: HFConfig) -> tuple[LayerShape, ...]:
+    """Return as many equal layers as the model has."""
+    return (layer,) * config["num_hidden_layers"]
+
+
+def require_silu(config: HFConfig) -> None:
+    """Raise `UsageError` unless the MLP is SwiGLU."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UsageError(
+            f"hidden_act {config['hidden_act']!r} is not supported",
+            "this family's MLP is SwiGLU (silu)",
+            code="activation-not-supported",
+        )
+
+
+def with_windows(
+    layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
+) -> tuple[LayerShape, ...]:
+    """Give `sliding_window` to the layers whose kind is `sliding_attention`, or to all if `kinds` is None or empty.
+
+    Raises `UsageError` for another kind of attention, `CheckpointError` if a mixture does not name every layer.
+    """
+    window = config.get("sliding_window")
+    kinds = kinds or ["sliding_attention"] * len(layers)
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UsageError(
+                f"layer type {kind!r} is not supported",
+                "mkd knows full_attention and sliding_attention",
+                code="layer-type-not-supported",
+            )
+    if len(set(kinds)) == 1:  # some configurations with fewer layers than their model keep the whole list
+        kinds = kinds[:1] * len(layers)
+    if len(kinds) != len(layers):
+        raise CheckpointError(
+            f"layer_types names {len(kinds)} layers, num_hidden_layers is {len(layers)}",
+            "each layer must have its kind of attention",
+            "download or write it again",
+            code="layer-types-incomplete",
+        )
+    return tuple(
+        replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:
+    """Give windows as Qwen configurations do: behind a switch, from layer `max_window_layers` on unless kinds are named."""
+    if not config.get("use_sliding_window", False):
+        return tuple(layers)
+    first = config.get("max_window_layers", 28)
+    by_index = ["sliding_attention" if layer >= first else "full_attention" for layer in range(len(layers))]
+    return with_windows(layers, config, config.get("layer_types") or by_index)

@@ -1,0 +1,22 @@
+"""Mistral. A model of this type that names the kinds of its layers is what transformers calls ministral."""
+
+from __future__ import annotations
+
+from mkd.families.family import Family, HFConfig, repeat_layer, require_silu, with_windows
+from mkd.families.layer_shape import LayerShape
+from mkd.families.rope_config import read_rope
+from mkd.families.weight_rules import SEPARATE
+
+
+def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
+    require_silu(config)
+    layer = LayerShape(ffn_hidden_size=config["intermediate_size"], rope=read_rope(config, head_dim))
+    return with_windows(repeat_layer(layer, config), config, config.get("layer_types"))
+
+
+MISTRAL = Family(
+    "mistral",
+    _read_layers,
+    SEPARATE,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+)

@@ -1,0 +1,27 @@
+"""Phi-3 and dense Phi-4: fused tensors on disk, LongRoPE, a rotation of a part of each head."""
+
+from __future__ import annotations
+
+from mkd.families.family import Family, HFConfig, repeat_layer, require_silu, with_windows
+from mkd.families.layer_shape import LayerShape
+from mkd.families.rope_config import read_rope
+from mkd.families.weight_rules import FUSED
+
+
+def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
+    require_silu(config)
+    rope = read_rope(config, head_dim, is_partial=True)
+    layer = LayerShape(ffn_hidden_size=config["intermediate_size"], rope=rope)
+    return with_windows(repeat_layer(layer, config), config, kinds=None)
+
+
+PHI3 = Family(
+    "phi3",
+    _read_layers,
+    FUSED,
+    defaults={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+)

@@ -1,0 +1,14 @@
+"""The families by their Hugging Face `model_type`."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from mkd.families.gemma3 import GEMMA3
+from mkd.families.llama import LLAMA
+from mkd.families.mistral import MISTRAL
+from mkd.families.phi3 import PHI3
+from mkd.families.qwen2 import QWEN2
+from mkd.families.qwen3 import QWEN3
+
+FAMILIES = MappingProxyType({one.model_type: one for one in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3)})

@@ -1,0 +1,75 @@
+"""Rotary position embeddings as Hugging Face configurations spell them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mkd.errors import CheckpointError, UsageError
+from mkd.families.layer_shape import RopeShape
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False) -> RopeShape:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older, and first if both are given).
+
+    `is_partial`: the family's models follow `partial_rotary_factor`; the models of the other families ignore it.
+    """
+    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    fraction = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    fraction = float(fraction or 1.0) if is_partial else 1.0
+    base = dict(theta=theta, rotary_dim=int(head_dim * fraction), kind=kind)
+    if kind == "default":
+        return RopeShape(**base)
+    if kind == "linear":
+        return RopeShape(**base, factor=float(scaling["factor"]))
+    if kind == "llama3":
+        return RopeShape(
+            **base,
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position_embeddings=_original_positions(config, scaling),
+        )
+    if kind == "longrope":
+        return _long_rope(config, scaling, base)
+    raise UsageError(
+        f"rope type {kind!r} is not supported",
+        "mkd reproduces default, linear, llama3 and longrope position embeddings exactly",
+        "use a model with one of these, or remove the rope scaling for sequences below its original length",
+        code="rope-not-supported",
+    )
+
+
+def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """Return the context length before scaling; the model's own key precedes the rope's, as in transformers."""
+    name = "original_max_position_embeddings"
+    return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
+
+
+def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict[str, Any]) -> RopeShape:
+    """Read LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753) as Phi-3 configurations spell it."""
+    for name in ("short_factor", "long_factor"):
+        if len(scaling[name]) != base["rotary_dim"] // 2:
+            raise CheckpointError(
+                f"the rope parameters have {len(scaling[name])} numbers of {name}",
+                f"each belongs to two of the {base['rotary_dim']} channels of a head that are rotated",
+                "download config.json or write it again",
+                code="rope-lengths-differ",
+            )
+    original = _original_positions(config, scaling)
+    factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeShape(
+        **base,
+        factor=factor,
+        original_max_position_embeddings=original,
+        short_factor=tuple(float(x) for x in scaling["short_factor"]),
+        long_factor=tuple(float(x) for x in scaling["long_factor"]),
+        attention_factor=float(attention_factor),
+    )

@@ -1,0 +1,139 @@
+"""Weight tables: which Hugging Face tensors make which Megatron parameter.
+
+Every parameter is a run of equal *blocks* along one dimension (vocabulary rows, attention groups, MLP slices). A block is
+made of *parts* that come from different Hugging Face tensors, in the order of the table: query, key and value heads of one
+attention group, gate and up rows of one slice. Tensor-parallel rank r owns an equal run of whole blocks; blocks beyond
+the real number are zero padding. `mkd/checkpoint/hf/hf_names.py` reads the tables.
+
+Names of tensors contain `{layer}`, and `{expert}` where each expert has its own tensor. An expert's parameter is one of a
+rank's `{expert}` parameters, or an entry of a stacked parameter [local experts, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from mkd.families.layer_shape import LayerShape
+
+
+class ModelSizes(Protocol):
+    """The sizes of a model that rules read: a `ModelShape`."""
+
+    hidden_size: int
+    head_dim: int
+    vocab_size: int
+    num_query_groups: int
+    heads_per_group: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a kind of parameter is cut. Functions get (model, layer); `ranks` is the tensor-parallel size.
+
+    `layer` is None for parameters outside the layers.
+    """
+
+    blocks: Callable[[ModelSizes, LayerShape | None, int], int]  # (.., ranks) -> real blocks over all ranks
+    parts: Callable[[ModelSizes, LayerShape | None, int], tuple[int, ...]]  # (.., ranks) -> part lengths
+    dim: int = 0  # the dimension that is cut
+    other_dims: Callable[[ModelSizes, LayerShape | None], tuple[int, ...]] = lambda model, layer: (
+        model.hidden_size,
+    )  # lengths of the dimensions that are not cut, in their order
+    replicated: bool = False  # every rank holds the whole parameter
+    any_padding: bool = False  # padded further than to the next multiple of tp blocks
+    experts: Callable[[ModelSizes, LayerShape | None], int] | None = None  # number of experts over all ranks
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a table: the Hugging Face tensor of each part. A repeated name is one fused tensor, parts in order."""
+
+    rule: Rule
+    tensors: tuple[str, ...]
+    needs: str = ""  # switch of `LayerShape` without which the parameter does not exist
+    stacks_experts: bool = False  # the parameter has a leading dimension of local experts
+
+
+def _vector(rule: Rule) -> Rule:
+    """Return the rule of the bias that belongs to a matrix which is cut by its rows."""
+    return Rule(rule.blocks, rule.parts, other_dims=lambda model, layer: ())
+
+
+def _whole(length: Callable[[ModelSizes, LayerShape | None], int]) -> Rule:
+    """Return the rule of a vector that every rank holds."""
+    return Rule(
+        lambda model, layer, ranks: 1,
+        lambda model, layer, ranks: (length(model, layer),),
+        other_dims=lambda model, layer: (),
+        replicated=True,
+    )
+
+
+HIDDEN = _whole(lambda model, layer: model.hidden_size)
+HEAD = _whole(lambda model, layer: model.head_dim)
+VOCABULARY = Rule(lambda m, layer, ranks: m.vocab_size, lambda m, layer, ranks: (1,), any_padding=True)
+QKV = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group * m.head_dim, m.head_dim, m.head_dim),
+)
+HEADS = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
+    dim=1,
+)
+GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (layer.ffn_hidden_size // ranks,) * 2)
+FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (layer.ffn_hidden_size // ranks,), dim=1)
+QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
+
+LAYER = "model.layers.{layer}."
+_ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
+
+
+def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Entry]:
+    """Return the parameters of a pre-norm layer, named relative to it, in the order in which they are exported."""
+
+    def tensors(modules: tuple[str, ...], kind: str) -> tuple[str, ...]:
+        return tuple(f"{module}.{kind}" for module in modules)
+
+    return {
+        "input_layernorm.weight": Entry(HIDDEN, (f"{LAYER}input_layernorm.weight",)),
+        "self_attention.linear_qkv.weight": Entry(QKV, tensors(qkv, "weight")),
+        "self_attention.linear_qkv.bias": Entry(QKV_BIAS, tensors(qkv, "bias"), "qkv_bias"),
+        "self_attention.q_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
+        "self_attention.k_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
+        "self_attention.linear_proj.weight": Entry(HEADS, (f"{_ATTENTION}o_proj.weight",)),
+        "self_attention.linear_proj.bias": Entry(
+            HIDDEN, (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"
+        ),
+        "pre_mlp_layernorm.weight": Entry(HIDDEN, (f"{LAYER}post_attention_layernorm.weight",)),
+        "mlp.linear_fc1.weight": Entry(GATE_UP, tensors(gate_up, "weight")),
+        "mlp.linear_fc1.bias": Entry(GATE_UP_BIAS, tensors(gate_up, "bias"), "mlp_bias"),
+        "mlp.linear_fc2.weight": Entry(FFN, (f"{_MLP}down_proj.weight",)),
+        "mlp.linear_fc2.bias": Entry(HIDDEN, (f"{_MLP}down_proj.bias",), "mlp_bias"),
+    }
+
+
+SEPARATE = MappingProxyType(
+    layer_table(tuple(f"{_ATTENTION}{part}_proj" for part in "qkv"), (f"{_MLP}gate_proj", f"{_MLP}up_proj"))
+)
+FUSED = MappingProxyType(layer_table((f"{_ATTENTION}qkv_proj",) * 3, (f"{_MLP}gate_up_proj",) * 2))
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+MODEL_TABLE: Mapping[str, Entry] = MappingProxyType(
+    {
+        "embedding.word_embeddings.weight": Entry(VOCABULARY, (EMBEDDING,)),
+        "decoder.final_layernorm.weight": Entry(HIDDEN, ("model.norm.weight",)),
+        "output_layer.weight": Entry(VOCABULARY, (LM_HEAD,)),
+    }
+)
+
+FUSED_NORMS = MappingProxyType(  # Transformer Engine keeps a norm inside the linear layer that follows it
+    {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+)
