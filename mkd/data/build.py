@@ -59,10 +59,9 @@ def open_datasets(
     corpora are tokenised and aligned in the same way, and packs get their part. A record that one of them
     refuses is a bad record, and the student skips it too.
     """
-    train, valid = parse_blend(data_path), None
-    train_end, valid_end = parse_split(split or "1").ends
-    if valid_data_path:
-        valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
+    train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
+    valid = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
+    train_end = 1.0 if valid else train_end
     paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
     flags = {path: flag for flag, named in paths.items() for path in named}
     text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
