@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mkd.data.aligned.teacher_store import chunk_marks
-from mkd.data.documents import Record, Row, encode_record, parse_row, require_eos
+from mkd.data.documents import MESSAGES, PROMPT_COMPLETION, Record, Row, encode_record, parse_row, require_eos
 from mkd.data.encoding import each_row
 from mkd.data.store import TokenStore
 from mkd.errors import MkdError
@@ -107,9 +107,9 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     If the teacher has no EOS, the student's EOS is in no chunk.
     """
     student, teacher = pair.student, pair.teacher
-    if record.kind == "messages":
+    if record.kind == MESSAGES:
         return align_chat(student, teacher, record.values[0], reasoning=pair.reasoning, mode=pair.alignment)
-    if record.kind == "prompt-completion":
+    if record.kind == PROMPT_COMPLETION:
         aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
     else:
         aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
