@@ -6,9 +6,13 @@ READY := $(VENV)/.ready
 # The suite starts some hundred processes: compiled modules are kept, and two cores are shared.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: help test test-slow faults quickstart invariance lint clean
+.PHONY: help check test test-slow faults quickstart invariance lint types clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+check: lint types  ## lint, format, import contracts, types and the tests that start no ranks (two minutes)
+	$(BIN)/ruff format --check .
+	$(TESTS) -m "not ranks"
 
 test: lint  ## set up, then run ruff, import contracts and tests, but those that take long
 	$(TESTS)
@@ -29,8 +33,11 @@ lint: $(READY)  ## ruff and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 
+types: $(READY)  ## mypy: strict packages, and no more errors than before in the others
+	$(BIN)/python tools/check_types.py
+
 clean:  ## remove the environment, caches and build products; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): setup.py constraints.txt

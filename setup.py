@@ -34,7 +34,7 @@ setup(
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers
         "log": ["tensorboard", "wandb"],
-        "dev": ["pytest", "ruff", "import-linter"],
+        "dev": ["pytest", "ruff", "import-linter", "mypy"],
         "quickstart": ["gguf", "accelerate", "matplotlib", "tensorboard"],
     },
 )

@@ -23,7 +23,7 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config
 from mkd.errors import EXIT_DONE, ErrorList, MkdError, UsageError, returns_exit_code
-from mkd.plan.checks.validate import validate
+from mkd.plan.checks.problems import find_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_EARLIER_S = 60  # Slurm may send its warning up to this much before the time that was asked for
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
     try:
         return int(subprocess.run(["sbatch"], cwd=ROOT, input=script, text=True).returncode != 0)
     except FileNotFoundError:
-        print(
-            "error: there is no sbatch here\n  do:  use a login node of the cluster, or add --dry-run",
-            file=sys.stderr,
-        )
-        return 1
+        raise MkdError(
+            "there is no sbatch here",
+            do="use a login node of the cluster, or add --dry-run",
+            code="sbatch-missing",
+        ) from None
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -123,7 +123,7 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
     }
     options = {name: str(value) for name, value in options.items() if value is not None}
     problems = [
-        *validate(config, processes),
+        *find_problems(config, processes),
         *_can_go_on(config),
         *_has_time_to_save(own.time, own.signal_lead_s),
     ]
@@ -160,6 +160,7 @@ def _can_be_written(options: dict[str, str]) -> list[MkdError]:
             f"--{name} {value!r} is empty or has a line break or another character that is not printed",
             "sbatch reads one line an option, and would refuse the script or read another one",
             "give a value of one line",
+            code="sbatch-value-not-valid",
         )
         for name, value in options.items()
         if not value or not value.isprintable()
@@ -177,6 +178,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
                     f"--option {text!r} is no option of sbatch",
                     "",
                     "write NAME=VALUE, or NAME for one without a value",
+                    code="sbatch-option-not-valid",
                 )
             )
         elif match["name"] in WRITTEN:
@@ -185,6 +187,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
                     f"--option {text} would replace what this tool writes and has checked",
                     "whether the run fits its machines, and has time to save, depends on it",
                     f"give {WRITTEN[match['name']]} instead",
+                    code="sbatch-option-reserved",
                 )
             )
         elif match["value"] is not None:
@@ -202,6 +205,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 f"--save is {save or 'not given'} and --load {load or 'not given'}",
                 "a job that goes back into the queue would start from the beginning",
                 "give both, with the same folder",
+                code="save-and-load-differ",
             )
         )
     if config.checkpoint.ckpt_step is not None:
@@ -210,6 +214,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 f"--ckpt-step {config.checkpoint.ckpt_step}",
                 "each time the job comes back it would go on from that checkpoint again, and never end",
                 "copy that checkpoint into a folder of its own, and give that as --load and --save",
+                code="submit-with-ckpt-step",
             )
         )
     if not config.training.exit_signal_handler:
@@ -218,6 +223,7 @@ def _can_go_on(config: Config) -> list[MkdError]:
                 "--no-exit-signal-handler",
                 "the warning before the time limit would kill the run instead of making it save",
                 "leave it out",
+                code="submit-without-signal-handler",
             )
         )
     return problems
@@ -229,7 +235,9 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
     limit_s = seconds(time)
     if limit_s is None:
         form = "write minutes (90), h:m:s (12:00:00) or days-hours (2-12)"
-        return [UsageError(f"--time {time} is not a time that Slurm reads", "", form)]
+        return [
+            UsageError(f"--time {time} is not a time that Slurm reads", "", form, code="slurm-time-not-valid")
+        ]
     if 0 < limit_s <= lead_s + SIGNAL_EARLIER_S:  # 0: no limit
         return [
             UsageError(
@@ -237,6 +245,7 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
                 f"{SIGNAL_EARLIER_S} s earlier",
                 "it would go back into the queue without having done a step",
                 "give a longer --time or a shorter --signal-lead-s",
+                code="slurm-time-too-short",
             )
         ]
     return []

@@ -1,15 +1,17 @@
 """The one family of errors that users see, and the exit codes that scripts rely on.
 
-Every error says what is wrong, why that matters, and what to do. Invariants of our own code use `assert`;
-anything a user can cause raises one of these, before expensive work.
+Every error has a code, which never changes, and says what is wrong, why that matters, and what to do. Anything that a user can
+cause raises one of these, before expensive work; `assert` guards the invariants of our own code. docs/errors.md lists them all.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any, TypeVar
 
 EXIT_DONE = 0
 EXIT_USAGE = 64
@@ -19,16 +21,24 @@ EXIT_NON_FINITE = 70
 EXIT_PREEMPTED = 75
 EXIT_CRASH_LOOP = 76
 
+E = TypeVar("E", bound="MkdError")
+T = TypeVar("T")
+
 
 class MkdError(Exception):
-    """Base class. `exit_code` is what the process returns when the error reaches the entry point."""
+    """An error that has no exit code of its own."""
 
-    exit_code = 1
-    on_all_ranks = False  # known to be raised everywhere, so that rank 0 speaks for all
+    exit_code = 1  # returned by the process when the error reaches the entry point
+    on_all_ranks = False  # True: every rank raises it, so only rank 0 prints it
 
-    def __init__(self, what: str, why: str = "", do: str = ""):
-        self.what, self.why, self.do = what, why, do
+    def __init__(self, what: str, why: str = "", do: str = "", *, code: str):
+        """`code` names the problem in kebab case. Two places share a code only if they report the same problem."""
         super().__init__(what, why, do)
+        self.what, self.why, self.do, self.code = what, why, do, code
+
+    def __reduce__(self) -> tuple:
+        """Let errors travel to other processes and `copy.copy`, although `code` is required."""
+        return _restore, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -37,6 +47,22 @@ class MkdError(Exception):
         if self.do:
             lines.append(f"  do:  {self.do}")
         return "\n".join(lines)
+
+    def report(self) -> str:
+        """Return the text for stderr: `error[CODE]: what`, then the lines `why:` and `do:`."""
+        return f"error[{self.code}]: {self}"
+
+    def located(self: E, place: str) -> E:
+        """Return a copy that starts with the place of the problem: `place: what`."""
+        located = copy.copy(self)
+        located.what = f"{place}: {self.what}"
+        return located
+
+
+def _restore(cls: type[E], args: tuple, state: dict) -> E:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(MkdError):
@@ -65,64 +91,81 @@ class NonFiniteError(MkdError):
 
 
 class Preempted(MkdError):
-    """The run was told to end early; started again, it goes on from where it has saved."""
+    """The run was told to end early. Started again, it resumes from its last checkpoint."""
 
     exit_code = EXIT_PREEMPTED
     on_all_ranks = True
 
 
 class CrashLoop(MkdError):
-    """A run that was started again after a crash, and crashed in the same step each time."""
+    """A run that was restarted after a crash, and crashed in the same step each time."""
 
     exit_code = EXIT_CRASH_LOOP
 
 
 class OutOfMemory(MkdError):
-    """A GPU whose memory was not enough."""
+    """A GPU that ran out of memory."""
 
 
 class ErrorList(UsageError):
-    """Several independent problems, reported at once. A list among `errors` counts as the problems in it.
+    """Several independent problems, reported at once. An ErrorList among `errors` counts as the problems in it.
 
-    Problems of one kind have its exit code; of several, that of a configuration that cannot work.
-
-    Lists come from flags, plans and headers, which are the same on all ranks.
+    If all problems have one exit code, the list has it too; otherwise it has that of a UsageError. Lists come from flags, plans
+    and headers, which are the same on all ranks.
     """
 
     on_all_ranks = True
 
-    def __init__(self, errors: list[MkdError]):
+    def __init__(self, errors: Sequence[MkdError]):
         assert errors
-        self.errors = [
+        self.errors: list[MkdError] = [
             one for error in errors for one in (error.errors if isinstance(error, ErrorList) else [error])
         ]
-        codes = {error.exit_code for error in self.errors}
-        self.exit_code = codes.pop() if len(codes) == 1 else EXIT_USAGE
+        exit_codes = {error.exit_code for error in self.errors}
+        self.exit_code = exit_codes.pop() if len(exit_codes) == 1 else EXIT_USAGE
+        self.code = self.errors[0].code if len(self.errors) == 1 else "several-problems"
         Exception.__init__(self, errors)
+
+    @property
+    def codes(self) -> list[str]:
+        """The code of every problem, in order."""
+        return [error.code for error in self.errors]
 
     def __str__(self) -> str:
         if len(self.errors) == 1:
             return str(self.errors[0])
-        numbered = [f"[{i}] {error}" for i, error in enumerate(self.errors, 1)]
+        numbered = [f"[{i}] {error.report()}" for i, error in enumerate(self.errors, 1)]
         return f"{len(self.errors)} problems:\n" + "\n".join(numbered)
+
+    def report(self) -> str:
+        """Return the text for stderr: the one problem's own, or `error: N problems:` and a numbered list."""
+        return self.errors[0].report() if len(self.errors) == 1 else f"error: {self}"
+
+
+def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
+    """Return `compute()`. If it raises an MkdError, add that to `problems` and return None."""
+    try:
+        return compute()
+    except MkdError as error:
+        problems.append(error)
+        return None
 
 
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Decorator of a tool's `main`: an `MkdError` is printed on stderr and becomes its exit code; None becomes 0.
+    """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 
-    Under torchrun, which sets LOCAL_RANK, rank 0 speaks for errors that all ranks have; any other one is printed by the rank
-    that has it.
+    Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its own error itself.
     """
 
     @wraps(main)
-    def run(*args, **kwargs) -> int:
+    def run(*args: Any, **kwargs: Any) -> int:
         try:
             return main(*args, **kwargs) or EXIT_DONE
         except MkdError as error:
             rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
             if rank == 0 or not error.on_all_ranks:
                 print(
-                    f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr, flush=True
+                    f"rank {rank}: {error.report()}" if rank else error.report(), file=sys.stderr, flush=True
                 )
             return error.exit_code
 

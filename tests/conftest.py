@@ -41,8 +41,19 @@ def gpu_ranks():
     pool.close()
 
 
+def starts_processes(item: pytest.Function) -> bool:
+    """Return whether a test uses a pool of ranks, or its file starts processes."""
+    starters = ("subprocess", "run_processes")
+    return not {"ranks", "gpu_ranks"}.isdisjoint(item.fixturenames) or any(
+        hasattr(item.module, name) for name in starters
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not ranks"` selects
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` are skipped by name where there is no GPU, those marked `slow` unless MKD_SLOW=1."""
+    """Mark tests that start processes; skip `gpu` tests where there is no GPU, `slow` ones unless MKD_SLOW=1."""
+    for item in filter(starts_processes, items):
+        item.add_marker(pytest.mark.ranks)
     if os.environ.get("MKD_SLOW") != "1":
         for item in items:
             if item.get_closest_marker("slow"):

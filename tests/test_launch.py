@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.reported import reported_codes
 from tests.train.command import flags, make_files, read_metrics
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
@@ -80,7 +81,7 @@ def test_local_returns_the_exit_code_of_the_training(files):
         start("local.sh", flags(files, "refused", data_path="missing.jsonl"), files, NPROC="2")
     )
     assert code == 65, stderr
-    assert stderr.count("error: ") >= 1 and "missing.jsonl" in stderr
+    assert reported_codes(stderr) == ["data-path-not-found"] and "missing.jsonl" in stderr
 
 
 @pytest.mark.fault(13)

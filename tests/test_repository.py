@@ -1,29 +1,78 @@
-"""The house rules that a linter cannot hold: sizes, ASCII, a torch-free config, mirrored tests, a README that works."""
+"""Check the house rules that no linter knows: sizes, ASCII, English, torch-free config, mirrored tests."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from subprocess import run  # not the module: `make check` includes this file
+
+from mkd import errors
+from tests.headless import count_by_folder, headless_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TORCH_FREE_PACKAGES = ("config", "plan")
 HEAVY_MODULES = ("torch", "megatron", "transformers")
+MAX_HEADLESS = {  # texts that open without a verb or noun (tests/headless.py), by folder: may only shrink
+    "launch": 2,
+    "mkd": 5,
+    "mkd/checkpoint": 16,
+    "mkd/convert": 1,
+    "mkd/data": 14,
+    "mkd/evaluation": 6,
+    "mkd/losses": 11,
+    "mkd/models": 4,
+    "mkd/operations": 15,
+    "mkd/parallel": 2,
+    "mkd/plan": 33,
+    "mkd/platform": 4,
+    "mkd/run": 24,
+    "mkd/tokenizers": 3,
+    "mkd/train": 13,
+    "mkd/xtoken": 17,
+    "tests": 3,
+    "tests/checkpoint": 10,
+    "tests/convert": 1,
+    "tests/data": 2,
+    "tests/evaluation": 2,
+    "tests/losses": 2,
+    "tests/models": 5,
+    "tests/operations": 5,
+    "tests/plan": 1,
+    "tests/platform": 2,
+    "tests/run": 8,
+    "tests/tokenizers": 1,
+    "tests/train": 17,
+    "tests/xtoken": 1,
+    "tools": 2,
+}
+KNOWN_TWINS = {  # names of two product files: may only shrink. doctor and evaluate are public names of tools
+    "batch.py",
+    "doctor.py",
+    "evaluate.py",
+    "folders.py",
+    "head.py",
+    "load.py",
+    "models.py",
+    "records.py",
+    "scores.py",
+}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|tmp/venv)/")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch", ""}
 
 
 @cache
 def repository_files() -> list[Path]:
-    """The files of a clean clone: nothing from build products, runs or hidden folders other than .ci."""
-    skipped = re.compile(r"(^\.(?!ci$))|^(runs|build|dist|__pycache__)$|\.egg-info$")
+    """Return the files of a clean clone, without build products, runs and hidden files other than .ci and .github."""
+    skipped = re.compile(
+        r"(^\.(?!(ci|github|pre-commit-config\.yaml)$))|^(runs|build|dist|__pycache__)$|\.egg-info$"
+    )
     found = []
     for folder, below, files in os.walk(ROOT):
         below[:] = [part for part in below if not skipped.search(part)]
@@ -81,6 +130,14 @@ def test_no_path_of_one_machine():
     assert not offenders
 
 
+def test_texts_start_with_a_verb_or_a_noun():
+    """Docstrings and help texts never open with Of, That of, Those of, Not so, What or Whether."""
+    found = headless_texts()
+    counts = count_by_folder([place for place, _ in found])
+    grown = {folder for folder, count in counts.items() if count > MAX_HEADLESS.get(folder, 0)}
+    assert not [text for text in found if count_by_folder([text[0]]).keys() & grown]
+
+
 def test_config_and_plan_start_without_torch():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -89,14 +146,12 @@ def test_config_and_plan_start_without_torch():
     ]
     assert modules
     code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
 
 
 def test_tests_mirror_the_package():
-    """tests/X/.../test_*.py belongs to mkd/X/... (or to a top-level folder such as tools/); names are unique."""
+    """Check that tests/X/.../test_*.py belongs to mkd/X/... or a top-level folder; names are unique."""
     tests = [
         path.relative_to(ROOT / "tests") for path in python_files() if path.is_relative_to(ROOT / "tests")
     ]
@@ -107,6 +162,16 @@ def test_tests_mirror_the_package():
     ]
     assert not [str(path) for path in tests if path.name == "__init__.py"]
     assert not [file for file, count in Counter(path.name for path in test_files).items() if count > 1]
+
+
+def test_names_of_product_files_are_unique():
+    """An editor's quick-open finds a file by its name alone."""
+    names = Counter(
+        path.name
+        for path in python_files()
+        if path.relative_to(ROOT).parts[0] in ("mkd", "tools") and path.name != "__init__.py"
+    )
+    assert {file for file, count in names.items() if count > 1} <= KNOWN_TWINS
 
 
 def test_every_package_is_found_by_setup():
@@ -130,3 +195,18 @@ def test_readme_map_points_at_real_places():
     places = re.findall(r"`((?:mkd|tools|configs|tests|launch|docs)/[\w/.-]*)`", read(ROOT / "README.md"))
     assert places
     assert not [place for place in places if not (ROOT / place).exists()]
+
+
+def test_every_error_has_a_code():
+    """A missing `code=` would be a TypeError in the moment when a user needs the error."""
+    names = {
+        name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)
+    }
+    names = names - {"ErrorList"} | {"BadRecord"}
+    missing = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                if "code" not in [word.arg for word in node.keywords]:
+                    missing.append(f"{name(path)}:{node.lineno}")
+    assert not missing

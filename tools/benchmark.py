@@ -1,4 +1,4 @@
-"""Measure mkd beside its peers: time, peak memory and errors, as ratios, with one PASS or FAIL line per requirement.
+"""Measure mkd and its peers: time, peak memory and errors, as ratios, with a PASS or FAIL line each.
 
 python tools/benchmark.py logits --shape 8192,151936
 torchrun --nproc-per-node 2 tools/benchmark.py head

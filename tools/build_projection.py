@@ -1,10 +1,11 @@
-"""Relate the vocabularies of a student and a teacher with different tokenizers, and say how well they fit.
+"""Relate the vocabularies of a student and a cross-tokenizer teacher, and report how well they fit.
 
     python tools/build_projection.py --student STUDENT_DIR --teacher TEACHER_DIR --output relation.npz \\
         --audit-data sample.jsonl
 
-A run builds the same thing by itself and keeps it; this tool is for looking at a pair before training, for a matrix made with
-other settings (give the file to the run as the teacher's `xtoken.projection`), and for checking a published one.
+A run builds and caches the same relation by itself. Use this tool to inspect a pair before training, to make
+a matrix with other settings (give the file to the run as the teacher's `xtoken.projection`), or to check a
+published one.
 """
 
 from __future__ import annotations
@@ -51,46 +52,46 @@ def build_parser() -> argparse.ArgumentParser:
         "--projection",
         type=Path,
         metavar="FILE",
-        help="use the matrix in this file instead of building one: an earlier --output, or the published dense form "
+        help="file with a matrix to use instead of building one: an earlier --output, or the published dense form "
         "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])",
     )
     add(
         "--stages",
         default=",".join(STAGES),
         metavar="A,B",
-        help=f"parts of the matrix (default {','.join(STAGES)})",
+        help=f"parts of the matrix (default: {','.join(STAGES)})",
     )
     add(
         "--top-k",
         type=int,
         default=ProjectionSettings().top_k,
         metavar="K",
-        help="entries of a row that stage cut keeps (default 4, as published)",
+        help="entries per row that the stage cut keeps; 4 as published (default: 4)",
     )
     add(
         "--audit-data",
         type=Path,
         metavar="FILE",
-        help=".jsonl, .txt, .parquet or .arrow sample of the training data to align",
+        help="sample of the training data to align: .jsonl, .txt, .parquet or .arrow (default: no audit)",
     )
     add(
         "--audit-texts",
         type=int,
         default=1000,
         metavar="N",
-        help="texts of the sample that are aligned (default 1000)",
+        help="texts of the sample to align (default: 1000)",
     )
     add(
         "--characters-per-sample",
         type=int,
         metavar="N",
-        help="join text records (the lines of a .txt) to at least N characters, as the run does (default: do not)",
+        help="characters to join text records (lines of a .txt) to, as the run does (default: do not join)",
     )
     add(
         "--audit-output",
         type=Path,
         metavar="FILE",
-        help="JSON of all printed figures (default: OUTPUT with .audit.json)",
+        help="JSON file for all printed figures (default: OUTPUT with .audit.json)",
     )
     return parser
 
@@ -113,7 +114,11 @@ def run(args: argparse.Namespace) -> None:
         texts = islice(texts_of(args.audit_data, args.characters_per_sample), args.audit_texts)
         result = audit(student, teacher, relation, texts)
         if not result.num_texts:
-            raise DataError(f"{args.audit_data} holds no record", do="give a sample of the training data")
+            raise DataError(
+                f"{args.audit_data} holds no record",
+                do="give a sample of the training data",
+                code="audit-data-empty",
+            )
         figures["audit"] = result.shares()
         print(result.table())
     target = args.audit_output or (args.output and args.output.with_suffix(".audit.json"))
@@ -122,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(relation: VocabularyRelation, student: Tokenizer, teacher: Tokenizer) -> dict:
-    """Sizes and coverage, as JSON can write them."""
+    """Return sizes and coverage as JSON values."""
     empty = relation.projection.empty_rows
     with_bytes = np.array([own is not None for own in student.token_bytes])
     return {
@@ -166,13 +171,13 @@ def lines(figures: dict) -> Iterator[str]:
 
 
 def texts_of(path: Path, characters_per_sample: int | None) -> Iterator[str]:
-    """The texts of a file's records: a message, a prompt and a completion count as a text each."""
+    """Yield the texts of a file's records: every message, prompt and completion is one."""
     rows = read_rows(path, keep_blank=characters_per_sample is not None)
     for number, row in rows if characters_per_sample is None else join_texts(rows, characters_per_sample):
         try:
             record = parse_row(row)
         except DataError as error:
-            raise DataError(f"{path}:{number}: {error.what}", error.why, error.do) from error
+            raise error.located(f"{path}:{number}") from error
         yield from (m["content"] for m in record.values[0]) if record.kind == "messages" else record.values
 
 

@@ -1,7 +1,7 @@
 """Compare a model in mkd with the same model in transformers: logits of random documents, both in fp32.
 
-The reference is always transformers on --hf. mkd runs the weights of --load (a Megatron checkpoint), of --hf-b (another
-Hugging Face folder), or of --hf itself. Exit code 0 within the tolerances, 66 beyond.
+The reference is always transformers on --hf. mkd runs the weights of --load (a Megatron checkpoint), of
+--hf-b (another Hugging Face folder), or of --hf itself. The exit code is 0 within the tolerances, 66 beyond.
 
     python tools/check_parity.py --hf DIR
     python tools/check_parity.py --hf DIR --hf-b EXPORTED_DIR
@@ -33,16 +33,18 @@ def main() -> int:
         "--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the latest)"
     )
     parser.add_argument(
-        "--num-documents", type=int, default=4, metavar="N", help="documents in the pack (default 4)"
+        "--num-documents", type=int, default=4, metavar="N", help="documents in the pack (default: 4)"
     )
     parser.add_argument(
-        "--num-tokens", type=int, default=64, metavar="N", help="of the longest document (default 64)"
+        "--num-tokens", type=int, default=64, metavar="N", help="tokens of the longest document (default: 64)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random ids (default: 0)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, help="max |dlogit| over max |logit| (default 1e-4)"
+        "--tolerance", type=float, default=1e-4, help="largest max |dlogit| / max |logit| (default: 1e-4)"
     )
-    parser.add_argument("--kl-tolerance", type=float, default=1e-8, help="nats per token (default 1e-8)")
+    parser.add_argument(
+        "--kl-tolerance", type=float, default=1e-8, help="largest KL in nats per token (default: 1e-8)"
+    )
     return run_tool("parity", parser)
 
 

@@ -1,11 +1,11 @@
-"""Compare the metrics of two runs: final and best values, and the first step where they part.
+"""Compare the metrics of two runs: final and best values, and the first step at which they differ.
 
     python tools/compare_runs.py runs/a runs/b
     python tools/compare_runs.py runs/a runs/b --eps 0      # the same bits?
 
-A run is its log folder or its metrics.jsonl; only steps that both have are compared. Two values differ when
-|a - b| > eps * max(|a|, |b|), or when one of them is null (not finite, or not measured). Figures of time and memory are shown,
-and never counted as a difference. Exit code 0 where nothing differs, 1 where something does.
+A run is its log folder or its metrics.jsonl. Only steps that both runs have are compared. Two values differ
+if |a - b| > eps * max(|a|, |b|), or if one of them is null (not finite, or not measured). Times and memory
+are shown but never count as a difference. The exit code is 0 if nothing differs, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Comparison:
     split: str
     key: str
     final: tuple[float, float]
-    best: tuple[float, float] | None  # of figures for which better has a direction
+    best: tuple[float, float] | None  # None if neither higher nor lower is better
     first_difference: int | None  # iteration
     largest_difference: float  # |a - b| / max(|a|, |b|)
 
@@ -81,7 +81,7 @@ HEAD = ("split", "key", "final A", "final B", "B - A", "best A", "best B", "max 
 
 
 def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
-    """In the order of the first run's records. Keys that one run lacks are left out."""
+    """Yield comparisons in the order of the first run's records, without keys that one run lacks."""
     for split, key in dict.fromkeys(
         (split_of(record), key) for record in a for key in record if key not in COUNTERS
     ):
@@ -102,7 +102,7 @@ def compare(a: list[dict], b: list[dict], eps: float) -> Iterator[Comparison]:
 
 
 def values_of(records: list[dict], split: str, key: str) -> dict[int, float]:
-    """Iteration -> value, NaN for null."""
+    """Return iteration -> value, with NaN for null."""
     found = {
         record["iteration"]: record[key] for record in records if split_of(record) == split and key in record
     }
@@ -114,14 +114,17 @@ def values_of(records: list[dict], split: str, key: str) -> dict[int, float]:
 
 
 def relative(a: float, b: float) -> float:
-    """|a - b| / max(|a|, |b|), 0 where both are 0 or neither is a number, infinite where one alone is."""
+    """Return |a - b| / max(|a|, |b|): 0 if both are 0 or both NaN, infinity if only one is NaN."""
     if math.isnan(a) or math.isnan(b):
         return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
 def best(key: str, a: list[float], b: list[float]) -> tuple[float, float] | None:
-    """Of each run. Keys of tasks and teachers end or begin with the name that says the direction."""
+    """Return the best value of each run, or None if the key has no direction.
+
+    Keys of tasks end, and keys of teachers begin, with the name that decides the direction.
+    """
     names = {key, key.partition("/")[0], key.rpartition("/")[2]}
     if not names & set(HAS_BEST):
         return None
@@ -153,15 +156,18 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         of_keys = f" of {', '.join(args.keys)}" if args.keys else ""
         raise DataError(
-            f"{args.a} and {args.b} have no figure{of_keys} of the same step", "", "compare runs that overlap"
+            f"{args.a} and {args.b} have no figure{of_keys} of the same step",
+            "",
+            "compare runs that overlap",
+            code="runs-without-common-step",
         )
     print(f"A {args.a}: {last_step(a)} steps\nB {args.b}: {last_step(b)} steps")
     if last_step(a) != last_step(b):
-        print(f"compared up to iteration {min(last_step(a), last_step(b))}, where one of them ends")
+        print(f"compared up to iteration {min(last_step(a), last_step(b))}, where the shorter run ends")
     print(table([HEAD, *(one.cells() for one in found)]))
     parted = [one for one in found if one.counts and one.first_difference is not None]
     if not parted:
-        print(f"no figure differs by more than {args.eps:g} of its size")
+        print(f"no value differs by more than {args.eps:g}, relative to its size")
         return EXIT_DONE
     first = min(parted, key=lambda one: one.first_difference)
     print(
@@ -175,12 +181,15 @@ def _check_keys(keys: Sequence[str], records: list[dict]) -> None:
     missing = [key for key in keys if key not in present]
     if missing and records:
         raise UsageError(
-            f"no record has {', '.join(missing)}", "", f"name some of {', '.join(present)} with --keys"
+            f"no record has {', '.join(missing)}",
+            "",
+            f"name some of {', '.join(present)} with --keys",
+            code="metrics-key-unknown",
         )
 
 
 def relative_difference(text: str) -> float:
-    """The `type` of a flag: a finite number of 0 or more."""
+    """Parse a flag's value, as argparse's `type`: a finite number of 0 or more."""
     try:
         number = float(text)
     except ValueError:
@@ -200,10 +209,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", type=Path, metavar="A", help="log folder of a run, or its metrics.jsonl")
     parser.add_argument("b", type=Path, metavar="B", help="the other run")
     parser.add_argument(
-        "--eps", type=relative_difference, default=1e-6, help="relative difference that counts (default 1e-6)"
+        "--eps",
+        type=relative_difference,
+        default=1e-6,
+        help="largest relative difference to ignore (default: 1e-6)",
     )
     parser.add_argument(
-        "--keys", nargs="+", metavar="KEY", help="compare these only (default: all that both runs have)"
+        "--keys", nargs="+", metavar="KEY", help="keys to compare (default: all that both runs have)"
     )
     return run(parser.parse_args(argv))
 

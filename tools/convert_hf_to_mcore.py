@@ -1,10 +1,13 @@
-"""Turn a Hugging Face model folder into a Megatron distributed checkpoint (iteration 0), for --student-load / --teacher-load.
+"""Convert a Hugging Face model folder to a Megatron distributed checkpoint (iteration 0).
 
-Training can read the folder itself (--student-hf); convert when Megatron tools need it or many runs start from it.
-One process does any model that fits in memory; under torchrun the parallel sizes split it. The result has no layout.
+The result is for --student-load and --teacher-load. Training can also read the folder itself (--student-hf):
+convert when Megatron tools need the checkpoint or many runs start from it. One process converts any model
+that fits in its memory; under torchrun the parallel sizes split the model. The checkpoint itself has no
+layout.
 
     python tools/convert_hf_to_mcore.py --hf DIR --save CKPT
-    torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf DIR --save CKPT --tensor-model-parallel-size 8
+    torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf DIR --save CKPT \\
+        --tensor-model-parallel-size 8
 """
 
 from __future__ import annotations
@@ -24,20 +27,23 @@ DTYPES = ("bf16", "fp32")
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """The parallel sizes of a conversion; their product is the number of processes."""
+    """Add the parallel sizes of a conversion; their product is the number of processes."""
     for name in ("tensor", "pipeline"):
         parser.add_argument(
             f"--{name}-model-parallel-size",
             type=int,
             default=1,
             metavar="N",
-            help=f"{name}-parallel ranks (default 1)",
+            help=f"{name}-parallel ranks (default: 1)",
         )
 
 
 @returns_exit_code
 def run_tool(name: str, parser: argparse.ArgumentParser) -> None:
-    """Exit code of `mkd.convert.<name>.run`, which takes the tool's flags as arguments. Rank 0 speaks for all ranks."""
+    """Call `mkd.convert.<name>.run` with the tool's flags and return its exit code.
+
+    Rank 0 reports for all.
+    """
     args = parser.parse_args()
     from mkd.platform import detect
 
@@ -58,7 +64,7 @@ def main() -> int:
         "--save", type=Path, required=True, metavar="CKPT", help="folder to write iter_0000000 to"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the checkpoint (default: bf16 if the files are, else fp32)"
+        "--dtype", choices=DTYPES, help="dtype of the checkpoint (default: bf16 if the files are, else fp32)"
     )
     add_layout_arguments(parser)
     return run_tool("hf_to_mcore", parser)

@@ -1,8 +1,10 @@
-"""Turn a Megatron distributed checkpoint into a Hugging Face folder: weights, index, configuration, tokenizer files.
+"""Convert a Megatron distributed checkpoint to a Hugging Face folder: weights, index, configuration,
+tokenizer.
 
-Any checkpoint of mkd carries its configuration and tokenizer; for others name the model's folder with --reference-hf.
-One process does any model that fits in memory; under torchrun the parallel sizes split it. They need not be the ones of
-the run that saved it, and do not change the result.
+Every checkpoint of mkd holds its configuration and tokenizer; for others give the model's folder to
+--reference-hf. One process converts any model that fits in its memory; under torchrun the parallel sizes
+split the model. They may differ from those of the run that saved the checkpoint, and do not change the
+result.
 
     python tools/convert_mcore_to_hf.py --load CKPT --hf-out DIR
 """
@@ -30,9 +32,9 @@ def main() -> int:
     )
     parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--reference-hf", metavar="DIR_OR_ID", help="configuration and tokenizer (default: CKPT's own)"
+        "--reference-hf", metavar="DIR_OR_ID", help="source of configuration and tokenizer (default: CKPT)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the files (default: as in the checkpoint)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
     return run_tool("mcore_to_hf", parser)
 

@@ -1,12 +1,14 @@
-"""Store a teacher's top-k log-probabilities once, and train from them with `pretrain_kd.py --teacher-topk DIR`.
+"""Export a teacher's top-k log-probabilities once, to train from them with `pretrain_kd.py --teacher-topk
+DIR`.
 
-    python tools/export_teacher_topk.py --out DIR --k 128 --teacher-hf TEACHER --student-hf STUDENT --data-path ...
+    python tools/export_teacher_topk.py --out DIR --k 128 --teacher-hf TEACHER --student-hf STUDENT \\
+        --data-path ...
     torchrun --nproc-per-node N tools/export_teacher_topk.py --out DIR --config RUN.yaml
 
-All other flags are those of pretrain_kd.py; the ones that matter are --teacher-hf or --teacher-load, the data flags,
---seq-length, --kd-temperature, --bf16, --micro-batch-size and the parallel sizes. Give the data flags of the run that will
-train from it, and its --student-hf. An export that was stopped goes on when it is started again. Exit codes: those of
-pretrain_kd.py.
+All other flags, and the exit codes, are those of pretrain_kd.py. The relevant ones are --teacher-hf or
+--teacher-load, the data flags, --seq-length, --kd-temperature, --bf16, --micro-batch-size and the parallel
+sizes. Give the data flags and the --student-hf of the run that will train from the export. To resume an
+interrupted export, run the same command again.
 """
 
 from __future__ import annotations
@@ -25,40 +27,39 @@ from mkd.errors import UsageError, returns_exit_code  # noqa: E402
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the export's own flags, those of the run)."""
+    """Return (the export's own flags, those of the run)."""
     parser = FlagParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the cache, seen by all processes"
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write, visible to all processes"
     )
     parser.add_argument(
         "--k",
         type=int,
         default=128,
         metavar="N",
-        help="ids of each position; more is larger and closer to the full divergence (default 128)",
+        help="ids per position. More take more space and come closer to the full divergence (default: 128)",
     )
     parser.add_argument(
         "--logprob-dtype",
         choices=("float16", "float32"),
         default="float16",
-        help="of the stored log-probabilities; float32 takes half as much again (default float16)",
+        help="dtype of the log-probabilities. float32 takes half as much space again (default: float16)",
     )
     parser.add_argument(
         "--samples-per-shard",
         type=int,
         default=256,
         metavar="N",
-        help="packs of a file, and what an "
-        "interruption loses at most on each data-parallel rank (default 256)",
+        help="packs per file. An interruption loses at most one file on each data-parallel rank (default: 256)",
     )
     return parser.parse_known_args(argv)
 
 
 @returns_exit_code
 def main(argv: list[str]) -> None:
-    """Run the export; returns the exit code."""
+    """Run the export and return the exit code."""
     args, rest = parse(argv)
     export(args, rest, rank=int(os.environ.get("RANK", "0")))
 
@@ -67,7 +68,10 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
     config = load_config(rest).config
     if args.samples_per_shard < 1:
         raise UsageError(
-            f"--samples-per-shard is {args.samples_per_shard}", "a file holds at least one pack", "raise it"
+            f"--samples-per-shard is {args.samples_per_shard}",
+            "a file holds at least one pack",
+            "raise it",
+            code="samples-per-shard-below-one",
         )
     from mkd.platform import detect
 

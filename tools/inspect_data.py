@@ -1,12 +1,13 @@
-"""Show training data as models see it: packs with their documents and masks, or the same text in two tokenizers.
+"""Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
 
-    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] [--histogram out.png]
+    python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
+        [--histogram out.png]
     python tools/inspect_data.py --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
     python tools/inspect_data.py --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
 
-Packs: tokens with loss are green, others grey (without colours: in parentheses), then the share of loss tokens, the packing
-efficiency and the lengths of documents. --align: chunks of the same text, in two alternating colours.
-Colours appear in terminals without NO_COLOR, or with --color.
+In packs, tokens with loss are green and others grey (without colours: in parentheses). The fraction of loss
+tokens, the packing efficiency and the lengths of documents follow. --align shows aligned chunks in two
+colours. Colours appear on terminals unless NO_COLOR is set, and with --color.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FILE",
-        help=".jsonl, .json, .parquet or .arrow file with text, messages, or prompt and completion; for packs also a .txt "
-        "file or the prefix of a tokenised .bin/.idx pair",
+        help="file to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
+        "Packs may also come from a .txt file or the prefix of a tokenised .bin/.idx pair",
     )
     add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
     add(
@@ -52,43 +53,43 @@ def build_parser() -> argparse.ArgumentParser:
         type=partial(whole_number, least=0),
         default=3,
         metavar="N",
-        help="packs or records to show (default 3)",
+        help="packs or records to show (default: 3)",
     )
     add(
         "--samples",
         type=int,
         nargs="+",
         metavar="N",
-        help="packs to show instead of the first ones, by the numbers that non_finite.jsonl and loss_spikes.jsonl of a run "
-        "have; with the run's data flags, and its one --data-path as --input",
+        help="packs to show instead of the first ones, by their numbers in non_finite.jsonl or "
+        "loss_spikes.jsonl of a run. Give the run's data flags, and its one --data-path as --input",
     )
-    add("--color", action="store_true", help="colours even where the output is not a terminal")
-    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default 2048)")
-    add("--pack", default="bfd", choices=PACKINGS, help="as for training (default bfd)")
-    add("--overlong", default="split", choices=OVERLONG, help="as for training (default split)")
+    add("--color", action="store_true", help="use colours even if the output is not a terminal")
+    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
+    add("--pack", default="bfd", choices=PACKINGS, help="same as in training (default: bfd)")
+    add("--overlong", default="split", choices=OVERLONG, help="same as in training (default: split)")
     add(
         "--split",
         default="1",
         metavar="A,B,C",
-        help="as for training, whose packs are shown (default: all is for training)",
+        help="same as in training; packs for training are shown (default: all documents)",
     )
-    add("--characters-per-sample", type=int, metavar="N", help="as for training")
+    add("--characters-per-sample", type=int, metavar="N", help="same as in training")
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="as for training (default: yes)",
+        help="same as in training (default: yes)",
     )
-    add("--max-bad-records", type=int, default=0, metavar="N", help="as for training (default 0)")
+    add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
     add(
         "--data-cache-path",
         metavar="DIR",
         help="folder of a run's tokenised text (default: a temporary one)",
     )
-    add("--histogram", metavar="PNG", help="draw the lengths of documents to this file (needs matplotlib)")
+    add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
-    add("--teacher", metavar="TOKENIZER", help="the teacher's, for --align")
-    add("--mode", default="byte_offset", help="byte_offset (default) or dp")
+    add("--teacher", metavar="TOKENIZER", help="teacher's tokenizer, for --align")
+    add("--mode", default="byte_offset", help="alignment: byte_offset or dp (default: byte_offset)")
     add(
         "--reasoning",
         action=argparse.BooleanOptionalAction,
@@ -108,7 +109,7 @@ def aligned_records(
         try:
             yield number, align_record(parse_row(row), args, student, teacher)
         except DataError as error:
-            raise DataError(f"{args.input}:{number}: {error.what}", error.why, error.do) from error
+            raise error.located(f"{args.input}:{number}") from error
 
 
 def align_record(
@@ -130,11 +131,17 @@ def show_alignment(args: argparse.Namespace, colour: bool) -> None:
 
     if not args.teacher:
         raise UsageError(
-            "--align needs --teacher", "it compares the tokens of two models", "add --teacher TOKENIZER"
+            "--align needs --teacher",
+            "it compares the tokens of two models",
+            "add --teacher TOKENIZER",
+            code="align-without-teacher",
         )
     if args.max_bad_records:
         raise UsageError(
-            "--max-bad-records has no effect with --align", "it shows the records as they are", "leave it out"
+            "--max-bad-records has no effect with --align",
+            "it shows the records as they are",
+            "leave it out",
+            code="setting-without-effect",
         )
     student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
     for number, aligned in aligned_records(args, student, teacher):
@@ -149,7 +156,11 @@ def show_packs(args: argparse.Namespace, colour: bool) -> None:
     from tools.plot_run import new_figure, save_figure
 
     if args.seq_length < 1:
-        raise UsageError(f"--seq-length {args.seq_length} is not a number of tokens", do="use 1 or more")
+        raise UsageError(
+            f"--seq-length {args.seq_length} is not a number of tokens",
+            do="use 1 or more",
+            code="seq-length-below-one",
+        )
     figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
     tokenizer = open_tokenizer(args.student)
     with tempfile.TemporaryDirectory() as folder:
@@ -183,8 +194,9 @@ def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
     if beyond:
         raise UsageError(
             f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
-            "other settings than the run's make other packs of it",
+            "settings that differ from the run's make different packs",
             "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
+            code="sample-beyond-packs",
         )
     return args.samples
 

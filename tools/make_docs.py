@@ -1,53 +1,71 @@
-"""Write the pages of docs/ that are made from code: flags, metrics, and the list of errors in troubleshooting.
+"""Write the pages of docs/ that are generated: flags, metrics, errors, and the table of performance.
 
 python tools/make_docs.py            # write them
-python tools/make_docs.py --check    # change nothing; exit code 1 where a page is not what the code says
+python tools/make_docs.py --check    # change nothing; exit with 1 if a page is out of date
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mkd import errors  # noqa: E402
 from mkd.config import megatron_flags  # noqa: E402
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types  # noqa: E402
 from mkd.log.metrics import METRICS, PER_TEACHER, Metric  # noqa: E402
 from mkd.log.progress import LOSS_FIELDS  # noqa: E402
+from tools.benchmarks import results  # noqa: E402
+from tools.docs.errors_page import errors_page  # noqa: E402
 
 NOTE = "<!-- made by tools/make_docs.py: change the code it is made from, then run that -->\n"
-ERRORS_BELOW = "<!-- below: made by tools/make_docs.py from the errors in mkd/, tools/ and launch/ -->\n"
-SOURCES = ("mkd", "tools", "launch")  # of errors
+TABLE_BELOW = "<!-- below: made by tools/make_docs.py from tools/benchmarks/results/*.csv -->\n"
+FIRST_FLAGS = (  # chosen by hand: what a first real run sets
+    "--student-hf",
+    "--teacher-hf",
+    "--data-path",
+    "--seq-length",
+    "--global-batch-size",
+    "--train-iters",
+    "--lr",
+    "--bf16",
+    "--save",
+    "--load",
+)
+DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # what applies where the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",
-    "troubleshooting": "docs/troubleshooting.md",
+    "performance": "docs/performance.md",
+    "errors": "docs/errors.md",
 }
 
 
 def pages() -> dict[Path, str]:
-    """Path -> what it should hold."""
-    texts = {"flags": flags_page(), "metrics": metrics_page(), "troubleshooting": troubleshooting_page()}
+    """Return path -> contents of every generated page."""
+    texts = {
+        "flags": flags_page(),
+        "metrics": metrics_page(),
+        "performance": performance_page(),
+        "errors": NOTE + errors_page(ROOT),
+    }
     return {ROOT / _FILE_NAMES[name]: text for name, text in texts.items()}
 
 
 def flags_page() -> str:
-    """Every option by section, then Megatron's flags that mkd has not."""
+    """Return the page of all options by section, then Megatron's flags that mkd does not have."""
     parts = [
         NOTE,
         "# Flags\n",
-        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside it, without the "
-        "section's name). The command line wins over the file, the file over defaults. A setting that says *YAML* has no "
-        "flag. `--no-NAME` turns off what is on.\n",
+        "Every flag is also a key of the YAML file, with underscores, in the section of its heading (inside "
+        "it, without the section's name). The command line wins over the file, the file over defaults. A "
+        "setting marked *YAML* has no flag. `--no-NAME` turns off a setting that is on.\n",
         "`--config FILE.yaml` names the file; `--help` prints this page.\n",
+        *_first_flags(),
     ]
     for section, cls in [*section_types().items(), ("", None)]:
         options = [option for option in all_options() if option.section == section]
@@ -56,7 +74,7 @@ def flags_page() -> str:
             *([cls.__doc__.strip() + "\n"] if cls else []),
             *_table(_option_rows(options)),
         ]
-    parts += ["## Flags of Megatron-LM that mkd has not\n", "Each is an error, which says what to do.\n"]
+    parts += ["## Flags of Megatron-LM that mkd does not have\n", "Each is an error that says what to do.\n"]
     parts += _table([("flag", "use instead"), *_by_reason(megatron_flags.USE_INSTEAD)])
     parts += [
         "Safe to drop:\n",
@@ -64,6 +82,12 @@ def flags_page() -> str:
     ]
     parts += ["Not yet:\n", *_table([("flag", "until then"), *_by_reason(megatron_flags.NOT_YET)])]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _first_flags() -> list[str]:
+    by_flag = {option.flag: option for option in all_options() if option.has_flag}
+    rows = _option_rows([by_flag[flag] for flag in FIRST_FLAGS])
+    return ["## The ten flags you need\n", *_table(rows), "All others have defaults that suit a first run.\n"]
 
 
 def _title(section: str) -> str:
@@ -77,17 +101,24 @@ def _option_rows(options: Sequence[Option]) -> Iterator[tuple[str, ...]]:
     for option in options:
         name = f"`{option.flag}`" if option.has_flag else f"`{option.field}` (YAML)"
         kind = {int: "N", float: "X", str: "TEXT", tuple: "TEXT ...", bool: "on, off"}[option.kind]
-        yield name, ", ".join(option.choices) if option.choices else kind, _default(option), option.help
+        meaning, default = split_default(option)
+        yield name, ", ".join(option.choices) if option.choices else kind, default, meaning
 
 
-def _default(option: Option) -> str:
+def split_default(option: Option) -> tuple[str, str]:
+    """Return an option's help without its `(default: ...)`, and the text of its default."""
+    if written := DEFAULT_IN_HELP.search(option.help):
+        return option.help[: written.start()], written.group(1)
     if option.default is None or option.default == () or "required" in option.help:
-        return ""
-    return ("on" if option.default else "off") if option.kind is bool else f"`{option.default}`"
+        return option.help, ""
+    if option.kind is bool:
+        return option.help, "on" if option.default else "off"
+    text = " ".join(option.default) if option.kind is tuple else option.default
+    return option.help, f"`{text}`"
 
 
 def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
-    """One row for the flags that share a text, in the order of the code."""
+    """Return one row for all flags that share a text, in the order of the code."""
     reasons: dict[str, list[str]] = {}
     for flag, reason in table.items():
         reasons.setdefault(reason, []).append(f"`{flag}`")
@@ -95,7 +126,7 @@ def _by_reason(table: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def metrics_page() -> str:
-    """Every key of metrics.jsonl, and where it stands in the progress line."""
+    """Return the page of all keys of metrics.jsonl, with their labels in the progress line."""
     labels: dict[str, list[str]] = {}
     for label, key in LOSS_FIELDS.items():
         labels.setdefault(key, []).append(label)
@@ -110,170 +141,32 @@ def metrics_page() -> str:
             [
                 NOTE,
                 "# Metrics\n",
-                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per evaluation, with "
-                '`"split": "valid"`. TensorBoard and W&B get the same numbers as `train/<key>` and `<split>/<key>`. A value that '
-                "a run does not compute, or that is not finite, is `null`. A log interval is summed and divided once, so that "
-                "lines weighted by `num_loss_tokens` average exactly.\n",
-                "`teacher_ce` and `teacher_entropy` of a teacher with the student's tokenizer are over the ids that both models "
-                "have, as the divergence is; of a teacher with its own tokens they are over all of its ids.\n",
+                "`metrics.jsonl` has one JSON object a line: one per log interval of training, and one per "
+                'evaluation, with `"split": "valid"`. TensorBoard and W&B get the same numbers as '
+                "`train/<key>` and `<split>/<key>`. A value that is not computed or not finite is `null`. A "
+                "log interval is summed and divided once, so that lines weighted by `num_loss_tokens` "
+                "average exactly.\n",
+                "For a teacher with the student's tokenizer, `teacher_ce` and `teacher_entropy` cover the "
+                "ids that both models have, as the divergence does. For a cross-tokenizer teacher they "
+                "cover all of its ids.\n",
                 *_table([head, *(row(metric, metric.name) for metric in METRICS)]),
-                "Several teachers, or one with its own tokens, also have a value for each: `kd_loss/<teacher>`, "
-                "`teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, `top1_agreement/<teacher>`, and:\n",
+                "With several teachers, or a cross-tokenizer teacher, each teacher also has its own values: "
+                "`kd_loss/<teacher>`, `teacher_ce/<teacher>`, `teacher_entropy/<teacher>`, "
+                "`top1_agreement/<teacher>`, and:\n",
                 *_table([head, *(row(metric, f"{metric.name}/<teacher>") for metric in PER_TEACHER)]),
-                'Held-out tasks have lines of their own, with `"split": "tasks"`: see [evaluation.md](evaluation.md).',
+                'Held-out tasks have their own lines, with `"split": "tasks"`: see '
+                "[evaluation.md](evaluation.md).",
             ]
         )
         + "\n"
     )
 
 
-def troubleshooting_page() -> str:
-    """The written part of the page, and below it every error of mkd."""
-    path = ROOT / _FILE_NAMES["troubleshooting"]
-    written = path.read_text(encoding="utf-8").partition(ERRORS_BELOW)[0]
-    parts = [written + ERRORS_BELOW, "## Every error\n"]
-    parts += ["`...` stands for what differs from case to case; the file is where the check is.\n"]
-    found = sorted(set(raised_errors()))
-    for code in dict.fromkeys(error.exit_code for error in found):
-        kind = next(error.kind for error in found if error.exit_code == code)
-        parts.append(f"### Exit code {code}: {getattr(errors, kind).__doc__.splitlines()[0]}\n")
-        parts += [error.entry() for error in found if error.exit_code == code]
-        parts.append("")
-    return "\n".join(parts).rstrip("\n") + "\n"
-
-
-@dataclass(frozen=True, order=True)
-class RaisedError:
-    """One place in the code that makes an error for users; in the order of the page."""
-
-    exit_code: int
-    file: str
-    what: str
-    why: str
-    do: str
-    kind: str  # class
-
-    def entry(self) -> str:
-        lines = [f"* **{self.what}** ({self.file})"]
-        lines += [f"  {label}: {text}" for label, text in (("why", self.why), ("do", self.do)) if text]
-        return "  \n".join(lines)
-
-
-def raised_errors() -> Iterator[RaisedError]:
-    """Every call of an error class whose first argument is written there, in a variable, or where its function is called."""
-    classes = {
-        name: cls
-        for name, cls in vars(errors).items()
-        if isinstance(cls, type) and issubclass(cls, errors.MkdError)
-    }
-    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for call in _calls(tree):
-            if call.func.id in classes:
-                for texts in _texts(tree, call):
-                    yield RaisedError(
-                        kind=call.func.id,
-                        exit_code=classes[call.func.id].exit_code,
-                        file=path.relative_to(ROOT).as_posix(),
-                        **texts,
-                    )
-
-
-def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
-    """What, why and do of an error: one set for every text that the first of them may have."""
-    given = _bound(("what", "why", "do"), call)
-    function = _function_around(tree, call)
-    parameters = [one.arg for one in function.args.args] if function else []
-    wrapped = isinstance(given.get("what"), ast.Name) and given["what"].id in parameters
-    callers = [one for one in _calls(tree) if wrapped and one.func.id == function.name]
-    for names in [_bound(parameters, caller) for caller in callers] or [{}]:
-        resolved = {
-            key: names.get(node.id, node) if isinstance(node, ast.Name) else node
-            for key, node in given.items()
-        }
-        for what in _values(tree, call, resolved["what"]) if "what" in resolved else ():
-            texts = {key: _pattern(_values(tree, call, node)[-1]) for key, node in resolved.items()} | {
-                "what": _pattern(what)
-            }
-            if re.search("[A-Za-z]", texts["what"]):
-                yield {"why": "", "do": ""} | {
-                    key: "" if text == "..." else text for key, text in texts.items()
-                }
-
-
-def _calls(tree: ast.Module) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-
-
-def _bound(names: Sequence[str], call: ast.Call) -> dict[str, ast.expr]:
-    return dict(zip(names, call.args, strict=False)) | {
-        word.arg: word.value for word in call.keywords if word.arg
-    }
-
-
-def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
-    """The innermost one."""
-    return max(
-        (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)),
-        key=_line,
-        default=None,
-    )
-
-
-def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
-    """What a variable was last set to before `call`, in every branch, what a function of the file returns, or `node` itself."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        made_by = [
-            one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id
-        ]
-        returned = [
-            one.value for function in made_by for one in ast.walk(function) if isinstance(one, ast.Return)
-        ]
-        return [value for value in returned if value is not None] or [node]
-    if not isinstance(node, ast.Name):
-        return [node]
-    scope = _function_around(tree, call) or tree
-    local = [one for one in ast.walk(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
-    found = [
-        one
-        for one in (*tree.body, *local)
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id
-    ]
-    if not found:
-        return [node]
-    last = max(found, key=_line)
-    branches = [
-        one
-        for one in ast.walk(scope)
-        if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)
-    ]
-    set_to = [one.value for one in found if one is last or any(_holds(branch, one) for branch in branches)]
-    return [
-        one
-        for value in set_to
-        for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))
-    ]
-
-
-def _holds(outer: ast.AST, inner: ast.AST) -> bool:
-    return outer.lineno <= inner.lineno and inner.end_lineno <= outer.end_lineno
-
-
-def _line(node: ast.AST) -> int:
-    return node.lineno
-
-
-def _pattern(node: ast.expr) -> str:
-    """The text that an expression makes on one line, `...` for its values."""
-    text = "..."
-    match node:
-        case ast.Constant(value=str(written)):
-            text = written.replace("\n", " ")
-        case ast.JoinedStr(values=values):
-            text = "".join(_pattern(value) for value in values)
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            text = _pattern(left) + _pattern(right)
-    return re.sub(r"\.{4,}", "...", text)
+def performance_page() -> str:
+    """Return the written part of the page, and below it the latest medians of all benchmarks."""
+    path = ROOT / _FILE_NAMES["performance"]
+    written = path.read_text(encoding="utf-8").partition(TABLE_BELOW)[0]
+    return "\n".join([written + TABLE_BELOW, *_table(results.latest_medians())]).rstrip("\n") + "\n"
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Make a shallower student from a teacher: keep evenly spaced decoder layers, and everything else.
+"""Make a shallower student from a teacher: keep evenly spaced decoder layers and everything outside the
+layers.
 
 The result is a Hugging Face folder of the same family, width and tokenizer, ready for --student-hf.
 """
@@ -26,8 +27,9 @@ def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]
     if not 1 < num_student_layers <= num_teacher_layers:
         raise UsageError(
             f"--num-layers {num_student_layers} cannot be picked from {num_teacher_layers} layers",
-            "the first and the last layer are kept, the others come from between them",
+            "the first and the last layer are kept, and evenly spaced ones between them",
             f"choose 2 to {num_teacher_layers}",
+            code="student-layers-not-pickable",
         )
     step = (num_teacher_layers - 1) / (num_student_layers - 1)
     return [round(i * step) for i in range(num_student_layers)]
@@ -66,7 +68,7 @@ def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]
 @returns_exit_code
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="teacher's Hugging Face folder")
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder of the teacher")
     parser.add_argument("--num-layers", type=int, required=True, help="decoder layers of the student")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     args = parser.parse_args()

@@ -19,11 +19,11 @@ from mkd.config.flags import FlagParser, whole_number
 from mkd.config.load import load_config
 from mkd.config.schema import Config, StudentConfig, TeacherConfig
 from mkd.errors import CheckpointError, ErrorList, MkdError, returns_exit_code
-from mkd.plan.checks.validate import validate
-from mkd.plan.config_forecast import describe, forecast_of
+from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH
 from mkd.plan.forecast import Forecast
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.verdict import describe
 
 
 @returns_exit_code
@@ -71,8 +71,8 @@ def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH
     flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
     teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
     if problems:
-        raise ErrorList([*problems, *validate(config, world_size, student, teachers)])
-    return forecast_of(config, world_size, student, teachers, document_length)
+        raise ErrorList([*problems, *find_problems(config, world_size, student, teachers)])
+    return Forecast.from_config(config, world_size, student, teachers, document_length)
 
 
 def find_shape(
@@ -103,6 +103,7 @@ def fetch_config(flag: str, hub_id: str) -> Path:
             f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             "check the path; for a plan, a folder with the model's config.json is enough",
+            code="hf-model-not-found",
         ) from error
 
 

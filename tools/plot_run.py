@@ -1,4 +1,4 @@
-"""Draw the curves of runs, one or several in the same axes, as one picture.
+"""Draw the curves of one or several runs in one picture.
 
     python tools/plot_run.py runs/qwen
     python tools/plot_run.py runs/a runs/b --keys kd_loss grad_norm --out both.png
@@ -21,27 +21,25 @@ from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.log.metrics import find_metric  # noqa: E402
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
 
-KEYS = (
-    "kd_loss",
-    "ce_loss",
-    "top1_agreement",
-    "grad_norm",
-)  # drawn where there are some, unless others are named
+KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # default; those that a run has are drawn
 PICTURES = (".png", ".jpg", ".svg", ".pdf")
 STYLES = ((TRAIN, "-"), ("valid", "o--"))
 
 
 def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
-    """Write `picture`, one panel a key.
+    """Write `picture`, with one panel per key.
 
-    Raises UsageError without matplotlib, for a key that no record has, and where the picture cannot be written; DataError for
-    files without records.
+    Raises UsageError without matplotlib, for a key that no record has, or if the picture cannot be written.
+    Raises DataError for files without records.
     """
     figure = new_figure(picture, "--out")
     records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
     if not any(records.values()):
         raise DataError(
-            f"no records in {', '.join(map(str, runs))}", "the runs have not logged a step", "let them run on"
+            f"no records in {', '.join(map(str, runs))}",
+            "the runs have not logged a step",
+            "let them run on",
+            code="metrics-empty",
         )
     keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
     columns = min(len(keys), 2)
@@ -56,7 +54,7 @@ def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
 
 
 def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
-    """`keys`, or else those of KEYS that have a number in some record."""
+    """Return `keys`; by default those of KEYS that have a number in some record."""
     present = {
         key: None for record in records for key, value in record.items() if isinstance(value, (int, float))
     }
@@ -64,39 +62,53 @@ def _recorded(keys: Sequence[str], records: list[dict]) -> Sequence[str]:
     if missing := [key for key in chosen if key not in present]:
         others = ", ".join(key for key in present if key != "iteration")
         raise UsageError(
-            f"no record has a number for {', '.join(missing)}", "", f"name some of {others} with --keys"
+            f"no record has a number for {', '.join(missing)}",
+            "",
+            f"name some of {others} with --keys",
+            code="metrics-key-unknown",
         )
     return chosen
 
 
 def new_figure(picture: Path, flag: str):
-    """An empty matplotlib figure for the file that `flag` names. Raises UsageError without matplotlib or a known suffix."""
+    """Return an empty matplotlib figure for the file that `flag` names.
+
+    Raises UsageError without matplotlib, or for an unknown suffix.
+    """
     if picture.suffix not in PICTURES:
-        why = "its suffix says in which format it is drawn"
+        why = "the suffix decides the format"
         raise UsageError(
-            f"{picture} is no name for a picture", why, f"give one with {', '.join(PICTURES)} to {flag}"
+            f"{picture} is not the name of a picture",
+            why,
+            f"give one with {', '.join(PICTURES)} to {flag}",
+            code="picture-kind-unknown",
         )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         why = f"the import failed with: {error}"
         raise UsageError(
-            "matplotlib is not installed", why, "pip install -e '.[quickstart]' -c constraints.txt"
+            "matplotlib is not installed",
+            why,
+            "pip install -e '.[quickstart]' -c constraints.txt",
+            code="matplotlib-missing",
         ) from error
     return Figure(layout="constrained")
 
 
 def save_figure(figure, picture: Path, flag: str) -> None:
-    """Raises UsageError where the file cannot be written."""
+    """Write the figure. Raises UsageError if the file cannot be written."""
     try:
         figure.savefig(picture, dpi=110)
     except OSError as error:
         what = f"{picture} cannot be written: {error.strerror or error}"
-        raise UsageError(what, "", f"name a file in a folder that exists with {flag}") from error
+        raise UsageError(
+            what, "", f"name a file in a folder that exists with {flag}", code="picture-not-writable"
+        ) from error
 
 
 def draw(axis, key: str, records: dict[str, list[dict]]) -> None:
-    """The curves of one key; a run keeps its colour in every panel."""
+    """Draw the curves of one key; a run has the same colour in every panel."""
     for index, (name, of_run) in enumerate(records.items()):
         for split, style in STYLES:
             points = curve(of_run, split, key)
@@ -110,7 +122,7 @@ def draw(axis, key: str, records: dict[str, list[dict]]) -> None:
 
 
 def unit(key: str) -> str:
-    """Of a key of the registry, or of an evaluation task's."""
+    """Return the unit of a registered key; keys of evaluation tasks have none."""
     try:
         return find_metric(key).unit
     except KeyError:
@@ -118,7 +130,7 @@ def unit(key: str) -> str:
 
 
 def names(runs: Sequence[Path]) -> list[str]:
-    """What tells the runs apart: the folder's name, or the whole path where two have the same."""
+    """Return labels that tell the runs apart: folder names, or whole paths if two names are equal."""
     folders = [run.parent if run.suffix == ".jsonl" else run for run in runs]
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(run) for run in runs]
@@ -131,10 +143,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
     )
     parser.add_argument(
-        "--keys", nargs="+", default=(), metavar="KEY", help=f"what to draw (default: {' '.join(KEYS)})"
+        "--keys", nargs="+", default=(), metavar="KEY", help=f"keys to draw (default: {' '.join(KEYS)})"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="picture (default: metrics.png beside the first run's)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="picture to write (default: metrics.png in the first run's folder)",
     )
     args = parser.parse_args(argv)
     first = args.runs[0]

@@ -1,4 +1,4 @@
-"""Tokenise files of records into a Megatron .bin/.idx corpus: once, instead of at the start of every run.
+"""Tokenise files of records into a Megatron .bin/.idx corpus, once instead of at the start of every run.
 
     python tools/preprocess_data.py --input a.jsonl b.parquet --output-prefix corpus/ab \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL_DIR --workers 8
@@ -31,32 +31,33 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl, .json, .parquet or .arrow files with text, messages, or prompt and completion; of a .txt file every line "
-        "that is not blank is a document, see --characters-per-sample",
+        help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
+        "Every line of a .txt file that is not blank is a document; see --characters-per-sample",
     )
     add(
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="PREFIX.bin, PREFIX.idx, PREFIX.meta.json and, where not every token has loss, PREFIX.loss_mask.bin",
+        help="prefix of the files to write: PREFIX.bin, .idx, .meta.json and, unless every token has loss, "
+        ".loss_mask.bin",
     )
     add(
         "--tokenizer-type",
         default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer",
+        help="kind: HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer",
     )
     add(
         "--tokenizer-model",
         required=True,
         metavar="DIR_OR_ID_OR_FILE",
-        help="folder or Hub id of a model, or a SentencePiece .model file",
+        help="model folder, hub id, SentencePiece .model or .tiktoken file",
     )
     add(
         "--workers",
         type=int,
         default=1,
         metavar="N",
-        help="processes that tokenise (default 1); the result does not depend on it",
+        help="processes that tokenise. The result does not depend on it (default: 1)",
     )
     add(
         "--append-eod",
@@ -68,31 +69,39 @@ def build_parser() -> argparse.ArgumentParser:
         "--characters-per-sample",
         type=int,
         metavar="N",
-        help="join consecutive text records (of a .txt file its lines, blank ones too) with a newline until a document has at "
-        "least so many characters, as the flag of pretrain_kd.py does; other records stay as they are (default: every "
-        "record is a document)",
+        help="characters that a document must reach. Consecutive text records (.txt: lines, also blank ones) "
+        "are joined with newlines until it does; other records stay as they are (default: every record is a "
+        "document)",
     )
     add(
         "--max-bad-records",
         type=int,
         default=0,
         metavar="N",
-        help="records that may be left out because they cannot be read (default 0); see PREFIX.quarantine.jsonl",
+        help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
     )
     return parser
 
 
 def preprocess(args: argparse.Namespace) -> StoreSummary:
     if args.workers < 1:
-        raise UsageError(f"--workers {args.workers} is not a number of processes", do="use 1 or more")
+        raise UsageError(
+            f"--workers {args.workers} is not a number of processes",
+            do="use 1 or more",
+            code="workers-negative",
+        )
     if args.max_bad_records < 0:
         raise UsageError(
-            f"--max-bad-records {args.max_bad_records} is not a number of records", do="use 0 or more"
+            f"--max-bad-records {args.max_bad_records} is not a number of records",
+            do="use 0 or more",
+            code="max-bad-records-negative",
         )
     characters = args.characters_per_sample
     if characters is not None and characters < 1:
         raise UsageError(
-            f"--characters-per-sample {characters} is not a number of characters", do="use 1 or more"
+            f"--characters-per-sample {characters} is not a number of characters",
+            do="use 1 or more",
+            code="characters-per-sample-below-one",
         )
     # Not by the workers, who import this file.
     from mkd.platform import prepare_for_files

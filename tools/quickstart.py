@@ -1,7 +1,8 @@
 """Distil a real model on this machine's CPU, from nothing to a Hugging Face folder, in a few minutes.
 
-Fetches SmolLM2-135M-Instruct, makes an 8-layer student from its layers, distils it for 30 steps on two ranks, evaluates before
-and after, draws the curves, exports the student, reloads it with transformers and lets all three models write.
+Fetch SmolLM2-135M-Instruct, make an 8-layer student from its layers, and distil it for 30 steps on two ranks.
+Evaluate before and after, draw the curves, export the student, reload it with transformers, and let all three
+models write.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HELD_OUT_EVERY = 10
 
 
 def write_text(folder: Path, max_characters: int = 6000) -> tuple[Path, Path]:
-    """Training and held-out JSONL from the sources of the running interpreter's standard library."""
+    """Write training and held-out JSONL from the sources of the interpreter's standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     paths = folder / "train.jsonl", folder / "valid.jsonl"
     with open(paths[0], "w", encoding="utf-8") as train, open(paths[1], "w", encoding="utf-8") as valid:
@@ -43,7 +44,7 @@ def write_text(folder: Path, max_characters: int = 6000) -> tuple[Path, Path]:
 
 
 def distil(folder: Path, parallel: str) -> Path:
-    """Run pretrain_kd.py on two ranks, from the beginning; returns the exported student."""
+    """Run pretrain_kd.py on two ranks from the beginning and return the exported student."""
     export, checkpoints = folder / "distilled", folder / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     flag = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}[parallel]
@@ -65,7 +66,7 @@ def distil(folder: Path, parallel: str) -> Path:
 
 
 def report(folder: Path, export: Path) -> None:
-    """Before/after figures, the curves, and a continuation of each model."""
+    """Print values before and after, draw the curves, and print a continuation by each model."""
     valid = [record for record in read_records(folder) if split_of(record) == "valid"]
     before, after = valid[0], valid[-1]
     print("\nheld-out text            before      after")
@@ -88,7 +89,7 @@ def report(folder: Path, export: Path) -> None:
 
 
 def continuation(path: Path) -> str:
-    """Greedy continuation by plain transformers."""
+    """Return a greedy continuation by plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -104,10 +105,16 @@ def continuation(path: Path) -> str:
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "quickstart", help="where everything is written"
+        "--folder",
+        type=Path,
+        default=ROOT / "runs" / "quickstart",
+        help="folder to write everything to (default: runs/quickstart)",
     )
     parser.add_argument(
-        "--parallel", choices=("tp", "pp"), default="tp", help="tensor or pipeline parallel over 2 ranks"
+        "--parallel",
+        choices=("tp", "pp"),
+        default="tp",
+        help="tensor or pipeline parallelism over 2 ranks (default: tp)",
     )
     args = parser.parse_args()
     start = time.perf_counter()

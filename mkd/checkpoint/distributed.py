@@ -154,6 +154,7 @@ def load_checkpoint(
             f"{folder} cannot be loaded: {_first_line(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
             "choose another checkpoint with --ckpt-step, or check that --student-hf names the model it was made from",
+            code="checkpoint-not-loadable",
         ) from error
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
@@ -224,12 +225,14 @@ def _require_same_kind(folder: Path, saved: str | None, wanted: str) -> None:
             f"{folder} holds weights but no optimizer state",
             "--load continues a training run",
             "start a run from its weights with --student-load",
+            code="optimizer-state-missing",
         )
     if saved != wanted:
         raise CheckpointError(
             f"{folder} holds a {saved} optimizer, this run has a {wanted} one",
             "Megatron writes the two in different forms",
             "give or drop --use-distributed-optimizer as in the run that saved it, or start anew with --student-load",
+            code="optimizer-kind-differs",
         )
 
 
@@ -244,6 +247,7 @@ def _require_same_precision(folder: Path, saved: str | None, wanted: str) -> Non
             f"{folder} is of a run in {saved}, this one is in {wanted}",
             "the optimizer's state has other parts in bf16 than in fp32",
             "give or drop --bf16 as in the run that saved it, or start anew with --student-load",
+            code="checkpoint-precision-differs",
         )
 
 

@@ -77,6 +77,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
                 f"{directory} is one checkpoint, and --ckpt-step asks for iteration {step}",
                 "the step chooses among the checkpoints of a folder",
                 "name the folder that it lies in, or leave out --ckpt-step",
+                code="checkpoint-step-ambiguous",
             )
         return directory
     folder = named_by_pointer(directory) if step is None else iteration_folder(directory, step)
@@ -85,13 +86,17 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     if not folder.exists():
         present = ", ".join(path.name for path in saved_iterations(directory)) or "no checkpoint"
         raise CheckpointError(
-            f"there is no {folder}", f"its folder has {present}", "choose another with --ckpt-step N"
+            f"there is no {folder}",
+            f"its folder has {present}",
+            "choose another with --ckpt-step N",
+            code="checkpoint-not-found",
         )
     if not (folder / MEGATRON_FILE).exists():
         raise CheckpointError(
             f"{folder} is not a complete checkpoint",
             f"its {MEGATRON_FILE} is missing",
             "choose another with --ckpt-step N",
+            code="checkpoint-incomplete",
         )
     return folder
 
@@ -110,13 +115,20 @@ def read_pointer(directory: Path) -> int | None:
     except FileNotFoundError:
         if saved_iterations(directory):
             raise CheckpointError(
-                f"{pointer} is missing", "it names the checkpoint to continue from", do
+                f"{pointer} is missing",
+                "it names the checkpoint to continue from",
+                do,
+                code="checkpoint-pointer-missing",
             ) from None
         return None
     except OSError as error:
-        raise CheckpointError(f"{pointer} cannot be read: {error}", "", do) from None
+        raise CheckpointError(
+            f"{pointer} cannot be read: {error}", "", do, code="checkpoint-pointer-unreadable"
+        ) from None
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{pointer} holds {text[:40]!r}, not an iteration", "", do)
+        raise CheckpointError(
+            f"{pointer} holds {text[:40]!r}, not an iteration", "", do, code="checkpoint-pointer-damaged"
+        )
     return int(text)
 
 
@@ -258,6 +270,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
             "its weights would be cut, left out or computed with otherwise, without a word",
             "name the Hugging Face folder that it was made from; to change a model, export it with"
             " tools/convert_mcore_to_hf.py and change the config.json of that",
+            code="checkpoint-of-another-model",
         )
 
 
@@ -273,6 +286,9 @@ def read_state(folder: Path) -> dict:
         return first
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is damaged: {error}", "", "choose another with --ckpt-step N"
+            f"{path} is damaged: {error}",
+            "",
+            "choose another with --ckpt-step N",
+            code="checkpoint-state-damaged",
         ) from None
     return state

@@ -65,7 +65,9 @@ def refuse_code(folder: Path) -> None:
     register_safe_globals()
     if not (folder / MEGATRON_FILE).is_file():
         what = f"{folder / MEGATRON_FILE} is missing"
-        raise CheckpointError(what, "it says what kind of checkpoint this is", ANOTHER)
+        raise CheckpointError(
+            what, "it says what kind of checkpoint this is", ANOTHER, code="checkpoint-metadata-missing"
+        )
     metadata = read_metadata(folder)
     _check_torch_file(folder / COMMON_FILE, None)
     entries = getattr(metadata, "state_dict_metadata", None)
@@ -75,14 +77,20 @@ def refuse_code(folder: Path) -> None:
         or not isinstance(metadata.storage_data, dict)
     ):
         raise CheckpointError(
-            f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint", ANOTHER
+            f"{folder / METADATA_FILE} is damaged",
+            "it does not describe a checkpoint",
+            ANOTHER,
+            code="checkpoint-metadata-damaged",
         )
     for index, place in metadata.storage_data.items():
         if isinstance(entries.get(index.fqn), BytesStorageMetadata):
             if Path(place.relative_path).name != place.relative_path:
                 what = f"{folder / METADATA_FILE} sends {index.fqn} to {place.relative_path!r}"
                 raise CheckpointError(
-                    what, "it must be the plain name of a file in the same folder", DISTRUST
+                    what,
+                    "it must be the plain name of a file in the same folder",
+                    DISTRUST,
+                    code="checkpoint-file-outside-folder",
                 )
             _check_torch_file(folder / place.relative_path, (place.offset, place.length))
 
@@ -120,9 +128,15 @@ def _refusal(path: Path, name: str) -> CheckpointError:
         f"{path} holds {name}, which is not data of a checkpoint",
         "loading it could run code that is hidden in the file; nothing of it was run",
         DISTRUST,
+        code="checkpoint-holds-code",
     )
 
 
 def _damage(path: Path, error: Exception) -> CheckpointError:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return CheckpointError(f"{path} cannot be read: {text}", "the file is missing or damaged", ANOTHER)
+    return CheckpointError(
+        f"{path} cannot be read: {text}",
+        "the file is missing or damaged",
+        ANOTHER,
+        code="checkpoint-pickle-unreadable",
+    )

@@ -11,9 +11,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 
@@ -44,7 +44,9 @@ def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
 
     return on_rank_0(
         take,
-        lambda error: CheckpointError(f"cannot write to {directory}: {error}", "", "choose another --save"),
+        lambda error: CheckpointError(
+            f"cannot write to {directory}: {error}", "", "choose another --save", code="save-not-writable"
+        ),
     )
 
 
@@ -121,4 +123,5 @@ def _refusal(path: Path, holder: dict) -> CheckpointError:
         f"{path.parent} is the save folder of another run: {who}",
         "two runs that save in one folder would overwrite each other's checkpoints",
         f"stop that run, choose another --save, or delete {path} if you are sure that it has ended",
+        code="save-in-use",
     )

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from mkd.checkpoint.agreement import agree, attempt, on_rank_0
 from mkd.checkpoint.folders import (
     COMMON_FILE,
     HF_FOLDER,
@@ -43,6 +42,7 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import agree, attempt, on_rank_0
 from mkd.parallel.context import ParallelContext
 
 
@@ -158,21 +158,30 @@ class Save:
         make_room = "free some space and restart with --load; --keep-checkpoints K removes old checkpoints"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
-            return CheckpointError(f"{what}: the disk is full ({free_gib:.2f} GiB are free)", kept, make_room)
+            return CheckpointError(
+                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
+                kept,
+                make_room,
+                code="save-disk-full",
+            )
         if errno.EDQUOT in met:
             return CheckpointError(
-                f"{what}: the disk quota of this user or group is used up", kept, make_room
+                f"{what}: the disk quota of this user or group is used up",
+                kept,
+                make_room,
+                code="save-quota-exceeded",
             )
         if errno.EFBIG in met:
             return CheckpointError(
                 f"{what}: a file would be larger than this process or its file system allows",
                 kept,
                 "raise the limit (ulimit -f shows that of a process), and restart with --load",
+                code="save-file-too-large",
             )
         cause = of_disk[0] if of_disk else error  # torch says only that it could not write
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         do = "fix the cause, and restart with --load"
-        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do)
+        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
 
     def _passed(self, moment: str) -> None:
         self.announce(moment, self.contents.position.iteration)

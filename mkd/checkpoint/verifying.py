@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0, together
 from mkd.checkpoint.folders import (
     MEGATRON_FILE,
     REPLACED,
@@ -24,6 +23,7 @@ from mkd.checkpoint.manifest import (
 )
 from mkd.checkpoint.pickles import refuse_code
 from mkd.errors import CheckpointError
+from mkd.parallel.agreement import on_rank_0, together
 from mkd.parallel.context import ParallelContext
 
 
@@ -59,6 +59,7 @@ def choose_checkpoint(
             f"{directory} holds no checkpoint that is whole: {problem.what}",
             "files are missing or differ from what was saved",
             "take --load away and choose another --save to start anew, or restore the folder from a copy",
+            code="checkpoint-none-whole",
         )
     )
 
@@ -127,7 +128,12 @@ def _check_share(folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def _damaged(what: str) -> CheckpointError:
-    return CheckpointError(what, "the checkpoint is not what was saved", "choose another with --ckpt-step N")
+    return CheckpointError(
+        what,
+        "the checkpoint is not what was saved",
+        "choose another with --ckpt-step N",
+        code="checkpoint-damaged",
+    )
 
 
 def _explain(error: Exception) -> CheckpointError:

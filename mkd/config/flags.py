@@ -13,7 +13,10 @@ from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
 from mkd.errors import MkdError, UsageError
 
 _USAGE = "torchrun --nproc-per-node N pretrain_kd.py [--config FILE.yaml] [--flag value ...]"
-_DESCRIPTION = "Distil a teacher language model into a student. The command line wins over the file, the file over defaults."
+_DESCRIPTION = (
+    "Distil a teacher language model into a student. "
+    "The command line wins over the file, the file over defaults."
+)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
@@ -21,7 +24,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 @dataclass
 class CommandLine:
-    """What the command line gives: values by path, the YAML file, and everything that is wrong with it."""
+    """Values of the command line by path, the YAML file that it names, and all of its errors."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (value, flag)
     config_file: str | None = None
@@ -29,16 +32,16 @@ class CommandLine:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose errors are `UsageError`s: main prints them, beside what else is wrong."""
+    """Argument parser that raises its errors as `UsageError`, which main prints together with all others."""
 
     def error(self, message: str) -> NoReturn:
-        problem = UsageError(message, "", "see --help")
+        problem = UsageError(message, "", "see --help", code="command-line-not-valid")
         problem.on_all_ranks = True
         raise problem
 
 
 def whole_number(text: str, least: int = 1) -> int:
-    """The `type` of a flag. Raises argparse.ArgumentTypeError below `least`."""
+    """Parse a flag's value, as argparse's `type`. Raises argparse.ArgumentTypeError below `least`."""
     number = int(text) if text.isdecimal() else -1
     if number < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
@@ -46,7 +49,10 @@ def whole_number(text: str, least: int = 1) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, with one group of flags per section. It keeps values as text: `parse_command_line` reads them."""
+    """Build the parser, with a group of flags per section.
+
+    It keeps values as text for `parse_command_line`.
+    """
     parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(
@@ -77,12 +83,13 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 def _help(option: Option) -> str:
     is_silent = option.default is None or option.default == () or "required" in option.help
-    text = option.help if is_silent else f"{option.help} (default: {option.default})"
+    default = " ".join(option.default) if option.kind is tuple and not is_silent else option.default
+    text = option.help if is_silent else f"{option.help} (default: {default})"
     return text.replace("%", "%%")
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read `argv` (without the program's name). `--help` prints and exits; everything else that is wrong is collected."""
+    """Read `argv` (without the program's name) and collect all errors. `--help` prints and exits."""
     result = CommandLine()
     known = [argument for group in _by_flag(argv) if _is_known(group, result.errors) for argument in group]
     try:
@@ -104,7 +111,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _by_flag(argv: Sequence[str]) -> list[list[str]]:
-    """`argv` cut before every flag: each part is a flag (`--flag` or `--flag=value`) and the values behind it."""
+    """Cut `argv` before every flag: each part is a flag (`--flag` or `--flag=value`) and its values."""
     groups: list[list[str]] = [[]]
     for argument in argv:
         if argument.startswith("--"):
@@ -114,7 +121,7 @@ def _by_flag(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _is_known(group: list[str], errors: list[MkdError]) -> bool:
-    """Whether argparse shall see this part of the command line; otherwise its error is added to `errors`."""
+    """Return True if argparse knows this part of the command line; otherwise add its error to `errors`."""
     flag = group[0].partition("=")[0] if group else ""
     flags = known_flags()
     if not flag.startswith("--") or flag in flags:
@@ -124,7 +131,7 @@ def _is_known(group: list[str], errors: list[MkdError]) -> bool:
 
 
 def known_flags() -> list[str]:
-    """Every flag that the parser takes."""
+    """Return every flag that the parser takes."""
     options = [option for option in all_options() if option.has_flag]
     negations = ["--no-" + option.flag[2:] for option in options if option.kind is bool]
     return ["--help", "--config", *(option.flag for option in options), *negations]
@@ -133,4 +140,6 @@ def known_flags() -> list[str]:
 def _unknown(flag: str, flags: list[str]) -> UsageError:
     nearest = difflib.get_close_matches(flag, flags, n=1)
     do = f"did you mean {nearest[0]}?" if nearest else "see --help"
-    return UsageError(f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do)
+    return UsageError(
+        f"{flag} is not a flag of mkd", "an unknown setting would be ignored", do, code="flag-unknown"
+    )

@@ -1,4 +1,4 @@
-"""From the command line and a YAML file to a `Config` in which every value knows where it came from."""
+"""Read the command line and a YAML file into a `Config` whose values all know their origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """The settings of a run, and the origin of each: `default`, `FILE.yaml:LINE` or `--flag`, by path (`kd.kd_ratio`)."""
+    """Settings of a run, and their origins by path (`kd.kd_ratio`): `default`, `FILE.yaml:LINE`, `--flag`."""
 
     config: Config
     origins: Mapping[str, str]
@@ -28,7 +28,8 @@ class LoadedConfig:
 def load_config(argv: Sequence[str]) -> LoadedConfig:
     """Read the command line (without the program's name) and the YAML file it names with --config.
 
-    The command line wins over the file, the file over defaults. Raises one ErrorList with everything that is wrong.
+    The command line wins over the file, the file over defaults. Raises one ErrorList with everything that is
+    wrong.
     """
     command_line = parse_command_line(argv)
     file = read_yaml(command_line.config_file) if command_line.config_file else YamlFile("")
@@ -48,7 +49,7 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
 
 
 def format_config(loaded: LoadedConfig) -> str:
-    """One aligned line per setting: path, value, origin. For the start of a run."""
+    """Return one aligned line per setting, for the start of a run: path, value, origin."""
     rows = [
         (option.path, _text(value), loaded.origins[option.path]) for option, value in settings(loaded.config)
     ]
@@ -69,7 +70,7 @@ def save_config(loaded: LoadedConfig, path: str | Path) -> None:
 
 
 def _depth(section: str) -> int:
-    """Levels of indentation of a section's settings; a teacher is an item of a list."""
+    """Return the indentation levels of a section's settings; a teacher is an item of a list."""
     return bool(section) + section.startswith("teachers") + section.endswith(XTOKEN)
 
 
@@ -82,5 +83,5 @@ def _heading(section: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """JSON, which is YAML too: `null`, `true`, `[\"a\", \"b\"]`, quoted text."""
+    """Format a value as JSON, which is YAML too: `null`, `true`, `[\"a\", \"b\"]`, quoted text."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Flags of Megatron-LM's training scripts that mkd has not, and flags of mkd itself that are still to come.
+"""Flags of Megatron-LM's training scripts that mkd does not have, and flags that mkd does not have yet.
 
-A command line or a YAML file that names one is told what to do instead, never silently obeyed in part.
+If a command line or YAML file names one, the error says what to do instead; no flag is silently ignored.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ USE_INSTEAD: dict[str, str] = {
     "--memory-snapshot-path": "--log-dir: snapshots are in its folder profile/",
     "--exit-on-missing-checkpoint": "--ckpt-step: a named iteration must exist",
 }
-"""Flag -> what to use in its place."""
+"""Flag -> replacement."""
 
 SAFE_TO_DROP: dict[str, str] = {
     **dict.fromkeys(
@@ -175,7 +175,8 @@ SAFE_TO_DROP: dict[str, str] = {
             "--no-save-rng",
             "--override-opt_param-scheduler",
         ),
-        "checkpoints are torch_dist folders that hold the whole state and load at any layout; the flags of a run win",
+        "checkpoints are torch_dist folders that hold the whole state and load at any layout; the flags of "
+        "a run win",
     ),
     **dict.fromkeys(
         (
@@ -230,7 +231,7 @@ SAFE_TO_DROP: dict[str, str] = {
         "mkd always writes its own figures to metrics.jsonl and the progress line",
     ),
 }
-"""Flag -> why nothing is lost without it."""
+"""Flag -> reason why nothing is lost without it."""
 
 NOT_YET: dict[str, str] = {
     "--num-experts": "use dense models",
@@ -240,15 +241,25 @@ NOT_YET: dict[str, str] = {
     "--mtp-num-layers": "use models without multi-token prediction",
     "--multi-latent-attention": "use models without latent attention",
 }
-"""Flag -> what to do until mkd has it."""
+"""Flag -> alternative until mkd supports it."""
 
 
 def unsupported(flag: str, label: str) -> UsageError | None:
-    """The error for a known flag that mkd has not, starting with `label` (the flag, or a place in a file); else None."""
+    """Return the error for a flag that mkd knows but does not support, or None for other flags.
+
+    The error starts with `label`: the flag, or a place in a file.
+    """
     if flag in USE_INSTEAD:
-        return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}")
+        return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}", code="flag-replaced")
     if flag in SAFE_TO_DROP:
-        return UsageError(f"{label}: known, not supported: safe to drop", SAFE_TO_DROP[flag], "remove it")
+        return UsageError(
+            f"{label}: known, not supported: safe to drop",
+            SAFE_TO_DROP[flag],
+            "remove it",
+            code="flag-not-needed",
+        )
     if flag in NOT_YET:
-        return UsageError(f"{label}: not supported yet", "this release does not have it", NOT_YET[flag])
+        return UsageError(
+            f"{label}: not supported yet", "this release does not have it", NOT_YET[flag], code="flag-not-yet"
+        )
     return None

@@ -1,4 +1,4 @@
-"""The settings of models: the student, the teachers, and what a teacher of another tokenizer needs besides."""
+"""The settings of models: the student, the teachers, and the extra settings of a cross-tokenizer teacher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 RESIDENCIES = ("device", "host")
+TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
+XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
 
 def option(
@@ -19,13 +21,14 @@ def option(
     choices: tuple[str, ...] | None = None,
     flag: bool = True,
 ) -> Any:
-    """A documented field; without `flag` it is YAML only."""
+    """Return a documented field of a section; without `flag` it can be set in YAML only."""
     return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))
 
 
 _LAYOUT = (
-    "decoder layers of each pipeline stage, when they do not divide evenly or the heads need room: 8,8,7,7, or Megatron's "
-    "form 'Et*8|t*8|t*7|t*7L'; with interleaving, all stages in model order"
+    "decoder layers of each pipeline stage: 8,8,7,7 or Megatron's form 'Et*8|t*8|t*7|t*7L'. "
+    "Set it when layers do not divide evenly or the heads need room. "
+    "With interleaving, list all stages in model order (default: --pipeline-layout)"
 )
 
 
@@ -35,106 +38,121 @@ class StudentConfig:
 
     hf: str | None = option(
         None,
-        "Hugging Face folder or hub id of the student; with --student-load only its config and "
-        "tokenizer files are used",
+        "Hugging Face folder or hub id of the student. With --student-load only its config and tokenizer "
+        "files are read",
     )
     load: str | None = option(
         None,
-        "folder of Megatron distributed checkpoints with the student's first weights; to "
-        "continue a run of mkd use --load instead",
+        "folder of Megatron distributed checkpoints with the student's initial weights. "
+        "To resume a run of mkd use --load instead (default: the weights of --student-hf)",
     )
     pipeline_layout: str | None = option(None, _LAYOUT)
 
 
 @dataclass(frozen=True)
 class XTokenConfig:
-    """How a teacher with another tokenizer is compared with the student; any of these settings turns it on."""
+    """Comparison of a cross-tokenizer teacher with the student. Any of these settings turns it on."""
 
     loss: str = option(
         "partition_kl",
-        "what is compared of each aligned chunk of text: partition_kl (exact, over the tokens that both sides can spell and "
-        "the rest), prefix_kl (over common tokens, where another token counts as the common one that it begins with), p_kl "
-        "(the student's probabilities projected onto the teacher's tokens), gold or h_kl (divergence on the common tokens, "
-        "sorted differences on the others), uld (sorted differences only)",
-        choices=("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld"),
+        "loss of an aligned chunk. partition_kl: exact KL over the tokens that both sides can spell, and "
+        "the rest. prefix_kl: KL over common tokens; another token counts as the common token that it "
+        "begins with. p_kl: KL after projecting the student's probabilities onto the teacher's tokens. "
+        "gold, h_kl: divergence on the common tokens, sorted differences on the others. uld: sorted "
+        "differences only",
+        choices=XTOKEN_LOSSES,
     )
     alignment: str = option(
         "byte_offset",
-        "how tokens of both models are matched: byte_offset (equal spans of the text's bytes), or dp (dynamic programming "
-        "over token strings, for comparison with published results; slow)",
+        "way to match the tokens of both models. byte_offset: equal spans of the text's bytes. dp: dynamic "
+        "programming over token strings, slow, for comparison with published results",
         choices=("byte_offset", "dp"),
     )
     seq_length: int | None = option(
         None,
-        "tokens of the teacher's packs, for the text of --seq-length student tokens; what does not fit has no distillation "
-        "loss. Not given: what the longest pack of the data needs",
+        "tokens of the teacher's packs, for the text of --seq-length student tokens. Text that does not fit "
+        "has no distillation loss (default: as many as the longest pack of the data needs)",
     )
     projection: str | None = option(
         None,
-        "file of the relation between both vocabularies, as tools/build_projection.py writes it; not given: built at the "
-        "start and cached",
+        "file that relates both vocabularies, written by tools/build_projection.py "
+        "(default: built at the start and cached)",
     )
     top_k: int | None = option(
         None,
-        "with partition_kl: compare only the teacher's so many most probable common tokens one by one, the others in sum; "
-        "not given: all of them",
+        "teacher's most probable common tokens that partition_kl compares one by one. The others count in "
+        "sum (default: all)",
     )
     exact_token_match_only: bool = option(
-        False, "leave out chunks other than one student token against the same token of the teacher"
+        False, "leave out all chunks but those of one student token and the same teacher token"
     )
     relaxed_map: bool = option(
         False,
-        "with gold or h_kl: also count tokens as common that differ in case, leading space or normalisation only",
+        "count tokens as common that differ only in case, leading space or normalisation, with gold or h_kl",
     )
     reasoning: bool = option(
-        True, "distil the reasoning regions of assistant turns too; without it only what follows them"
+        True, "distil the reasoning regions of assistant turns too. Without it only what follows them"
     )
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A frozen model that is imitated. The flags are those of the first teacher."""
+    """A frozen model to imitate. The flags are those of the first teacher."""
 
-    name: str | None = option(None, "label of the teacher in logs; not given: its folder's name", flag=False)
+    name: str | None = option(None, "label of the teacher in logs (default: name of its folder)", flag=False)
     hf: str | None = option(
         None,
-        "Hugging Face folder or hub id of the teacher; with --teacher-load only its config and "
-        "tokenizer files are used",
+        "Hugging Face folder or hub id of the teacher. With --teacher-load only its config and tokenizer "
+        "files are read",
     )
-    load: str | None = option(None, "folder of Megatron distributed checkpoints with the teacher's weights")
+    load: str | None = option(
+        None,
+        "folder of Megatron distributed checkpoints with the teacher's weights "
+        "(default: the weights of --teacher-hf)",
+    )
     topk: str | None = option(
         None,
-        "folder that tools/export_teacher_topk.py has written: train from the teacher's stored top-k log-probabilities, no "
-        "teacher runs. With --teacher-hf or --teacher-load they must be of that very teacher",
+        "folder written by tools/export_teacher_topk.py. Trains from the teacher's stored top-k "
+        "log-probabilities; no teacher runs. With --teacher-hf or --teacher-load it must be an export of "
+        "that same teacher (default: run the teacher)",
     )
     weight: float = option(
-        1.0, "share of this teacher among several, above 0; weights are divided by their sum", flag=False
+        1.0,
+        "weight of this teacher among several, above 0. Weights are divided by their sum",
+        flag=False,
     )
-    pipeline_layout: str | None = option(None, _LAYOUT + "; independent of the student's")
-    temperature: float | None = option(None, "of this teacher; not given: --kd-temperature", flag=False)
+    pipeline_layout: str | None = option(
+        None, _LAYOUT.replace(" (default", ". Independent of the student's (default")
+    )
+    temperature: float | None = option(
+        None, "temperature for this teacher (default: --kd-temperature)", flag=False
+    )
     divergence: str | None = option(
         None,
-        "what is minimised for this teacher; not given: --kd-divergence",
+        "divergence to minimise for this teacher (default: --kd-divergence)",
         choices=DIVERGENCES,
         flag=False,
     )
-    jsd_beta: float | None = option(None, "of this teacher's jsd; not given: --kd-jsd-beta", flag=False)
+    jsd_beta: float | None = option(None, "beta of this teacher's jsd (default: --kd-jsd-beta)", flag=False)
     mixed_kl_weight: float | None = option(
-        None, "of this teacher's mixed_kl; not given: --kd-mixed-kl-weight", flag=False
+        None,
+        "weight of the forward KL in this teacher's mixed_kl (default: --kd-mixed-kl-weight)",
+        flag=False,
     )
     residency: str = option(
         "device",
-        "where the teacher's weights stay: device, or host (pinned memory; layers come to the device one after another: "
-        "less memory, slower)",
+        "place of the teacher's weights: device, or host (pinned memory). From the host layers come to the "
+        "device one after another: less device memory, slower",
         choices=RESIDENCIES,
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
 
 
 def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
-    """A name for each teacher : its own, else that of its folder, else `teacher0`.
+    """Return a name for each teacher: the configured one, else that of its folder, else `teacher0`.
 
-    A folder's name that another teacher has already gets the teacher's number; names that were given are never changed.
+    If another teacher already has a folder's name, the teacher's number is appended. Configured names never
+    change.
     """
     names: list[str] = []
     given = [teacher.name for teacher in teachers if teacher.name]
@@ -147,6 +165,6 @@ def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
 
 
 def teacher_roles(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
-    """What texts call the teachers: `teacher`, with its name where there are several."""
+    """Return what messages call each teacher: `teacher`, followed by its name if there are several."""
     names = teacher_names(teachers)
     return ("teacher",) if len(names) == 1 else tuple(f"teacher {name}" for name in names)

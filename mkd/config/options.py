@@ -1,10 +1,10 @@
-"""The schema as a flat list of options, and the reading of their values from text: shared by flags and YAML."""
+"""The schema as a flat list of options, and the parsing of their values; flags and YAML share both."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import MappingProxyType, NoneType
@@ -22,9 +22,10 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. `path` (`kd.kd_ratio`, `teachers[0].xtoken.loss`) says where it lives; `name` (`xtoken_loss`) is the flag's.
+    """One setting, with its place `path` (`teachers[0].xtoken.loss`) and its flag's `name` (`xtoken_loss`).
 
-    Names are unique but for teachers: the second one's settings have no flags, and the names of the first one's.
+    Names are unique except among teachers: settings of later teachers have no flags and share the first one's
+    names.
     """
 
     path: str
@@ -38,7 +39,7 @@ class Option:
 
     @property
     def section(self) -> str:
-        """The part of `path` before the field; empty for settings of the root."""
+        """Part of `path` before the field; empty for root settings."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -51,27 +52,35 @@ class Option:
 
     @property
     def label(self) -> str:
-        """What to call it in an error: the flag without its dashes, or the path of what is set in a file only."""
+        """Name in an error: the flag without its dashes, or the path if it can be set in a file only."""
         return self.flag[2:] if self.has_flag else self.path
 
     @property
     def place(self) -> str:
-        """Where to change it: the flag, or the path of what is set in a file only."""
+        """Place to change it: the flag, or the path if it can be set in a file only."""
         return self.flag if self.has_flag else self.path
 
     def parse(self, texts: list[str], label: str) -> Any:
-        """The value that `texts` (one, or several for a list) spell. Raises UsageError that starts with `label`."""
+        """Parse `texts` (one, or several for a list). Raises UsageError that starts with `label`."""
         if self.kind is tuple:
             return tuple(texts)
         (text,) = texts
         if self.choices is not None and text not in self.choices:
-            raise UsageError(f"{label}: {text!r} is not a known value", "", f"use {_one_of(self.choices)}")
+            raise UsageError(
+                f"{label}: {text!r} is not a known value",
+                "",
+                f"use {_one_of(self.choices)}",
+                code="value-unknown",
+            )
         try:
             return _READERS[self.kind](text)
         except (ValueError, KeyError):
             wanted = _KIND_NAMES[self.kind]
             raise UsageError(
-                f"{label}: {text!r} is not {wanted}", f"{self.label}: {self.help}", f"give {wanted}"
+                f"{label}: {text!r} is not {wanted}",
+                f"{self.label}: {self.help}",
+                f"give {wanted}",
+                code="value-not-valid",
             ) from None
 
 
@@ -82,7 +91,12 @@ def _finite(text: str) -> float:
     return value
 
 
-_READERS = {int: int, float: _finite, bool: lambda text: _BOOLEANS[text.lower()], str: str}
+_READERS: Mapping[type, Callable[[str], Any]] = {
+    int: int,
+    float: _finite,
+    bool: lambda text: _BOOLEANS[text.lower()],
+    str: str,
+}
 
 
 def _one_of(values: Iterable[str]) -> str:
@@ -91,7 +105,7 @@ def _one_of(values: Iterable[str]) -> str:
 
 @cache
 def section_options(cls: type, section: str) -> tuple[Option, ...]:
-    """The options of one section's dataclass; sections within it have their own."""
+    """Return the options of one section's dataclass, without those of nested sections."""
     hints = get_type_hints(cls)
     return tuple(
         _option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata
@@ -115,15 +129,15 @@ def _option(field: Any, hint: Any, section: str) -> Option:
 
 
 def _of_first_teacher(section: str) -> str:
-    """`teachers[0].xtoken` for `teachers[3].xtoken`: the section that describes it."""
+    """Return the first teacher's section of the same kind: `teachers[0].xtoken` for `teachers[3].xtoken`."""
     return re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, section)
 
 
 @cache
 def section_types() -> Mapping[str, type]:
-    """Section -> its dataclass, in the order of the schema; the teachers' sections are those of the first one."""
+    """Return section -> dataclass in the order of the schema, with the first teacher's sections for all."""
     hints = get_type_hints(Config)
-    types = {}
+    types: dict[str, type] = {}
     for field in fields(Config):
         assert field.default is not MISSING
         if field.name == "teachers":
@@ -134,18 +148,18 @@ def section_types() -> Mapping[str, type]:
 
 
 def section_type(section: str) -> type | None:
-    """The dataclass of a section, of any teacher too; None where there is no such section."""
+    """Return the dataclass of a section, also of any teacher's; None if there is no such section."""
     return section_types().get(_of_first_teacher(section))
 
 
 def all_options() -> list[Option]:
-    """Every option of the schema; teacher options are those of the first teacher."""
+    """Return every option of the schema; teacher options are those of the first teacher."""
     sections = [*section_types().items(), ("", Config)]
     return [option for section, cls in sections for option in section_options(cls, section)]
 
 
 def settings(config: Config) -> Iterator[tuple[Option, Any]]:
-    """Every option with its value in `config`, in the order of the schema, root settings last."""
+    """Yield every option with its value in `config`, in the order of the schema, root settings last."""
     for section, cls in section_types().items():
         if not section.startswith(FIRST_TEACHER):
             yield from _settings(cls, section, getattr(config, section))
@@ -163,14 +177,14 @@ def _settings(cls: type, section: str, values: Any) -> Iterator[tuple[Option, An
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Path -> value of every option."""
+    """Return path -> value of every option."""
     return {option.path: value for option, value in settings(config)}
 
 
 def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
-    """The `Config` with `values` by path, and defaults for everything else.
+    """Build the `Config` with `values` by path, and defaults for everything else.
 
-    A teacher has cross-tokenizer settings when any of them is among `values`, or the path of their section.
+    A teacher has cross-tokenizer settings if any of them, or the path of their section, is among `values`.
     """
 
     def build(cls: type, section: str, **nested: Any) -> Any:

@@ -1,14 +1,25 @@
-"""The schema of a run: one dataclass per section. Every field's help text here is the help of its flag and YAML key.
+"""The schema of a run: one dataclass per section. Each field has the help text of its flag and YAML key.
 
-`Config()` holds the defaults. A field is a flag of the same name (`--seq-length`) and a YAML key (`seq_length`); the fields
-of student, first teacher and its cross-tokenizer settings carry their section's name (`--student-hf`, `--xtoken-loss`).
+`Config()` holds the defaults. A field is a flag of the same name (`--seq-length`) and a YAML key
+(`seq_length`). Fields of the student, the first teacher and its cross-tokenizer settings carry their
+section's name (`--student-hf`, `--xtoken-loss`). A help text starts with a verb or a noun. Where the default
+is None, it ends with what applies then: `(default: ...)`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mkd.config.models import DIVERGENCES, RESIDENCIES, StudentConfig, TeacherConfig, XTokenConfig, option
+from mkd.config.models import (
+    DIVERGENCES,
+    RESIDENCIES,
+    TEACHER_COMBINATIONS,
+    StudentConfig,
+    TeacherConfig,
+    XTokenConfig,
+    option,
+)
+from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -27,62 +38,67 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How both models are spread over processes. Data parallel = processes / (tensor x pipeline x context)."""
+    """Layout of both models over processes. Data parallel = processes / (tensor x pipeline x context)."""
 
     tensor_model_parallel_size: int = option(
         1,
-        "processes that share every layer; raise it when a layer or the logits do "
-        "not fit one device, and stay inside one machine",
+        "processes that share every layer. Raise it when a layer or the logits do not fit one device; "
+        "stay inside one machine",
     )
     pipeline_model_parallel_size: int = option(
         1,
-        "consecutive groups of layers on different processes; raise it when the models do not fit otherwise",
+        "processes that hold consecutive pipeline stages of both models. "
+        "Raise it when the models do not fit otherwise",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "interleaving, by the student's layers per virtual stage; the teacher gets as many stages. "
-        "It shrinks the pipeline bubble for more messages",
+        "student layers of a virtual pipeline stage, for interleaving; the teacher gets as many stages. "
+        "It shrinks the pipeline bubble and sends more messages (default: no interleaving)",
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "interleaving, by virtual stages of each pipeline rank; the other way to ask for the same"
+        None,
+        "virtual stages of each pipeline rank, for interleaving. Another way to give "
+        "--num-layers-per-virtual-pipeline-stage (default: no interleaving)",
     )
     pipeline_layout: str = option(
         "even",
-        "how layers are split over pipeline stages without an explicit layout: even (the same number everywhere), or auto "
-        "(both models together, so that the slowest pipeline rank, heads included, is as fast as possible)",
+        "rule that splits layers over pipeline stages without an explicit layout. even: the same number "
+        "everywhere. auto: both models together, so that the slowest pipeline rank, heads included, is as "
+        "fast as possible",
         choices=("even", "auto"),
     )
     context_parallel_size: int = option(
         1,
-        "processes that share every sequence; raise it when long sequences do not fit one device. Documents are padded to "
-        "a multiple of twice this size",
+        "processes that share every sequence. Raise it when long sequences do not fit one device. "
+        "Documents are padded to a multiple of twice this size",
     )
     expert_model_parallel_size: int = option(
-        1, "processes that share the experts; 1 in this release (dense models)"
+        1, "processes that share the experts. Must be 1: this release trains dense models only"
     )
     sequence_parallel: bool = option(
         False,
-        "also split norms and residuals over the tensor-parallel processes: less "
-        "memory, same result; no effect at tensor parallel size 1",
+        "split norms and residuals over the tensor-parallel processes too: less memory, same result. "
+        "No effect at tensor-parallel size 1",
     )
     use_distributed_optimizer: bool = option(
-        False, "spread the optimizer state over data-parallel processes: less memory when there are several"
+        False, "shard the optimizer state over data-parallel processes. Saves memory when there are several"
     )
     overlap_grad_reduce: bool = option(
-        False, "reduce gradients over data parallel during backward; faster on GPUs"
+        False, "reduce gradients over data-parallel processes during backward. Faster on GPUs"
     )
     overlap_param_gather: bool = option(
         False,
-        "gather updated parameters during the next forward; needs "
-        "--use-distributed-optimizer and --overlap-grad-reduce",
+        "gather updated parameters during the next forward. Needs --use-distributed-optimizer and "
+        "--overlap-grad-reduce",
     )
     distributed_timeout_minutes: float = option(
         10.0,
-        "minutes without progress after which a process ends the run, and says where each one stands; raise it for slow file "
-        "systems and large data",
+        "minutes without progress after which a process ends the run and reports where every rank stands. "
+        "Raise it for slow file systems and large data",
     )
     distributed_timeout_seconds_after_init: float | None = option(
-        None, "the same in seconds, from the end of the first step on and not for saves; not given: as before"
+        None,
+        "timeout in seconds after the first step, saves excluded (default: --distributed-timeout-minutes)",
     )
 
 
@@ -92,58 +108,78 @@ class KDConfig:
 
     kd_ratio: float = option(
         0.5,
-        "share of distillation in the loss, 0 to 1; 0 is plain training and never loads the "
-        "teacher, 1 never computes the cross entropy",
+        "weight of distillation in the loss, 0 to 1. 0 is plain training and never loads the teacher; "
+        "1 never computes the cross entropy",
     )
     kd_temperature: float = option(
         1.0,
-        "both models' logits are divided by it before the divergence; above 1 the "
-        "teacher's small probabilities count more",
+        "divisor of both models' logits before the divergence. Above 1 the teacher's small probabilities "
+        "count more",
     )
     kd_temperature_scaling: str = option(
         "squared",
-        "factor on the divergence: temperature squared, which keeps its gradient's size, or none",
+        "factor on the divergence: squared (temperature squared, which keeps the gradient's size) or none",
         choices=("squared", "none"),
     )
     kd_divergence: str = option(
         "forward_kl",
-        "what is minimised: forward_kl is KL(teacher || student), which covers all that the teacher says; reverse_kl is "
-        "KL(student || teacher), which keeps to what it says most; mixed_kl and jsd lie between",
+        "divergence to minimise. forward_kl is KL(teacher || student), which covers everything the teacher "
+        "says. reverse_kl is KL(student || teacher), which keeps to what the teacher says most. mixed_kl "
+        "and jsd lie between them",
         choices=DIVERGENCES,
     )
     kd_jsd_beta: float = option(
         0.5,
-        "teacher's weight in the mixture that jsd compares both models with, 0 to 1; 0 and 1 mean forward_kl and reverse_kl",
+        "teacher's weight in the mixture that jsd compares both models with, 0 to 1. "
+        "0 means forward_kl and 1 reverse_kl",
     )
     kd_mixed_kl_weight: float = option(
-        0.5, "weight of the forward KL in mixed_kl, 0 to 1; the reverse KL has the rest"
+        0.5, "weight of the forward KL in mixed_kl, 0 to 1. The reverse KL has the rest"
     )
     teacher_combination: str = option(
         "weighted_sum",
-        "what several teachers make together: weighted_sum (of their divergences, each teacher's weight divided by the sum of "
-        "all), average (one divergence from the mean of their probabilities, weighted likewise; student's tokenizer only), or "
-        "select (for each pack the teacher with the lowest cross entropy of the same text)",
-        choices=("weighted_sum", "average", "select"),
+        "way to combine several teachers. weighted_sum: sum of their divergences, weights normalised to 1. "
+        "average: one divergence from the weighted mean of their probabilities (student's tokenizer only). "
+        "select: for each pack the teacher with the lowest cross entropy of the same text",
+        choices=TEACHER_COMBINATIONS,
     )
     teacher_weighting: str = option(
         "static",
-        "where the weights of a weighted_sum come from: static (the configuration), or for each pack the softmax of ln(weight) "
-        "- what the teacher says of it: its cross entropy (ce), its entropy, or 1 - its highest probability (confidence), per "
-        "student token",
+        "source of a weighted_sum's weights. static: the configuration. Otherwise each pack has "
+        "softmax(ln(weight) - score) over the teachers. The score, a mean over student tokens, is the "
+        "teacher's cross entropy (ce), its entropy, or 1 - its highest probability (confidence)",
         choices=("static", "ce", "entropy", "confidence"),
     )
     teacher_weighting_temperature: float = option(
-        1.0, "divides what each teacher says of a pack; below 1 the best teacher gets more of the weight"
+        1.0,
+        "divisor of the scores of --teacher-weighting. Below 1 the best teacher gets more of the weight",
     )
     kd_fused_head: bool = option(
         True,
-        "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist at once",
+        "compute LM heads and loss together, chunk by chunk; without it all logits of a micro-batch exist "
+        "at once",
     )
     kd_fp32_logits: bool = option(
         False,
-        "make the training loss's logits in fp32 under --bf16: ten times smaller rounding errors in the gradient, for twice "
-        "the memory of a chunk of logits and about a tenth more time in the loss; evaluation has fp32 logits anyway",
+        "compute the training loss's logits in fp32 under --bf16. Rounding errors of the gradient are ten "
+        "times smaller. A block of logits takes twice the memory, the loss about a tenth more time. "
+        "Evaluation always has fp32 logits",
     )
+
+    @property
+    def averages_teachers(self) -> bool:
+        """Whether one divergence compares the student with the mean of all teachers."""
+        return self.teacher_combination == "average"
+
+    @property
+    def selects_teacher(self) -> bool:
+        """Whether each pack has the loss of its best teacher alone."""
+        return self.teacher_combination == "select"
+
+    @property
+    def weighs_packs(self) -> bool:
+        """Whether the weights of several teachers differ from pack to pack."""
+        return self.selects_teacher or self.teacher_weighting != "static"
 
 
 @dataclass(frozen=True)
@@ -151,70 +187,76 @@ class TrainingConfig:
     """Length, batch, precision and memory of a run."""
 
     train_iters: int = option(
-        0, "optimizer steps of the whole run, earlier ones of a resumed run included; required"
+        0, "optimizer steps of the whole run, including those before a resume; required"
     )
     micro_batch_size: int = option(
-        1, "packs that run through the models together; raise it while memory allows"
+        1, "packs that run through the models together. Raise it while memory allows"
     )
     global_batch_size: int | None = option(
-        None, "packs of one optimizer step; not given: one micro-batch on every data-parallel rank"
+        None, "packs of one optimizer step (default: one micro-batch on every data-parallel rank)"
     )
-    seq_length: int = option(
-        2048, "tokens of a pack, the unit that the batch sizes count; documents share packs"
-    )
-    bf16: bool = option(False, "run the models in bfloat16, with fp32 master weights; not given: fp32")
-    seed: int = option(1234, "seed of data order and random generators")
+    seq_length: int = option(2048, "tokens of a pack, which several documents share. Batch sizes count packs")
+    bf16: bool = option(False, "run the models in bfloat16 with fp32 master weights, not in fp32")
+    seed: int = option(1234, "seed of the data order and of random generators")
     eval_interval: int | None = option(
         None,
-        "optimizer steps between evaluations; one more comes before the first step and "
-        "one after the last. Not given or 0: never",
+        "optimizer steps between evaluations. One more comes before the first step and one after the last. "
+        "0 means never (default: never)",
     )
     eval_iters: int = option(
         10,
-        "global batches of one evaluation, at most; 0: never evaluate. Fewer than Megatron's 100, because packs of held-out "
-        "text are full",
+        "global batches of one evaluation, at most; 0: never evaluate. Fewer than Megatron's 100 suffice, "
+        "because packs of held-out text are full",
     )
     exit_interval: int | None = option(
-        None, "stop (and save) at the first iteration that it divides; not given: at the end"
+        None,
+        "number of iterations to stop and save after, when the iteration is a multiple of it (default: at "
+        "the end)",
     )
     exit_duration_in_mins: float | None = option(
-        None, "stop (and save) before this many minutes have passed; for time limits of a queue"
+        None,
+        "minutes within which the run stops and saves. Set it below the time limit of a queue (default: no "
+        "limit)",
     )
     exit_signal_handler: bool = option(
         True,
-        "SIGTERM, SIGUSR1 or Ctrl-C end the run after the step, with a checkpoint and exit code 75; else they kill it",
+        "finish the step, save and exit with code 75 on SIGTERM, SIGUSR1 or Ctrl-C. "
+        "Without it they kill the run",
     )
     recompute_granularity: str | None = option(
         None,
-        "save memory by computing the student's activations again in backward: of whole layers, or of attention only",
+        "activations of the student to recompute in backward, which saves memory: those of whole layers "
+        "(full) or of attention only (selective) (default: none)",
         choices=("full", "selective"),
     )
     recompute_method: str | None = option(
         None,
-        "with full recomputation: uniform units of layers, or the first layers of every stage (block)",
+        "grouping of full recomputation: uniform units of layers, or the first layers of every pipeline "
+        "stage (block)",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = option(
         None,
-        "with full recomputation: layers of a uniform unit, or layers that block recomputes in every stage",
+        "layers of a uniform unit, or layers that block recomputes in every pipeline stage, with full "
+        "recomputation",
     )
     optimizer_residency: str = option(
         "device",
-        "where the optimizer state stays between updates: device, or host (pinned memory): less memory, slower",
+        "place of the optimizer state between updates: device, or host (pinned memory). "
+        "host takes less device memory and is slower",
         choices=RESIDENCIES,
     )
     deterministic_mode: bool = option(
-        False, "only kernels that give the same bits in every run; slower on GPUs"
+        False, "use only kernels that give the same bits in every run. Slower on GPUs"
     )
     non_finite: str = option(
         "abort",
-        "what a loss or gradient does that is NaN or infinite on any process: abort the run (exit code 70), or skip the update "
-        "of that step and go on. Neither changes a parameter, both name models and samples",
+        "reaction to a NaN or infinite loss or gradient on any process. abort: end the run with exit code "
+        "70. skip: leave out the update of that step. Both leave the parameters unchanged and name models "
+        "and samples",
         choices=("abort", "skip"),
     )
-    max_non_finite_skips: int = option(
-        10, "updates skipped in a row that end the run when one more would follow"
-    )
+    max_non_finite_skips: int = option(10, "consecutive skipped updates after which one more ends the run")
 
     @property
     def evaluates(self) -> bool:
@@ -223,173 +265,36 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What is read, and how documents become packs."""
-
-    data_path: tuple[str, ...] = option(
-        (),
-        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ...; .jsonl, .json, .parquet or .arrow records, .txt "
-        "lines, or the prefix of a tokenised .bin/.idx pair",
-    )
-    valid_data_path: tuple[str, ...] = option(
-        (), "held-out data, in the same form; then all of --data-path is for training"
-    )
-    split: str = option(
-        "100,0,0",
-        "proportions of the documents for training, validation and test, when there is no "
-        "--valid-data-path; 99,1,0 holds one in a hundred out",
-    )
-    characters_per_sample: int | None = option(
-        None,
-        "join consecutive text records with a newline until a document has at least so many characters; not given: every "
-        "record (line of a .txt file) is a document",
-    )
-    tokenizer_type: str = option(
-        "HuggingFaceTokenizer",
-        "kind of tokenizer (Megatron's names)",
-        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer"),
-    )
-    tokenizer_model: str | None = option(
-        None, "tokenizer folder, hub id, SentencePiece .model or .tiktoken file; not given: the student's"
-    )
-    pack: str = option(
-        "bfd",
-        "how documents fill packs: bfd (best fit, decreasing: hardly any padding), or none (one "
-        "document a pack, padded)",
-        choices=("bfd", "none"),
-    )
-    overlong: str = option(
-        "split",
-        "documents longer than --seq-length are split into pieces, truncated, or dropped",
-        choices=("split", "truncate", "drop"),
-    )
-    max_bad_records: int = option(
-        0,
-        "records of a data file that may be left out because they cannot be read (broken JSON, no text, not UTF-8 ...); they "
-        "are listed in quarantine.jsonl in the log folder. One more is an error that names the first ten",
-    )
-    append_eod: bool = option(True, "end every document with the end-of-text token")
-    shuffle: bool = option(True, "draw packs in random order, another one in every epoch")
-    num_workers: int = option(
-        0,
-        "processes that prepare batches ahead; 0: the training process itself. Raise it to 1 or 2 "
-        "when a fast device waits for data",
-    )
-    data_cache_path: str | None = option(
-        None, "folder of tokenised text, visible to all processes; not given: data_cache in the log folder"
-    )
-    eval_multiple_choice: tuple[str, ...] = option(
-        (), "multiple-choice questions for evaluations: .jsonl files of question, choices and answer"
-    )
-    eval_completions: tuple[str, ...] = option(
-        (), "completions whose likelihood evaluations measure: .jsonl files of prompt and completion"
-    )
-    eval_num_fewshot: int = option(0, "solved questions before each multiple-choice question")
-
-
-@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(
-        1e-4, "highest learning rate; 1e-4 suits a pruned student, a finished model wants about 1e-5"
-    )
-    min_lr: float = option(0.0, "learning rate that decay ends at, and never goes below")
+    lr: float = option(1e-4, "peak learning rate. 1e-4 suits a pruned student, about 1e-5 a finished model")
+    min_lr: float = option(0.0, "learning rate at the end of decay, and its lower bound")
     lr_decay_style: str = option(
         "cosine",
-        "course of the learning rate after warm-up",
+        "shape of the learning rate after warm-up",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = option(None, "iteration at which decay has ended; not given: --train-iters")
+    lr_decay_iters: int | None = option(None, "iteration at which decay ends (default: --train-iters)")
     lr_warmup_iters: int = option(0, "first iterations, in which the learning rate rises linearly from 0")
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a fraction (0 to 1) of the decay iterations, instead of --lr-warmup-iters"
+        None, "warm-up as a fraction of the decay iterations, 0 to 1 (default: --lr-warmup-iters)"
     )
     lr_wsd_decay_style: str = option(
         "exponential",
-        "course of the last phase of WSD",
+        "shape of the last phase of WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_wsd_decay_iters: int | None = option(None, "iterations of the last phase of WSD; required with it")
-    weight_decay: float = option(0.01, "decoupled weight decay; norms and biases have none")
-    clip_grad: float = option(1.0, "global gradient norm above which gradients are scaled down; 0: never")
+    weight_decay: float = option(0.01, "decoupled weight decay. Norms and biases have none")
+    clip_grad: float = option(
+        1.0, "global gradient norm above which gradients are scaled down. 0 means never"
+    )
     adam_beta1: float = option(0.9, "decay of Adam's first moment")
     adam_beta2: float = option(
-        0.999, "decay of Adam's second moment; 0.95 to 0.99 reacts faster in short runs"
+        0.999, "decay of Adam's second moment. 0.95 to 0.99 reacts faster in short runs"
     )
-    adam_eps: float = option(1e-8, "added to the denominator of Adam's step")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Where the student is written, and where a run continues."""
-
-    save: str | None = option(None, "folder for checkpoints; not given: none are written")
-    load: str | None = option(
-        None,
-        "folder of checkpoints to continue from; usually that of --save, which may be empty: "
-        "then the run starts from the student's own weights",
-    )
-    save_interval: int | None = option(
-        None, "optimizer steps between checkpoints; the last step is always saved"
-    )
-    save_retain_interval: int | None = option(
-        None,
-        "keep the checkpoints of every N-th iteration, and of the others only the latest; not given: all stay",
-    )
-    keep_checkpoints: int | None = option(
-        None, "keep the latest N checkpoints, besides those of --save-retain-interval; not given: all stay"
-    )
-    async_save: bool = option(
-        False,
-        "copy what is saved to host memory and write it while training goes on; needs host memory for each process's part",
-    )
-    ckpt_step: int | None = option(
-        None,
-        "iteration of --load to continue from; not given: the latest, or the newest whole one where that is damaged",
-    )
-    accept_change: tuple[str, ...] = option(
-        (),
-        "what may differ from the run that saved the checkpoint, as the error names it: data, tokenizer, loss, teacher ...",
-    )
-    export_hf: str | None = option(None, "folder in which the trained student becomes a Hugging Face model")
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """What a run reports."""
-
-    log_interval: int = option(
-        1, "optimizer steps between progress lines and metrics records, which hold their means"
-    )
-    log_dir: str | None = option(
-        None, "folder of metrics.jsonl and config.yaml; not given: that of --save, else runs/NAME"
-    )
-    name: str = option("kd", "name of the run, for its folder under runs/")
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard events; not given: none")
-    wandb_project: str | None = option(
-        None,
-        "Weights & Biases project that metrics go to; not given: none. WANDB_MODE=offline keeps them in the log folder",
-    )
-    wandb_entity: str | None = option(
-        None, "W&B user or team of the project; not given: the one that is logged in"
-    )
-    profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
-    profile_step_start: int = option(10, "iteration after which profiling starts")
-    profile_step_end: int = option(
-        12, "iteration after which profiling ends, and the memory history if the run does not fail"
-    )
-    use_pytorch_profiler: bool = option(
-        False,
-        "with --profile: write a trace of torch.profiler to profile/ in the log folder; without it the steps are marked for "
-        "nsys profile --capture-range=cudaProfilerApi",
-    )
-    profile_ranks: tuple[str, ...] = option(("0",), "ranks that are profiled")
-    record_memory_history: bool = option(
-        False,
-        "keep the history of GPU memory until --profile-step-end, or until the run fails, and write it to profile/ in the log "
-        "folder, on --profile-ranks; see pytorch.org/memory_viz",
-    )
+    adam_eps: float = option(1e-8, "term added to the denominator of Adam's step")
 
 
 @dataclass(frozen=True)
@@ -407,11 +312,12 @@ class Config:
     log: LogConfig = LogConfig()
     device_memory_gib: float | None = option(
         None,
-        "memory of one GPU in GiB (an 80 GB one has 79.1, an H200 139.8): the plan then says whether the run fits, and what to "
-        "change if not",
+        "memory of one GPU in GiB (an 80 GB one has 79.1, an H200 139.8). The plan then says whether the "
+        "run fits, and what to change if not (default: not checked)",
     )
     dry_run: bool = option(
         False,
-        "check flags, models, tokenizers, layout, disk and the first records of the data, show the plan, end before anything "
-        "is loaded; only a run itself reads all of the data and compares what --load has saved",
+        "check flags, models, tokenizers, layout, disk and the first records of the data; print the plan; "
+        "load nothing. Only a run itself reads all of the data and compares its settings with those of "
+        "--load",
     )

@@ -1,8 +1,8 @@
 """The YAML file: same names as the flags, grouped in sections for people; every value remembers its line.
 
-The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema decides how a
-scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the top level, and inside its own
-section also without the section's name (`ratio`).
+The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema
+decides how a scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the
+top level, and inside its own section also without the section's name (`ratio`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMMA_LISTS = ("pipeline_layout", "split")  # texts that may also be written as
 
 @dataclass
 class YamlFile:
-    """What a file gives: values by path with their `FILE:LINE`, and everything that is wrong with it."""
+    """Values of a file by path, with their `FILE:LINE`, and all of its errors."""
 
     path: str
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)  # path -> (value, FILE:LINE)
@@ -34,28 +34,39 @@ class YamlFile:
     errors: list[MkdError] = field(default_factory=list)
 
     def place(self, node: yaml.Node) -> str:
+        """Return FILE:LINE of a node."""
         return f"{self.path}:{node.start_mark.line + 1}"
 
-    def fail(self, node: yaml.Node, what: str, why: str = "", do: str = "") -> None:
-        self.errors.append(UsageError(f"{self.place(node)}: {what}", why, do))
+    def fail(self, node: yaml.Node, error: UsageError) -> None:
+        """Add `error`, with the place of `node` before it."""
+        self.errors.append(error.located(self.place(node)))
 
 
 def read_yaml(path: str) -> YamlFile:
-    """Read a configuration file. Nothing is raised: problems are in the result's `errors`."""
+    """Read a configuration file. Never raises: problems are in the result's `errors`."""
     file = YamlFile(path)
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         file.errors.append(
-            UsageError(f"--config {path} cannot be read: {reason}", "", "check the path and its encoding")
+            UsageError(
+                f"--config {path} cannot be read: {reason}",
+                "",
+                "check the path and its encoding",
+                code="config-file-unreadable",
+            )
         )
         return file
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         problem = getattr(error, "problem", None) or error
-        file.errors.append(UsageError(f"{place}: not valid YAML: {problem}", "", "correct the syntax there"))
+        file.errors.append(
+            UsageError(
+                f"{place}: not valid YAML: {problem}", "", "correct the syntax there", code="yaml-syntax"
+            )
+        )
         return file
     if root is not None:
         _read_section(file, root, "")
@@ -82,9 +93,12 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     if not isinstance(node, yaml.SequenceNode):
         file.fail(
             node,
-            "teachers is not a list",
-            "every entry describes one teacher",
-            "write `teachers: [{hf: DIR}]`",
+            UsageError(
+                "teachers is not a list",
+                "every entry describes one teacher",
+                "write `teachers: [{hf: DIR}]`",
+                code="teachers-not-list",
+            ),
         )
         return
     file.num_teachers = len(node.value)
@@ -93,11 +107,17 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
 
 
 def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
-    """The nested section: it means something even when it is empty, so that its own path is among the values."""
+    """Read the nested section. Even empty it has a meaning, so its own path is among the values."""
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
         file.fail(
-            node, f"{section} has no value", why, "write `xtoken: {}` for its defaults, or remove the line"
+            node,
+            UsageError(
+                f"{section} has no value",
+                why,
+                "write `xtoken: {}` for its defaults, or remove the line",
+                code="xtoken-without-value",
+            ),
         )
         return
     file.values[section] = ({}, file.place(node))
@@ -105,13 +125,19 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
 
 
 def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """(key, its node, value node) of a mapping; duplicate keys and what is no mapping become errors."""
+    """Yield (key, its node, value node) of a mapping.
+
+    Duplicate keys and other kinds of nodes become errors.
+    """
     if not isinstance(node, yaml.MappingNode):
         file.fail(
             node,
-            f"{name} is not a mapping",
-            "settings are written as `name: value`",
-            "indent them below the section",
+            UsageError(
+                f"{name} is not a mapping",
+                "settings are written as `name: value`",
+                "indent them below the section",
+                code="section-not-mapping",
+            ),
         )
         return
     lines: dict[str, int] = {}
@@ -119,14 +145,25 @@ def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, 
         key = str(key_node.value)
         if key in lines:
             file.fail(
-                key_node, f"{key} is given twice", f"line {lines[key]} has it already", "keep one of them"
+                key_node,
+                UsageError(
+                    f"{key} is given twice",
+                    f"line {lines[key]} has it already",
+                    "keep one of them",
+                    code="key-twice",
+                ),
             )
             continue
         lines[key] = key_node.start_mark.line + 1
         tag = next((n.tag for n in (node, value) if n.tag not in _PLAIN_TAGS), None)
         if tag is not None:
             why = "only plain values are read, so that a configuration cannot run code"
-            file.fail(value, f"{key} has the tag {tag.replace(_TAG, '!!')}", why, "remove the tag")
+            file.fail(
+                value,
+                UsageError(
+                    f"{key} has the tag {tag.replace(_TAG, '!!')}", why, "remove the tag", code="key-with-tag"
+                ),
+            )
             continue
         yield key, key_node, value
 
@@ -146,7 +183,9 @@ def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, 
     earlier, origin = file.values.setdefault(option.path, (value, file.place(node)))
     if earlier != value:
         what = f"{key} is {_shown(value)}, but {origin} says {_shown(earlier)}"
-        file.fail(key_node, what, f"both set {option.name}", "keep one of them")
+        file.fail(
+            key_node, UsageError(what, f"both set {option.name}", "keep one of them", code="key-set-twice")
+        )
 
 
 def _parse(option: Option, node: yaml.Node, label: str) -> Any:
@@ -155,22 +194,32 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
             return None
         if option.kind is tuple:
             return ()
-        raise UsageError(f"{label} has no value", "", "give one, or remove the line")
+        raise UsageError(
+            f"{label} has no value", "", "give one, or remove the line", code="key-without-value"
+        )
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
         raise UsageError(
-            f"{label} is not a plain value", f"{option.label}: {option.help}", "write `name: value`"
+            f"{label} is not a plain value",
+            f"{option.label}: {option.help}",
+            "write `name: value`",
+            code="key-not-plain",
         )
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:
-            raise UsageError(f"{label} is a list", f"{option.name} has one value", "write `name: value`")
+            raise UsageError(
+                f"{label} is a list",
+                f"{option.name} has one value",
+                "write `name: value`",
+                code="key-is-list",
+            )
         texts = [",".join(texts)]
     return option.parse(texts, label)
 
 
 def _find(key: str, section: str) -> Option | None:
-    """The option that `key` means in `section`: its own settings first, then the flag names of all of them."""
+    """Return the option that `key` means in `section`: first its own settings, then all flag names."""
     for option in _own_options(section):
         if key in (option.field, option.name) or f"{section}_{key}" == option.field:
             return option
@@ -193,7 +242,9 @@ def _unknown(place: str, key: str, section: str) -> UsageError:
     nearest = difflib.get_close_matches(key, names, n=1)
     do = f"did you mean {nearest[0]}?" if nearest else "see --help for all names"
     where = f" in {section}" if section else ""
-    return UsageError(f"{place}: unknown key {key}{where}", "an unknown setting would be ignored", do)
+    return UsageError(
+        f"{place}: unknown key {key}{where}", "an unknown setting would be ignored", do, code="key-unknown"
+    )
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -30,6 +30,7 @@ def run(
             f"{save} already holds checkpoints",
             "a converted model is iteration 0: the run in that folder would start over",
             "choose an empty folder for --save",
+            code="convert-save-not-empty",
         )
     stored = {header.dtype for header in checkpoint.headers.values()}
     kept = torch.bfloat16 if stored == {"BF16"} else torch.float32

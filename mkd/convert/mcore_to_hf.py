@@ -29,6 +29,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
             f"--load {load} holds no checkpoint",
             "neither the folder nor an iter_* folder in it is one",
             "name a folder that --save has written to",
+            code="convert-checkpoint-missing",
         )
     if reference_hf is not None:
         reference = resolve_hf(reference_hf)
@@ -39,6 +40,7 @@ def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path
             f"{folder} does not say what model it is",
             f"it has no {HF_FOLDER}/config.json",
             "name the Hugging Face folder of the model with --reference-hf",
+            code="convert-model-unknown",
         )
     return folder, folder / HF_FOLDER
 

@@ -28,6 +28,7 @@ def join(tensor: int, pipeline: int) -> ParallelContext:
             f"tensor-model-parallel-size {tensor} x pipeline-model-parallel-size {pipeline} is not {world_size} processes",
             "every rank of a conversion holds one part of the model",
             f"start it with torchrun --nproc-per-node {tensor * pipeline}",
+            code="convert-layout-not-processes",
         )
     return ParallelContext.create(detect(), tensor_parallel=tensor, pipeline_parallel=pipeline)
 

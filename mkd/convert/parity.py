@@ -108,7 +108,10 @@ def run(
     """
     if num_tokens < 1 or num_documents < 1:
         raise UsageError(
-            "--num-tokens and --num-documents must be at least 1", "nothing would be compared", "raise them"
+            "--num-tokens and --num-documents must be at least 1",
+            "nothing would be compared",
+            "raise them",
+            code="parity-counts-below-one",
         )
     folder = resolve_hf(hf)
     context = ParallelContext.create(detect())
@@ -116,7 +119,12 @@ def run(
     vocab_size = ModelShape.from_hf_dir(folder).vocab_size
     if model.shape.vocab_size != vocab_size:
         what = f"{folder} has {vocab_size} vocabulary rows, {other} has {model.shape.vocab_size}"
-        raise CheckpointError(what, "logits are compared id by id", "compare two versions of the same model")
+        raise CheckpointError(
+            what,
+            "logits are compared id by id",
+            "compare two versions of the same model",
+            code="parity-vocabularies-differ",
+        )
     documents = random_documents(vocab_size, num_documents, num_tokens, seed)
     found = mkd_logits(model, documents, context.device)
     del model
@@ -134,4 +142,5 @@ def run(
             f"beyond the tolerances: {tolerance:g} of max |logit|, KL {kl_tolerance:g}",
             "the two are not the same function",
             "expected after training; after a conversion check that both sides come from the same model and version",
+            code="parity-beyond-tolerance",
         )

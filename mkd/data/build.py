@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mkd.config.split import parse_split
 from mkd.data.aligned.attach_teachers import attach_teachers
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.aligned.teacher_text import TeacherText
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
 from mkd.data.quarantine import collect, require_few
-from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
+from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.data.store_builder import build_store, cache_key
 from mkd.errors import DataError, MkdError
@@ -59,7 +60,7 @@ def open_datasets(
     student does not train on either.
     """
     train, valid = parse_blend(data_path), None
-    train_end, valid_end = parse_split(split or "1")
+    train_end, valid_end = parse_split(split or "1").ends
     if valid_data_path:
         valid, train_end = parse_blend(valid_data_path, "--valid-data-path"), 1.0
     flags = dict.fromkeys(valid.paths if valid else (), "--valid-data-path") | dict.fromkeys(
@@ -83,6 +84,7 @@ def open_datasets(
             f"--split {split} leaves no document for training",
             f"{' '.join(train.paths)} has too few documents",
             "give training a larger part",
+            code="split-leaves-no-training",
         )
     begin, end = (0.0, 1.0) if valid else (train_end, valid_end)
     valid_data = _open_blend(valid or train, prepared, begin, end, open_packed)
@@ -192,6 +194,7 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
             f"{name} was tokenised with another tokenizer",
             f"{store.prefix}.meta.json describes another vocabulary, so the ids stand for other strings",
             "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
+            code="corpus-of-another-tokenizer",
         )
 
 
@@ -202,13 +205,19 @@ def require_text(store: TokenStore, name: str) -> None:
             f"{name} is a tokenised corpus of conversations, and a teacher has tokens of its own",
             "they are in the student's chat template, which is not what this teacher was trained on",
             "name the raw file of the conversations instead: each model then reads them in its own template",
+            code="corpus-of-conversations-for-teacher",
         )
 
 
 def require_file(path: str, flag: str) -> None:
     """Raises DataError where there is no file of that name."""
     if not Path(path).is_file():
-        raise DataError(f"{flag} {path}: nothing found", "looked for a file of this name", "check the path")
+        raise DataError(
+            f"{flag} {path}: nothing found",
+            "looked for a file of this name",
+            "check the path",
+            code="data-path-not-found",
+        )
 
 
 def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:
@@ -220,7 +229,13 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
         except MkdError as error:
             outcome = error
         except Exception as error:
-            outcome, cause = DataError(f"preparing the data failed: {type(error).__name__}: {error}"), error
+            outcome, cause = (
+                DataError(
+                    f"preparing the data failed: {type(error).__name__}: {error}",
+                    code="data-preparation-failed",
+                ),
+                error,
+            )
     outcome = share(outcome)
     if isinstance(outcome, MkdError):
         outcome.on_all_ranks = True

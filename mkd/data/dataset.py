@@ -202,4 +202,5 @@ def _no_loss_tokens(store: TokenStore, num_documents: int, seq_length: int, over
         f"{store.prefix}: no loss tokens",
         why,
         "check that conversations have assistant turns, completions are not empty, and texts are longer than one token",
+        code="corpus-without-loss-tokens",
     )

@@ -55,6 +55,7 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
         raise DataError(
             f"{path}: {path.suffix or 'a name without a suffix'} is not a known kind of file",
             do=f"use one of {', '.join(RAW_SUFFIXES)}",
+            code="data-file-kind-unknown",
         )
     try:
         if path.suffix in JSON_SUFFIXES:
@@ -64,7 +65,12 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
         else:
             yield from enumerate(_table_rows(path), 1)
     except OSError as error:
-        raise DataError(f"{path} cannot be read", str(error), "check the path and its permissions") from error
+        raise DataError(
+            f"{path} cannot be read",
+            str(error),
+            "check the path and its permissions",
+            code="data-file-unreadable",
+        ) from error
 
 
 def parse_row(row: Row) -> Record:
@@ -132,7 +138,9 @@ def _table_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
-            f"{path} needs pyarrow, which is not installed", do="pip install 'mkd[data]'"
+            f"{path} needs pyarrow, which is not installed",
+            do="pip install 'mkd[data]'",
+            code="pyarrow-missing",
         ) from error
     try:
         if path.suffix == ".parquet":
@@ -151,6 +159,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
             f"{path} is not a valid {path.suffix[1:]} file",
             str(error),
             "check that it was written completely",
+            code="data-file-not-valid",
         ) from error
 
 
@@ -185,7 +194,10 @@ def _known_columns(names: list[str], path: Path) -> list[str]:
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
         raise DataError(
-            f"{path} has two columns {twice}", "it is not clear which of them is meant", "rename or drop one"
+            f"{path} has two columns {twice}",
+            "it is not clear which of them is meant",
+            "rename or drop one",
+            code="column-twice",
         )
     return known
 
@@ -199,12 +211,14 @@ def _json_object(line: bytes) -> Mapping:
             f"not valid JSON: {error}",
             "every line must be one complete JSON object",
             "repair or remove the line; a file that is one JSON array becomes lines with: jq -c '.[]'",
+            code="record-not-json",
         ) from error
     if not isinstance(value, dict):
         raise DataError(
             f"a JSON {_json_name(value)}, not an object",
             "every line must be one JSON object",
             "a file that is one JSON array becomes lines with: jq -c '.[]'",
+            code="record-not-object",
         )
     return value
 
@@ -221,6 +235,7 @@ def _not_utf8(error: UnicodeDecodeError) -> DataError:
         f"not UTF-8: {error.reason} at byte {error.start + 1}",
         "the text would be changed silently",
         "convert the file with: iconv -t UTF-8",
+        code="record-not-utf8",
     )
 
 
@@ -247,11 +262,15 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
             f"the record is {' and '.join(kinds)} at once",
             "it is not clear which of them is the document",
             f"keep the keys of one of {FORMS}",
+            code="record-ambiguous",
         )
     nulls = [key for keys in KINDS.values() for key in keys if key in fields and fields[key] is None]
     if nulls:
         return DataError(
-            f"{nulls[0]} is null", "there is nothing to train on", "remove the record, or give it a value"
+            f"{nulls[0]} is null",
+            "there is nothing to train on",
+            "remove the record, or give it a value",
+            code="record-field-null",
         )
     return _unknown("keys", fields)
 
@@ -260,7 +279,12 @@ def _unknown(keys: str, found: Iterable[str], where: str = "") -> DataError:
     """For keys of a record, or columns of a table, that make no document."""
     shown = ", ".join(islice(map(repr, found), 8)) or "none"
     why = f"a record has the keys {FORMS}"
-    return DataError(f"{where}no known {keys} (found: {shown})", why, f"rename the {keys} of the file")
+    return DataError(
+        f"{where}no known {keys} (found: {shown})",
+        why,
+        f"rename the {keys} of the file",
+        code="record-without-known-keys",
+    )
 
 
 def _check_messages(messages) -> None:
@@ -269,6 +293,7 @@ def _check_messages(messages) -> None:
             f"messages is {'an empty list' if messages == [] else 'a ' + _json_name(messages)}",
             "a conversation is a list of at least one message",
             'use [{"role": "user", "content": "..."}, ...]',
+            code="record-messages-not-list",
         )
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
@@ -276,6 +301,7 @@ def _check_messages(messages) -> None:
                 f"message {number} is a {_json_name(message)}",
                 "a message is an object with role and content",
                 'use {"role": "user", "content": "..."}',
+                code="record-message-not-object",
             )
         for key in ("role", "content"):
             _check_string(message.get(key), f"message {number}: {key}")
@@ -284,6 +310,7 @@ def _check_messages(messages) -> None:
                 f"message {number} has tool_calls",
                 "their tokens would have no loss, though the assistant wrote them",
                 "write the call into the content, or the record as prompt and completion",
+                code="record-tool-calls",
             )
 
 
@@ -293,6 +320,7 @@ def _check_string(value, name: str) -> None:
             f"{name} is {'missing or null' if value is None else 'a ' + _json_name(value)}",
             "it must be a string",
             "repair or remove the record",
+            code="record-field-not-text",
         )
     try:
         value.encode("utf-8")
@@ -301,12 +329,14 @@ def _check_string(value, name: str) -> None:
             f"{name} has half of a surrogate pair at character {error.start + 1}",
             "it is no text, and tokenizers refuse it",
             "repair or remove the record",
+            code="record-surrogate",
         ) from error
     if "\0" in value:
         raise DataError(
             f"{name} has a NUL at character {value.index(chr(0)) + 1}",
             "texts have none: it is what a broken copy or a full disk leaves",
             "repair or remove the record",
+            code="record-nul",
         )
 
 
@@ -319,6 +349,7 @@ def _check_size(kind: str, values: tuple) -> None:
             f"{MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would stand without its question",
             "split it into records that make sense alone, or remove it",
+            code="record-too-long",
         )
 
 
@@ -334,5 +365,6 @@ def require_eos(tokenizer: Tokenizer) -> int:
             "the tokenizer has no end-of-sequence token",
             "--append-eod ends every document with it",
             "use --no-append-eod, or set eos_token in tokenizer_config.json",
+            code="tokenizer-without-eos",
         )
     return tokenizer.eos_id

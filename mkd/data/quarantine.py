@@ -17,8 +17,8 @@ SHOWN_CHARACTERS = 80  # of a bad record, enough to find it by
 class BadRecord(DataError):
     """One record that cannot become a document; `entry` is its line in a quarantine file."""
 
-    def __init__(self, what: str, why: str = "", do: str = "", entry: Mapping | None = None):
-        super().__init__(what, why, do)
+    def __init__(self, what: str, why: str = "", do: str = "", entry: Mapping | None = None, *, code: str):
+        super().__init__(what, why, do, code=code)
         self.entry = dict(entry or {})
 
     @classmethod
@@ -30,15 +30,17 @@ class BadRecord(DataError):
             else _shown(row)
         )
         entry = {"file": path, "line": line, "reason": error.what, "start": start[:SHOWN_CHARACTERS]}
-        return cls(f"{path}:{line}: {error.what}", error.why, error.do, entry)
+        return cls(f"{path}:{line}: {error.what}", error.why, error.do, entry, code=error.code)
 
     @classmethod
     def of_entry(cls, entry: Mapping) -> BadRecord:
-        return cls(f"{entry['file']}:{entry['line']}: {entry['reason']}", entry=entry)
+        return cls(f"{entry['file']}:{entry['line']}: {entry['reason']}", entry=entry, code="bad-record")
 
     def of_teacher(self, name: str) -> BadRecord:
         """The same of the record in a teacher's tokens."""
-        return BadRecord(f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name})
+        return BadRecord(
+            f"{name}: {self.what}", self.why, self.do, {**self.entry, "teacher": name}, code=self.code
+        )
 
 
 class Quarantine:
@@ -113,6 +115,7 @@ def _too_many(first: Sequence[MkdError], count: int, limit: int, stopped: bool) 
         f"{count} bad records{reading}: more than --max-bad-records {limit}",
         "a corpus with holes is trained on only when that is wanted",
         "repair the records, or raise --max-bad-records to leave them out",
+        code="too-many-bad-records",
     )
     return ErrorList([*first, total] if count else list(first))
 

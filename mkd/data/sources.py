@@ -1,4 +1,4 @@
-"""What the data flags say: blends, splits, and where a path leads."""
+"""Read the data flags: blends, and where a path leads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     """`W1 P1 W2 P2 ...` (weights of any scale), or paths alone. Raises UsageError for what is neither."""
     values = [str(value) for value in values]
     if not values:
-        raise UsageError(f"{flag} is empty", do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...")
+        raise UsageError(
+            f"{flag} is empty",
+            do=f"give {flag} PATH, or {flag} WEIGHT PATH WEIGHT PATH ...",
+            code="data-path-empty",
+        )
     if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
         raise UsageError(
             f"{flag} has {len(values)} values: a weight or a path is missing",
             f"the list starts with the number {values[0]}, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
             "give every path a weight, or none; a path that is a number is written ./1",
+            code="blend-incomplete",
         )
     if len(values) == 1 or _number(values[0]) is None:
         return Blend(tuple(values), None)
@@ -40,24 +45,9 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
                 f"{flag}: {value} stands where a positive weight is expected",
                 f"the list starts with a number, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
                 "give every path a weight, or none",
+                code="blend-weight-not-positive",
             )
     return Blend(tuple(values[1::2]), weights)
-
-
-def parse_split(split: str) -> tuple[float, float]:
-    """(end of training, end of validation) as fractions of the documents, from Megatron's `99,1,0`.
-
-    The three numbers are proportions of any scale for training, validation and test; missing ones are 0.
-    """
-    parts = [_number(part) for part in split.split(",")]
-    if len(parts) > 3 or any(part is None or not 0 <= part < math.inf for part in parts) or not sum(parts):
-        raise UsageError(
-            f"--split {split} is not a split",
-            "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
-            "use for example --split 99,1,0",
-        )
-    train, valid = (parts + [0.0])[:2]
-    return train / sum(parts), (train + valid) / sum(parts)
 
 
 def is_raw(path: str) -> bool:
@@ -78,12 +68,14 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
                 f"{flag} {path}: {missing} is missing",
                 f"{there} is there, and a corpus is the pair of both",
                 "copy the missing file too, or make the pair again with tools/preprocess_data.py",
+                code="corpus-file-missing",
             )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
     raise DataError(
         f"{flag} {path}: nothing found",
         f"looked for {looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}",
         "check the path, or make the pair with tools/preprocess_data.py",
+        code="data-path-not-found",
     )
 
 

@@ -74,10 +74,14 @@ class TokenStore:
                 f"{prefix}: {' and '.join(missing)} not found",
                 "a tokenised corpus is a pair of .bin and .idx files",
                 "check the path, or make the pair with tools/preprocess_data.py",
+                code="corpus-files-missing",
             )
         if files.bin.stat().st_size == 0:
             raise DataError(
-                f"{files.bin} is empty", "there is nothing to train on", "tokenise the corpus again"
+                f"{files.bin} is empty",
+                "there is nothing to train on",
+                "tokenise the corpus again",
+                code="corpus-empty",
             )
         _check_index(files.idx)
         try:
@@ -169,6 +173,7 @@ class TokenStore:
             f"{self.prefix}.bin: document {document} has token id {token_id}, the model knows 0 to {vocab_size - 1}",
             "the corpus was made with another tokenizer, or the file is damaged",
             "tokenise the corpus with the tokenizer of this model: tools/preprocess_data.py",
+            code="corpus-token-beyond-vocabulary",
         )
 
     def _ids(self, start: int, length: int) -> np.ndarray:
@@ -257,5 +262,8 @@ def _check_size(path: Path, expected: int) -> None:
 
 def _damaged(path: Path, why: str) -> DataError:
     return DataError(
-        f"{path} is damaged or incomplete", why, "tokenise the corpus again: tools/preprocess_data.py"
+        f"{path} is damaged or incomplete",
+        why,
+        "tokenise the corpus again: tools/preprocess_data.py",
+        code="corpus-damaged",
     )

@@ -57,7 +57,9 @@ def build_store(
     inputs = [str(path) for path in inputs]
     for path in inputs:
         if not Path(path).is_file():
-            raise DataError(f"{path} not found", do="check the path of the input file")
+            raise DataError(
+                f"{path} not found", do="check the path of the input file", code="corpus-input-not-found"
+            )
     files = StoreFiles(prefix)
     with replaced_when_complete(files) as partial:
         with closing(
@@ -71,7 +73,12 @@ def build_store(
                 if bad
                 else "there is nothing to train on"
             )
-            empty = DataError(f"no tokens in {', '.join(inputs)}", why, "check the input files")
+            empty = DataError(
+                f"no tokens in {', '.join(inputs)}",
+                why,
+                "check the input files",
+                code="corpus-without-tokens",
+            )
             raise ErrorList([*bad, empty]) if bad else empty
         meta = {
             "format_version": FORMAT_VERSION,
@@ -162,6 +169,7 @@ def replaced_when_complete(files: StoreFiles):
             f"{files.prefix}: the corpus cannot be written",
             str(error),
             "check free space and permissions of the folder",
+            code="corpus-not-writable",
         ) from error
     finally:
         with suppress(OSError):  # the folder may not be there

@@ -51,6 +51,7 @@ def task_name(path: str | Path) -> str:
             f"{path} is not a known kind of file",
             "tasks are lines of JSON",
             f"use one of {', '.join(SUFFIXES)}",
+            code="task-file-kind-unknown",
         )
     return name.removesuffix(suffix)
 
@@ -73,14 +74,20 @@ def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Rec
             try:
                 records.append(parse(_json_object(line), number))
             except DataError as error:
-                raise DataError(f"{path}, line {number}: {error.what}", error.why, error.do) from error
+                raise error.located(f"{path}, line {number}") from error
     except (OSError, EOFError) as error:
         raise DataError(
-            f"{path} cannot be read", str(error), "check that it is there, complete and readable"
+            f"{path} cannot be read",
+            str(error),
+            "check that it is there, complete and readable",
+            code="task-file-unreadable",
         ) from error
     if not records:
         raise DataError(
-            f"{path} has no records", "there is nothing to evaluate", "remove the path, or repair the file"
+            f"{path} has no records",
+            "there is nothing to evaluate",
+            "remove the path, or repair the file",
+            code="task-file-empty",
         )
     return records
 
@@ -96,11 +103,17 @@ def _json_object(line: bytes) -> Mapping:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"not valid JSON: {error}", "every line is one JSON object", "repair or remove the line"
+            f"not valid JSON: {error}",
+            "every line is one JSON object",
+            "repair or remove the line",
+            code="task-record-not-json",
         ) from error
     if not isinstance(value, dict):
         raise DataError(
-            "not a JSON object", "every line is one JSON object", "make lines of an array with: jq -c '.[]'"
+            "not a JSON object",
+            "every line is one JSON object",
+            "make lines of an array with: jq -c '.[]'",
+            code="task-record-not-object",
         )
     return value
 
@@ -109,17 +122,27 @@ def _question(record: Mapping, line: int) -> Question:
     form = 'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have a "subject"'
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
-        raise DataError("question is missing, empty or not a text", form, "repair or remove the record")
+        raise DataError(
+            "question is missing, empty or not a text",
+            form,
+            "repair or remove the record",
+            code="task-question-not-text",
+        )
     if (
         not isinstance(choices, list)
         or not 2 <= len(choices) <= len(LETTERS)
         or not all(map(_is_text, choices))
     ):
         raise DataError(
-            f"choices is not a list of 2 to {len(LETTERS)} texts", form, "repair or remove the record"
+            f"choices is not a list of 2 to {len(LETTERS)} texts",
+            form,
+            "repair or remove the record",
+            code="task-choices-not-valid",
         )
     if subject is not None and not _is_text(subject):
-        raise DataError("subject is empty or not a text", form, "repair or remove it")
+        raise DataError(
+            "subject is empty or not a text", form, "repair or remove it", code="task-subject-not-text"
+        )
     answer = _answer(record.get("answer"), len(choices))
     return Question(question.strip(), tuple(choice.strip() for choice in choices), answer, subject, line)
 
@@ -134,6 +157,7 @@ def _answer(answer, num_choices: int) -> int:
         f"answer is {json.dumps(answer)}",
         f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to {letters[-1]}",
         "repair or remove the record",
+        code="task-answer-not-valid",
     )
 
 
@@ -143,16 +167,25 @@ def _completion(record: Mapping, line: int) -> Completion:
         forms = ", ".join("{" + ", ".join(f'"{key}"' for key in keys) + "}" for keys in COMPLETION_KEYS)
         found = ", ".join(list(record)[:8]) or "none"
         raise DataError(
-            f"no known keys (found: {found})", f"a record has the keys of one of {forms}", "rename its keys"
+            f"no known keys (found: {found})",
+            f"a record has the keys of one of {forms}",
+            "rename its keys",
+            code="task-record-without-known-keys",
         )
     prompt, completion = (record[key] for key in keys)
     if not (isinstance(prompt, str) and _encodes(prompt)):
         raise DataError(
-            f"{keys[0]} is not a text", "the completion follows it", "repair or remove the record"
+            f"{keys[0]} is not a text",
+            "the completion follows it",
+            "repair or remove the record",
+            code="task-prompt-not-text",
         )
     if not _is_text(completion):
         raise DataError(
-            f"{keys[1]} is empty or not a text", "there is nothing to score", "repair or remove the record"
+            f"{keys[1]} is empty or not a text",
+            "there is nothing to score",
+            "repair or remove the record",
+            code="task-completion-not-text",
         )
     return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
 

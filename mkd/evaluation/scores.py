@@ -106,6 +106,7 @@ def log_likelihoods(
             f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite",
             "no metric can be made of them",
             "check the model's weights, for example with tools/check_parity.py",
+            code="evaluation-not-finite",
         )
     return scores
 

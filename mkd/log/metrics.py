@@ -1,4 +1,4 @@
-"""The registry of metrics: every key of metrics.jsonl, its unit, and how steps of one log interval become one value."""
+"""The registry of metrics: every key of metrics.jsonl, its unit, and its reduction over a log interval."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How the steps of a log interval become one value. With an interval of one step each is that step's value."""
+    """Way the steps of a log interval become one value.
 
-    TOKEN_MEAN = "sums over loss tokens, divided once by num_loss_tokens of the interval"
+    In an interval of one step it is that step's value.
+    """
+
+    TOKEN_MEAN = "sum over loss tokens, divided once by the interval's num_loss_tokens"
     STEP_MEAN = "mean over steps"
-    TIME_MEAN = "mean over time: each step weighs as its step_time_ms"
+    TIME_MEAN = "mean over steps, weighted by step_time_ms"
     SUM = "sum over steps"
     LAST = "value of the last step"
 
@@ -32,72 +35,79 @@ class Metric:
 METRICS = (
     Metric("iteration", "steps", Reduction.LAST, "optimizer steps since the start of training", int),
     Metric("consumed_samples", "packs", Reduction.LAST, "packs trained on so far", int),
-    Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in those packs, padding included", int),
+    Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in these packs, padding included", int),
     Metric("loss", "nats/token", Reduction.TOKEN_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss"),
-    Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student with the data"),
+    Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",
         "nats/token",
         Reduction.TOKEN_MEAN,
         "divergence from the teacher, temperature scaling included",
     ),
-    Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher with the data"),
+    Metric("teacher_ce", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the teacher on the data"),
     Metric("teacher_entropy", "nats/token", Reduction.TOKEN_MEAN, "entropy of the teacher's distribution"),
     Metric(
         "top1_agreement",
         "proportion",
         Reduction.TOKEN_MEAN,
-        "loss tokens where both models rank one id first",
+        "fraction of loss tokens for which both models rank the same id first",
     ),
     Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
+    Metric("learning_rate", "1", Reduction.LAST, "learning rate of the last step, even if it made no update"),
     Metric(
-        "learning_rate", "1", Reduction.LAST, "learning rate of the last step, also where it made no update"
-    ),
-    Metric(
-        "num_loss_tokens", "tokens", Reduction.SUM, "loss tokens, the weight of this line's token means", int
+        "num_loss_tokens", "tokens", Reduction.SUM, "loss tokens; the weight of this line's token means", int
     ),
     Metric("step_time_ms", "ms", Reduction.STEP_MEAN, "wall-clock time of one optimizer step"),
     Metric(
         "tokens_per_s_per_gpu",
         "tokens/s",
         Reduction.TIME_MEAN,
-        "tokens trained on, padding included, per device",
+        "tokens trained on per second and device, padding included",
     ),
     Metric(
-        "tflops_per_gpu", "TFLOP/s", Reduction.TIME_MEAN, "model arithmetic, teacher included, per device"
+        "tflops_per_gpu",
+        "TFLOP/s",
+        Reduction.TIME_MEAN,
+        "model FLOPs per second and device, teachers included",
     ),
-    Metric("skipped_iterations", "steps", Reduction.SUM, "steps of the interval that made no update", int),
+    Metric(
+        "skipped_iterations",
+        "steps",
+        Reduction.SUM,
+        "steps without an update, because loss or gradient was not finite",
+        int,
+    ),
     Metric(
         "teacher_share",
         "proportion",
         Reduction.TIME_MEAN,
-        "of the steps' time: the teachers' layers, on the first device",
+        "fraction of the step time that the teachers' layers take on the first device",
     ),
     Metric(
-        "loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; only where there are some", int
+        "loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; absent if there are none", int
     ),
     Metric(
         "gap_closed",
         "proportion",
         Reduction.LAST,
-        "of held-out kd_loss before the first step: what is gone of it; left "
-        "out while loss, teacher or held-out set are others",
+        "fraction of the initial held-out kd_loss removed so far. Absent if the loss, the teachers or the "
+        "held-out set have changed since",
     ),
     Metric(
         "peak_memory_gib",
         "GiB",
         Reduction.LAST,
-        "most memory that torch has had allocated on any GPU since the start",
+        "peak memory allocated by torch on any GPU since the start",
     ),
 )
 
-PER_TEACHER = (  # always with the teacher's name behind a slash
-    Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of one of several teachers"),
+PER_TEACHER = (  # keys end in a slash and the teacher's name
+    Metric("teacher_weight", "proportion", Reduction.TOKEN_MEAN, "weight of this teacher among several"),
     Metric(
         "num_aligned",
         "rows/step",
         Reduction.STEP_MEAN,
-        "what a teacher is compared on: loss tokens or chunks of text",
+        "units in which the teacher and the student are compared: loss tokens, or aligned chunks",
     ),
 )
 
@@ -106,19 +116,23 @@ _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """The registry entry of `key`. `kd_loss/<teacher>` is `kd_loss` of one teacher, and so on. KeyError for an unknown key."""
+    """Return the registry entry of `key`; that of `kd_loss/<teacher>` is `kd_loss`.
+
+    Raises KeyError if unknown.
+    """
     return _BY_NAME[key.partition("/")[0]]
 
 
 class IntervalAverager:
-    """Collects the steps of one log interval, or the batches of one evaluation, into one record.
+    """Collect the steps of one log interval, or the batches of one evaluation, into one record.
 
-    Token means are sums over sums: a step weighs as many loss tokens as it has, so that lines weighted by their
-    num_loss_tokens average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log interval. Nothing is
-    clamped: a negative or non-finite value stays as it is. A metric that no step reported is absent from the record.
+    Token means are sums over sums: each step weighs as many loss tokens as it has. Lines weighted by their
+    num_loss_tokens therefore average exactly, and `loss == (1-r) * ce_loss + r * kd_loss` holds at any log
+    interval. Nothing is clamped: negative and non-finite values stay. A metric that no step reported is
+    absent from the record.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._totals: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
@@ -130,9 +144,9 @@ class IntervalAverager:
     ) -> None:
         """Add one step.
 
-        `token_sums`: sums over the step's loss tokens, `num_loss_tokens` among them. `row_sums`: (sum, rows) of metrics of
-        single teachers, whose means are over their own rows. `values`: metrics of the other
-        reductions as this step measured them; `step_time_ms` must come with those that are means over time.
+        `token_sums`: sums over the step's loss tokens, including `num_loss_tokens`. `row_sums`: (sum, rows)
+        of metrics of single teachers, which are means over that teacher's rows. `values`: this step's metrics
+        of the other reductions; means over time need `step_time_ms` with them.
         """
         for key, total in token_sums.items():
             if key != "num_loss_tokens":
@@ -156,18 +170,18 @@ class IntervalAverager:
 
     @property
     def state(self) -> dict[str, tuple[float, float]]:
-        """Metric -> (total, weight) of what was added since the last record; JSON can hold it."""
+        """Metric -> (total, weight) of everything added since the last record, as JSON values."""
         return {key: (total, self._weights[key]) for key, total in self._totals.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from the `state` of another averager."""
+        """Continue from the `state` of another averager."""
         self._totals = {key: total for key, (total, _) in state.items()}
         self._weights = {key: weight for key, (_, weight) in state.items()}
 
     def flush(self) -> dict[str, int | float]:
-        """The record of the interval, keys in registry order, and a fresh start.
+        """Return the interval's record, with keys in registry order, and start afresh.
 
-        A token mean over no loss tokens does not exist: NaN.
+        A token mean over no loss tokens is NaN.
         """
         keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
         record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
@@ -186,5 +200,5 @@ class IntervalAverager:
 
 
 def _typed(metric: Metric, value: float) -> int | float:
-    """`value` as the metric's own number type; what has no integer form stays a float."""
+    """Convert `value` to the metric's number type; NaN and infinity stay floats."""
     return metric.number(value) if math.isfinite(value) else float(value)

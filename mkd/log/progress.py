@@ -1,4 +1,4 @@
-"""The lines that a person reads and greps: Megatron's training and validation lines, with our fields added."""
+"""Lines that a person reads and greps: Megatron's training and validation lines, with mkd's fields added."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 LONGEST_S = timedelta.max.days * 86400
-LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, kept for scripts that grep it
+LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy, for scripts that grep it
     "loss": "loss",
     "lm loss": "ce_loss",
     "ce loss": "ce_loss",
@@ -19,10 +19,10 @@ LOSS_FIELDS = {  # label: key; `lm loss` is Megatron's name of the cross entropy
 def progress_line(
     record: Mapping[str, float], *, train_iters: int, global_batch_size: int, now: datetime | None = None
 ) -> str:
-    """One line of a training record (`IntervalAverager.flush`), spelled as Megatron's where it has the field.
+    """Format a training record (`IntervalAverager.flush`) as one line, in Megatron's spelling.
 
-    Absent metrics are left out; zero, negative and non-finite values are shown. ETA counts training steps only.
-    `global_batch_size` in packs; `now` is local time, the clock's by default.
+    Absent metrics are left out; zero, negative and non-finite values are shown. ETA counts training steps
+    only. `global_batch_size` in packs; `now` is local time, the clock's by default.
     """
     iteration, step_time_ms = record["iteration"], record["step_time_ms"]
     fields = [
@@ -47,7 +47,10 @@ def progress_line(
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """One line of an evaluation record, in Megatron's style. Only the cross entropy has a perplexity."""
+    """Format an evaluation record as one line in Megatron's style.
+
+    Only the cross entropy has a perplexity.
+    """
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")
@@ -59,7 +62,7 @@ def evaluation_line(record: Mapping[str, float]) -> str:
 
 
 def _losses(record: Mapping[str, float]) -> dict[str, float]:
-    """Loss values by label, then one `kd loss/<teacher>` for each teacher of several."""
+    """Return loss values by label, then `kd loss/<teacher>` of each teacher if there are several."""
     losses = {label: record[key] for label, key in LOSS_FIELDS.items() if key in record}
     per_teacher = {
         key.replace("_", " ", 1): value for key, value in record.items() if key.startswith("kd_loss/")

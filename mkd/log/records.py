@@ -1,20 +1,21 @@
-"""Reading metrics.jsonl back."""
+"""Read metrics.jsonl back."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from mkd.errors import DataError
 
 TRAIN = "train"
 
 
-def read_records(run: str | Path) -> list[dict]:
-    """The records of a run: a metrics.jsonl, or the folder that holds it. Empty where nothing has been written yet.
+def read_records(run: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a run, given its metrics.jsonl or the folder of that. Empty before the first.
 
-    An unfinished last line, of a run that is writing it now, is left out. Raises DataError for a file that cannot be read or
-    has a line that is no record.
+    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file
+    that cannot be read, or for a line that is no record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
@@ -22,17 +23,19 @@ def read_records(run: str | Path) -> list[dict]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
-        raise DataError(what, "", "name the log folder of a run, or its metrics.jsonl") from error
+        raise DataError(
+            what, "", "name the log folder of a run, or its metrics.jsonl", code="metrics-unreadable"
+        ) from error
     return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def split_of(record: dict) -> str:
-    """`train`, or what an evaluation record says of itself."""
+def split_of(record: dict[str, Any]) -> str:
+    """Return `train`, or the split that an evaluation record names."""
     return record.get("split", TRAIN)
 
 
-def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
-    """Iteration -> value of one key; steps without a value are absent."""
+def curve(records: list[dict[str, Any]], split: str, key: str) -> dict[int, float]:
+    """Return iteration -> value of one key, without the steps that have no value."""
     return {
         record["iteration"]: record[key]
         for record in records
@@ -40,7 +43,7 @@ def curve(records: list[dict], split: str, key: str) -> dict[int, float]:
     }
 
 
-def _record(path: Path, number: int, line: bytes) -> dict:
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if isinstance(record["iteration"], int) and isinstance(split_of(record), str):
@@ -48,4 +51,9 @@ def _record(path: Path, number: int, line: bytes) -> dict:
     except (ValueError, KeyError, TypeError):
         pass
     what = f"{path}:{number}: not a metrics record"
-    raise DataError(what, "each line is a JSON object with its iteration", "remove the line")
+    raise DataError(
+        what,
+        "each line is a JSON object with its iteration",
+        "remove the line",
+        code="metrics-record-not-valid",
+    )

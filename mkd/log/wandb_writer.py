@@ -12,21 +12,23 @@ from mkd.config.schema import LogConfig
 from mkd.errors import UsageError
 from mkd.log.writers import Record
 
-RUN_ID = "wandb_run_id.txt"  # in the log folder: a run that resumes goes on with the same curves
+RUN_ID = "wandb_run_id.txt"  # in the log folder: a resumed run extends the same curves
 
 
 class WandbWriter:
-    """Logs every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
+    """Log every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
 
-    W&B forgets nothing: steps that a resumed run makes again are in the curves twice, with the same values.
+    W&B cannot delete points: steps that a resumed run repeats are in the curves twice, with the same values.
     """
 
     def __init__(
         self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False
     ):
-        """`settings` become the run's configuration. A run that `resumes` goes on with the curves of the one in the folder.
+        """Start a W&B run whose configuration is `settings`.
 
-        Raises UsageError when wandb is not installed or does not start.
+        If it `resumes`, extend the curves of the folder's run.
+
+        Raises UsageError if wandb is not installed or does not start.
         """
         try:
             from wandb import init
@@ -35,6 +37,7 @@ class WandbWriter:
                 "--wandb-project is set and wandb is not installed",
                 why=f"the import failed with: {error}",
                 do="pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)",
+                code="wandb-missing",
             ) from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,10 @@ class WandbWriter:
         except Exception as error:  # its own errors share no class, and none of them is mkd's
             what = f"W&B did not start: {_first_line(error)}"
             raise UsageError(
-                what, "", "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
+                what,
+                "",
+                "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out",
+                code="wandb-not-started",
             ) from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
@@ -67,7 +73,7 @@ class WandbWriter:
         self._run.log({"iteration": record["iteration"], **finite})
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`: nothing can be taken back here."""
+        """Do nothing: W&B cannot delete points (see `Writer`)."""
 
     def close(self) -> None:
         self._run.finish()
@@ -78,7 +84,7 @@ def _first_line(error: Exception) -> str:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """The id that a run which resumes has had since its first start; a new one for one that starts anew in an old folder."""
+    """Return the W&B id: the stored one for a run that resumes, else a new one, also in a used folder."""
     path = folder / RUN_ID
     if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Where metrics go: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`), behind one logger.
+"""Writers of metrics behind one logger: metrics.jsonl, TensorBoard and W&B (`wandb_writer.py`).
 
-A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation lines.
+A record is a flat mapping: the keys of `mkd.log.metrics`, always `iteration`, and `split` on evaluation
+lines.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mkd.config.schema import LogConfig
 from mkd.errors import MkdError, UsageError
@@ -27,14 +28,14 @@ class Writer(Protocol):
         """Store one record, visible to readers on return."""
 
     def truncate_after(self, iteration: int) -> None:
-        """Forget the records of later iterations: a run that resumes from `iteration` makes them again."""
+        """Remove the records of later iterations: a run that resumes from `iteration` writes them again."""
 
     def close(self) -> None:
-        """Release the destination; nothing is written after it."""
+        """Release the destination. No call may follow."""
 
 
 def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Writers that are asked for and cannot work: to be known at the start, on every rank, before anything is loaded."""
+    """Return an error for each requested writer without its package, to raise before anything is loaded."""
     wanted = {
         "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
         "wandb": ("--wandb-project", log.wandb_project),
@@ -44,6 +45,7 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
             f"{flag} is set and {package} is not installed",
             "its figures would be missing after the run",
             f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)",
+            code="log-package-missing",
         )
         for package, (flag, value) in wanted.items()
         if value and not is_installed(package)
@@ -51,15 +53,18 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
 
 
 def is_installed(package: str) -> bool:
-    """A folder of that name in the current directory, as W&B leaves one, is no installation."""
+    """Return True if `package` is installed.
+
+    A folder of that name in the current directory (W&B's) does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records that another run has left, to the first free NAME.N.SUFFIX; None where there are none.
+    """Rename the records of an earlier run to the first free NAME.N.SUFFIX; return None if there are none.
 
-    A run that is still writing them goes on in the renamed file.
+    A run that is still writing them continues in the renamed file.
     """
     if not path.exists() or not path.stat().st_size:
         return None
@@ -69,10 +74,10 @@ def set_aside(path: Path) -> Path | None:
 
 
 class JsonlWriter:
-    """Appends one JSON object a line. JSON has no NaN or infinity: those are written as null."""
+    """Append one JSON object a line. NaN and infinity, which JSON does not have, become null."""
 
     def __init__(self, path: str | Path):
-        """Open `path`, made if missing. An unfinished last line, left by a crash during a write, is removed."""
+        """Open `path`, created if missing. Remove an unfinished last line, left by a crash during a write."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
@@ -85,7 +90,10 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. The file is replaced in one step: a crash leaves the old lines or the new, never a part."""
+        """Remove later records (see `Writer`).
+
+        The file is replaced atomically: a crash leaves old or new lines.
+        """
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):
@@ -104,10 +112,10 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Writes every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
+    """Write every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
 
     def __init__(self, directory: str | Path):
-        """Raises UsageError when tensorboard is not installed."""
+        """Raises UsageError if tensorboard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -115,8 +123,11 @@ class TensorBoardWriter:
                 "--tensorboard-dir is set and tensorboard is not installed",
                 why=f"the import failed with: {error}",
                 do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
+                code="tensorboard-missing",
             ) from error
-        self._open = lambda purge_step: SummaryWriter(str(directory), purge_step=purge_step)
+        self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(
+            str(directory), purge_step=purge_step
+        )
         self._events = self._open(None)
 
     def write(self, record: Record) -> None:
@@ -127,7 +138,7 @@ class TensorBoardWriter:
         self._events.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """See `Writer`. Event files are only ever added to: a marker tells TensorBoard to hide the later steps."""
+        """Hide later records (see `Writer`) with a marker, because event files are append-only."""
         self._events.close()
         self._events = self._open(iteration + 1)
 
@@ -136,20 +147,23 @@ class TensorBoardWriter:
 
 
 class MetricLogger:
-    """Sends each record to every writer. The ranks that do not report have a logger without writers."""
+    """Send each record to every writer. Ranks that do not report have a logger without writers."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self.writers = tuple(writers)
 
     def write(self, record: Record) -> None:
-        """Raises MkdError where one cannot be written."""
+        """Write `record`. Raises MkdError if a writer fails."""
         try:
             for writer in self.writers:
                 writer.write(record)
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
             raise MkdError(
-                what, "a run whose figures are lost cannot be judged", "make room, and start it again"
+                what,
+                "a run whose figures are lost cannot be judged",
+                "make room, and start it again",
+                code="metrics-not-written",
             ) from error
 
     def truncate_after(self, iteration: int) -> None:
@@ -166,7 +180,7 @@ def _json_value(value: int | float | str) -> int | float | str | None:
 
 
 def _iteration(line: bytes) -> float:
-    """The iteration of a line; infinity, so that it is dropped, when the line is not a record."""
+    """Return the iteration of a line; infinity, so that it is dropped, if the line is not a record."""
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):

@@ -82,19 +82,26 @@ class KDObjective:
                 f"kd-ratio is {self.kd_ratio}",
                 "the loss is (1 - kd-ratio) * CE + kd-ratio * KD",
                 "choose a value from 0 (cross entropy only) to 1 (distillation only)",
+                code="kd-ratio-out-of-range",
             )
         if not (math.isfinite(self.temperature) and self.temperature > 0.0):
             raise UsageError(
                 f"kd-temperature is {self.temperature}",
                 "the logits are divided by it",
                 "choose a finite value above 0; 1 leaves the distributions as they are",
+                code="kd-temperature-out-of-range",
             )
         _require_known("kd-temperature-scaling", self.temperature_scaling, TEMPERATURE_SCALINGS)
         _require_known("kd-divergence", self.divergence, DIVERGENCES)
         for flag, weight in (("kd-jsd-beta", self.jsd_beta), ("kd-mixed-kl-weight", self.mixed_kl_weight)):
             if not 0.0 <= weight <= 1.0:
                 why = "it is a weight between two distributions"
-                raise UsageError(f"{flag} is {weight}", why, "choose a value from 0 to 1")
+                raise UsageError(
+                    f"{flag} is {weight}",
+                    why,
+                    "choose a value from 0 to 1",
+                    code="divergence-weight-out-of-range",
+                )
 
     def require_teacher(self, given: bool) -> None:
         """Raises UsageError where the objective compares with a teacher and there is none."""
@@ -103,6 +110,7 @@ class KDObjective:
                 f"kd-ratio is {self.kd_ratio} but there are no teacher logits, or no teacher vocabulary size",
                 "the divergence compares the student with the teacher",
                 "give the loss a teacher, or set kd-ratio to 0",
+                code="kd-teacher-logits-missing",
             )
 
     @property
@@ -155,7 +163,9 @@ class KDObjective:
 def _require_known(flag: str, name: str, table: dict) -> None:
     if name not in table:
         known = ", ".join(sorted(table))
-        raise UsageError(f"{flag} is {name!r}", "mkd has no such rule", f"choose one of: {known}")
+        raise UsageError(
+            f"{flag} is {name!r}", "mkd has no such rule", f"choose one of: {known}", code="kd-rule-unknown"
+        )
 
 
 def require_columns(name: str, vocab_size: int, columns: int) -> None:
@@ -165,6 +175,7 @@ def require_columns(name: str, vocab_size: int, columns: int) -> None:
             f"{name} is {vocab_size}, the logits have {columns} columns",
             "each real id has a column, and columns beyond are padding",
             f"choose a value from 1 to {columns}, or pad the LM heads to more columns",
+            code="logits-columns-too-few",
         )
 
 

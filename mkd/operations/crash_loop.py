@@ -13,11 +13,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.config.schema import Config
 from mkd.errors import CheckpointError, CrashLoop
 from mkd.operations.failures import exit_code_of
 from mkd.operations.phases import DATA, Follower
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 
 RUNNING = "RUNNING"
@@ -50,6 +50,7 @@ class CrashCounter(Follower):
                 "another start would most likely crash in the same way and keep the machines busy",
                 f"look at the error of the last run, fix its cause, and start again; with the same settings, first "
                 f"delete {path}",
+                code="crash-loop",
             )
         counter = cls(path)
         counter._open(
@@ -96,7 +97,7 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     save = Path(config.checkpoint.save)
     counter = on_rank_0(
         lambda: CrashCounter.start(save, config),
-        lambda error: CheckpointError(f"cannot write to {save}: {error}"),
+        lambda error: CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable"),
     )
     return counter or CrashCounter()
 

@@ -149,7 +149,9 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
     else:
         return None
     why = f"the run writes {_joined(write.what for write in writes)} there"
-    return UsageError(what, why, f"choose another {_joined(write.flag for write in writes)}")
+    return UsageError(
+        what, why, f"choose another {_joined(write.flag for write in writes)}", code="folder-not-writable"
+    )
 
 
 def _full(writes: Sequence[Written]) -> UsageError | None:
@@ -164,6 +166,7 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
         f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it",
         f"it would fail after all the work before: {parts}",
         f"make room, or choose another {_joined(write.flag for write in large)}",
+        code="disk-too-small",
     )
 
 

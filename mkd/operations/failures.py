@@ -112,7 +112,7 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
     rank = reports.rank
     if isinstance(error, MkdError) and error.on_all_ranks:
         if rank == 0:
-            _report(f"error: {error}")
+            _report(error.report())
         return error.exit_code
     if reports.has_peers and is_communication_error(error):
         first = reports.wait_for_peer()
@@ -200,7 +200,7 @@ def traceback_of(error: BaseException) -> str:
 def _own_words(error: Exception, details: str, rank: int) -> str:
     """Describe the error of this rank; only errors that are not the user's have a traceback."""
     if isinstance(error, MkdError):
-        return f"error: {error}" if rank == 0 else f"rank {rank}: error: {error}"
+        return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
         return f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was killed or hangs"
     return f"{details}rank {rank} failed first: {one_line(error)}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from mkd.errors import OutOfMemory
-from mkd.plan.config_forecast import planner
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, USABLE, fullest_rank, remedies
@@ -71,7 +70,7 @@ def explain(
         why += f"\n       in use: {device.describe()}"
     asked = f" when it asked for {wanted:.2f} GiB more" if wanted else ""
     do = "one of these, with predicted step time and memory:\n" + _remedies(forecast, planned, device, wanted)
-    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do)
+    return OutOfMemory(f"GPU memory is not enough on rank {rank}{asked}", why, do, code="out-of-gpu-memory")
 
 
 def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:
@@ -82,7 +81,7 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
         usable = USABLE * device.total - missed
     else:
         usable = USABLE * need
-    found = remedies(forecast, min(usable, USABLE * need), planner(forecast))[:SHOWN]
+    found = remedies(forecast, min(usable, USABLE * need))[:SHOWN]
     lines = [f"  {place}. {remedy.describe()}" for place, remedy in enumerate(found, 1)]
     if not lines:
         lines = ["  use more GPUs, a larger --pipeline-model-parallel-size, or a shorter --seq-length"]

@@ -21,17 +21,34 @@ def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
     if not torch.cuda.is_available():
         if log.profile and not log.use_pytorch_profiler:
             why = "without --use-pytorch-profiler it marks steps for Nsight Systems, which needs a GPU"
-            problems.append(UsageError("--profile has no GPU to profile", why, "add --use-pytorch-profiler"))
+            problems.append(
+                UsageError(
+                    "--profile has no GPU to profile",
+                    why,
+                    "add --use-pytorch-profiler",
+                    code="profile-without-gpu",
+                )
+            )
         if log.record_memory_history:
             why = "the history is that of CUDA's allocator"
-            problems.append(UsageError("--record-memory-history has no GPU to record", why, "remove it"))
+            problems.append(
+                UsageError(
+                    "--record-memory-history has no GPU to record",
+                    why,
+                    "remove it",
+                    code="memory-history-without-gpu",
+                )
+            )
     if log.profile or log.record_memory_history:
         beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
         if beyond:
             what = f"--profile-ranks {' '.join(beyond)} do not exist"
             problems.append(
                 UsageError(
-                    what, f"the run has {world_size} processes", f"use ranks from 0 to {world_size - 1}"
+                    what,
+                    f"the run has {world_size} processes",
+                    f"use ranks from 0 to {world_size - 1}",
+                    code="profile-ranks-beyond-world",
                 )
             )
     return problems

@@ -34,7 +34,9 @@ class PeerCannotStart(MkdError):
 
     def __init__(self, rank: int, problem: Problem):
         super().__init__(
-            f"stopped because rank {rank} cannot start: {problem.what}", do="see the error of that rank"
+            f"stopped because rank {rank} cannot start: {problem.what}",
+            do="see the error of that rank",
+            code="peer-cannot-start",
         )
         self.exit_code = problem.exit_code
 

@@ -42,6 +42,7 @@ def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
                 f"--load {checkpoint.load} holds no checkpoint",
                 "the run would start from the student's own weights",
                 "check the path, or leave out --load to start from scratch",
+                code="load-holds-no-checkpoint",
             )
         )
     continues = load is not None and (_is_same(load, save) or _is_same(load.parent, save))
@@ -51,6 +52,7 @@ def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
                 f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue",
                 "they, and the metrics of that run, would be replaced",
                 f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder",
+                code="save-holds-another-run",
             )
         )
     return problems

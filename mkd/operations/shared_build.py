@@ -61,6 +61,7 @@ class SharedBuild:
                 f"received {signal.Signals(number).name}",
                 "data were being prepared: the tokens of an unfinished file are lost, finished files are in the cache",
                 "start the same command again",
+                code="preempted-while-building",
             )
         return bool(all_done)
 

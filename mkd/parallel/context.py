@@ -1,9 +1,9 @@
-"""`ParallelContext`: who this rank is. The only file that asks Megatron's `parallel_state`."""
+"""`ParallelContext`: this process's place in the grid; alone asks Megatron's `parallel_state`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
+from mkd.parallel.axes import Axis, axes_of, build_groups
 from mkd.platform import Platform
 
 T = TypeVar("T")
@@ -21,53 +22,67 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Ranks, sizes and groups of one process in the TP x CP x DP x PP grid. Passed down, never looked up."""
+    """Axes and groups of one process in the TP x CP x DP x PP grid. Passed down, never looked up."""
 
     platform: Platform
     rank: int
     world_size: int
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    dp_rank: int
-    dp_size: int
-    cp_rank: int
-    cp_size: int
-    virtual_stages: int  # model chunks of each pipeline rank; 1 without interleaving
-    groups: ProcessGroupCollection
+    axes: Mapping[str, Axis]  # by the names of `AXES`
+    virtual_stages: int  # model parts of each pipeline rank; 1 without interleaving
+    groups: ProcessGroupCollection | None  # what Megatron's modules take; None: communicates with no other
+    is_second: bool = False  # whether its groups exist beside those of Megatron's `parallel_state`
 
     @property
     def device(self) -> torch.device:
+        """Compute device of this process."""
         return self.platform.device
 
     @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self.groups.tp
+    def tp(self) -> Axis:
+        """Tensor-parallel axis: every matrix is divided over its processes."""
+        return self.axes["tp"]
 
     @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self.groups.pp
+    def cp(self) -> Axis:
+        """Context-parallel axis: every sequence is divided over its processes."""
+        return self.axes["cp"]
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return self.groups.dp
+    def dp(self) -> Axis:
+        """Data-parallel axis: the batch is divided over its processes."""
+        return self.axes["dp"]
 
     @property
-    def dp_cp_group(self) -> dist.ProcessGroup:
-        return self.groups.dp_cp
+    def pp(self) -> Axis:
+        """Pipeline-parallel axis: the layers are divided over its processes."""
+        return self.axes["pp"]
+
+    tp_rank = property(lambda self: self.tp.rank)
+    tp_size = property(lambda self: self.tp.size)
+    tp_group = property(lambda self: self.tp.group)
+    cp_rank = property(lambda self: self.cp.rank)
+    cp_size = property(lambda self: self.cp.size)
+    cp_group = property(lambda self: self.cp.group)
+    dp_rank = property(lambda self: self.dp.rank)
+    dp_size = property(lambda self: self.dp.size)
+    dp_group = property(lambda self: self.dp.group)
+    pp_rank = property(lambda self: self.pp.rank)
+    pp_size = property(lambda self: self.pp.size)
+    pp_group = property(lambda self: self.pp.group)
+    dp_cp_group = property(lambda self: self.groups.dp_cp)
 
     def is_first_stage(self, virtual_stage: int) -> bool:
-        """Whether (this pipeline rank, `virtual_stage`) embeds the tokens."""
-        return self.pp_rank == 0 and virtual_stage == 0
+        """Return whether (this pipeline rank, `virtual_stage`) embeds the tokens."""
+        return self.pp.rank == 0 and virtual_stage == 0
 
     def is_last_stage(self, virtual_stage: int) -> bool:
-        """Whether (this pipeline rank, `virtual_stage`) computes the loss."""
-        return self.pp_rank == self.pp_size - 1 and virtual_stage == self.virtual_stages - 1
+        """Return whether (this pipeline rank, `virtual_stage`) computes the loss."""
+        return self.holds_last_stage and virtual_stage == self.virtual_stages - 1
 
     @property
     def holds_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
+        """Whether this process computes the loss."""
+        return self.pp.rank == self.pp.size - 1
 
     @classmethod
     def create(
@@ -81,7 +96,7 @@ class ParallelContext:
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
-        """Join the process group (unless the caller already has), build Megatron's groups and seed the generators.
+        """Join the process group (unless the caller already has), build Megatron's groups and seed generators.
 
         World size and rank come from torchrun's environment; without it this is a single process.
         """
@@ -96,48 +111,66 @@ class ParallelContext:
             distributed_timeout_minutes=max(1, round(timeout_minutes)),
             create_gloo_process_groups=platform.is_cuda,
         )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
         context = cls(
-            platform=platform,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=parallel_state.get_context_parallel_world_size(),
-            virtual_stages=virtual_stages,
-            groups=ProcessGroupCollection.use_mpu_process_groups(),
+            platform, dist.get_rank(), dist.get_world_size(), axes_of(groups), virtual_stages, groups
         )
         context.seed(seed)
         return context
 
+    def with_layout(
+        self,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        virtual_stages: int = 1,
+        context_parallel: int = 1,
+        timeout_minutes: float = 10,
+    ) -> ParallelContext:
+        """Return a second context over the same processes in another layout. Collective.
+
+        It serves a frozen teacher: Megatron's `parallel_state` and the generators stay those of this context.
+        So a model under the second one runs forward with weights that are loaded; random initialisation, DDP
+        and the optimizer belong here.
+        """
+        sizes = {"tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
+        replica = tensor_parallel * context_parallel * pipeline_parallel
+        assert self.world_size % replica == 0, f"{self.world_size} processes, replicas of {replica}"
+        sizes["dp"] = self.world_size // replica
+        groups = build_groups(sizes, timedelta(minutes=timeout_minutes))
+        axes = axes_of(groups)
+        return ParallelContext(
+            self.platform, self.rank, self.world_size, axes, virtual_stages, groups, is_second=True
+        )
+
     def seed(self, seed: int) -> None:
-        """Seed torch's and Megatron's generators: alike on data-parallel ranks, different on pipeline ranks."""
-        torch.manual_seed(seed + 100 * self.pp_rank)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp_rank, force_reset_rng=True)
+        """Seed torch's and Megatron's generators: differently on each pipeline rank."""
+        torch.manual_seed(seed + 100 * self.pp.rank)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.pp.rank, force_reset_rng=True)
 
     def close(self) -> None:
-        """Tear Megatron's groups down, so that another layout can be created in this process."""
-        parallel_state.destroy_model_parallel()
+        """Tear down the groups, so that this process can create another layout."""
+        if self.is_second:
+            for group in {id(group): group for group in vars(self.groups).values() if group}.values():
+                dist.destroy_process_group(group)
+        else:
+            parallel_state.destroy_model_parallel()
 
     def leave(self) -> None:
-        """End of the process's part in the job: groups are torn down and the process group is left."""
+        """Tear down the groups and leave the process group: the job is done."""
         self.close()
         dist.destroy_process_group()
 
     def broadcast_object(self, value: object) -> object:
-        """The picklable `value` of global rank 0, on every rank."""
+        """Return the picklable `value` of global rank 0 on every rank. Collective."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def rank_0_first(self, prepare: Callable[[], T]) -> T:
-        """`prepare()` on rank 0, and once that is done on the others, which may find its files.
+        """Return `prepare()`, called on rank 0 and then on the others, which find its files. Collective.
 
-        An MkdError of rank 0 is raised by all: nobody waits for ever.
+        All ranks raise an MkdError of rank 0, so none of them waits forever.
         """
         result = error = None
         if self.rank == 0:

@@ -1,4 +1,4 @@
-"""Rows of a tensor that the ranks of a group send each other."""
+"""Exchange of rows of a tensor between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.autograd.function import once_differentiable
 
 def exchange_rows(
     hidden: Tensor,  # [t, h]
-    send_rows: Tensor,  # [sum of send_counts] int64, rows of `hidden`, by destination; a row may go to several ranks
+    send_rows: Tensor,  # [sum of send_counts] int64, rows of `hidden` by destination; may repeat
     send_counts: Sequence[int],  # rows for each rank of the group, this one included
     receive_counts: Sequence[int],  # rows from each rank
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The received rows, [sum of receive_counts, h], by source, in the order in which the source listed them.
+    """Return the received rows [sum of receive_counts, h] by source rank, in the order of its `send_rows`.
 
-    One all-to-all of the group, even where this rank sends or receives nothing; backward: the reverse one, and the sum of the
-    gradients of a row over the ranks that got it (summed in fp32 at least).
+    All-to-all over the group, also if this rank sends or receives nothing. Backward: the reverse all-to-all;
+    the gradient of a row is the sum over the ranks that received it, accumulated in fp32 or wider.
     """
     size = dist.get_world_size(group)
     assert len(send_counts) == len(receive_counts) == size, f"counts of a group of {size} ranks"

@@ -1,12 +1,14 @@
-"""Point-to-point communication of the stages: the teachers' hidden states ride along with the student's activation.
+"""Point-to-point messages of pipeline stages: the student's activation carries the teachers' hidden states.
 
-Megatron's schedules send and receive ONE tensor a hop. Everything they do goes through `P2PCommunicator._communicate`, so
-that method alone is overridden here. The other tensors, the *teacher_hiddens*, are an attribute of the first: the stage puts them on
-its output, the communicator sends them and puts the received ones on the received activation, the next stage takes them off.
+Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
+method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor: a stage
+attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
+takes them off.
 
-On the wire, per micro-batch and hop: forward `T * h_student` elements and `T_i * h_i` for every teacher i, which may have
-tokens of its own (over cp, and over tp with sequence parallelism); backward `T * h_student`: a frozen teacher has no gradient,
-so none is sent.
+Elements sent per micro-batch and hop, each divided over cp, and over tp with sequence parallelism:
+
+    forward     T * h_student, and T_i * h_i for every teacher i (T_i differs from T with another tokenizer)
+    backward    T * h_student; a frozen teacher has no gradient
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _TEACHER_HIDDENS = "mkd_teacher_hiddens"
 
 
 def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor]) -> Tensor:
-    """Put `teacher_hiddens` on `activation` and return it. A teacher_hidden is data: it carries no graph."""
+    """Attach `teacher_hiddens`, detached from any graph, to `activation` and return it."""
     if teacher_hiddens:
         setattr(
             activation, _TEACHER_HIDDENS, tuple(teacher_hidden.detach() for teacher_hidden in teacher_hiddens)
@@ -34,13 +36,13 @@ def attach_teacher_hidden(activation: Tensor, teacher_hiddens: Sequence[Tensor])
 
 
 def take_teacher_hidden(activation: Tensor | None) -> tuple[Tensor, ...]:
-    """Remove and return the teacher_hiddens of `activation`, so that they do not live until the backward pass."""
+    """Remove and return the teacher_hiddens of `activation`, to free them before the backward pass."""
     return () if activation is None else activation.__dict__.pop(_TEACHER_HIDDENS, ())
 
 
 @dataclass
 class _Transfer:
-    """Requests of one direction, with the tensors they read: the schedule frees its outputs right after posting."""
+    """Requests of one direction and the tensors they read, because the schedule frees its outputs early."""
 
     requests: list[dist.Work]
     tensors: tuple[Tensor, ...]
@@ -52,22 +54,19 @@ class _Transfer:
 
 
 class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
-    """Megatron's communicator; forward messages also carry one teacher_hidden (a teacher's hidden state) for each of `teacher_hidden_shapes`."""
+    """Megatron's communicator, whose forward messages also carry a teacher_hidden for each teacher."""
 
     def __init__(
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        teacher_hidden_shapes: Sequence[
-            tuple[int, ...]
-        ],  # each [t / cp (/ tp if sequence parallel), 1, h], of that teacher's tokens
+        # One shape a teacher: [t / cp (/ tp if sequence parallel), 1, h], t its own number of tokens
+        teacher_hidden_shapes: Sequence[tuple[int, ...]],
         teacher_hidden_dtype: torch.dtype,
     ):
         super().__init__(pp_group, config)
-        self.teacher_hidden_shapes, self.teacher_hidden_dtype = (
-            tuple(teacher_hidden_shapes),
-            teacher_hidden_dtype,
-        )
+        self.teacher_hidden_shapes = tuple(teacher_hidden_shapes)
+        self.teacher_hidden_dtype = teacher_hidden_dtype
         self._sending: list[_Transfer] = []
 
     def _communicate(
@@ -80,7 +79,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         tensor_shape,
         wait_on_reqs: bool = True,
     ):
-        """Same contract as Megatron's: (received activation, received gradient, requests by direction or None)."""
+        """Send and receive as Megatron's method; return (activation, gradient, requests or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
@@ -117,7 +116,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
     def _post_batched(
         self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
     ):
-        """One grouped launch; every rank appends in the same order, so that messages of a pair of ranks match."""
+        """Post one grouped launch; all ranks append in the same order, so that messages of a pair match."""
         operations = [
             dist.P2POp(function, tensor, peer, self.pp_group)
             for function, tensors, peer in (
@@ -135,7 +134,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
     def _post_single(
         self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
     ):
-        """Megatron's ordering of single requests (it alternates between even and odd ranks), the teacher_hiddens right behind."""
+        """Post single requests in Megatron's order, which alternates by rank; then the teacher_hiddens."""
         peers = dict(
             group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank
         )
@@ -167,11 +166,11 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         }
 
     def _keep_until_sent(self, transfers: dict[str, _Transfer]) -> None:
-        """Hold what is being sent until it has left, whether or not the schedule waits for it."""
+        """Hold tensors until they are sent, whether or not the schedule waits for the requests."""
         self._sending = [t for t in self._sending if not all(r.is_completed() for r in t.requests)]
         self._sending += [transfer for name, transfer in transfers.items() if name.startswith("send")]
 
 
 def _alias(tensor: Tensor | None) -> Tensor | None:
-    """The same storage under another tensor: freeing the schedule's `.data` does not touch it."""
+    """Return another tensor over the same storage, which survives when the schedule frees `tensor.data`."""
     return None if tensor is None else tensor.detach()

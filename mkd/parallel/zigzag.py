@@ -1,7 +1,8 @@
-"""Context parallelism's split of a pack: the rows that each rank holds, the same for data and attention.
+"""The rows of a pack that each context-parallel rank holds, the same for data and attention.
 
-Every document is cut into `2 * size` equal chunks and rank r holds chunks r and 2 * size - 1 - r, so that a causal mask gives
-all ranks the same work. It is the split of Transformer Engine (`thd_get_partitioned_indices`), whose attention runs on GPUs.
+Every document is cut into `2 * size` equal pieces. Rank r holds pieces r and 2 * size - 1 - r, so that a
+causal mask gives all ranks the same work. Transformer Engine, whose attention runs on GPUs, divides documents
+in the same way (`thd_get_partitioned_indices`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from torch import Tensor
 
 
 def document_parts(span: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """The [first, last) positions of a document of `span` tokens (padded) that `rank` holds, ascending."""
+    """Return the [first, last) positions that `rank` holds of a document of `span` padded tokens."""
     if size == 1:
         return [(0, span)]
-    chunk, rest = divmod(span, 2 * size)
+    piece, rest = divmod(span, 2 * size)
     assert not rest, f"a span of {span} tokens is not a multiple of {2 * size}"
-    return [(index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
+    return [(index * piece, (index + 1) * piece) for index in (rank, 2 * size - 1 - rank)]
 
 
 def context_parallel_rows(
@@ -24,7 +25,7 @@ def context_parallel_rows(
     rank: int,
     size: int,
 ) -> Tensor:  # [t / size] int64, CPU
-    """The rows of a pack of t tokens that `rank` holds, in its order: document after document, each ascending."""
+    """Return the rows of a pack of t tokens that `rank` holds: document after document, each ascending."""
     borders = cu_seqlens_padded.tolist()
     return torch.cat(
         [

@@ -16,8 +16,8 @@ and one fp32 value per row for every norm. RoPE saves its angles only, dropout i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from mkd.config.schema import Config
 from mkd.plan.model_shape import ModelShape
 
 
@@ -25,7 +25,7 @@ from mkd.plan.model_shape import ModelShape
 class Activations:
     """Sizes of one model's activations on one process, bytes per micro-batch."""
 
-    config: Any  # mkd.config.schema.Config
+    config: Config
     shape: ModelShape
     element: int  # bytes of an activation
     seq_length: int  # tokens of a pack

@@ -1,34 +1,125 @@
-"""`--pipeline-layout auto`: all layer splits chosen together, so that the slowest pipeline rank is as fast as possible.
+"""The pipeline layouts of all models of a run: as given, even, or chosen together by `--pipeline-layout auto`.
 
-A rank with s student and t teacher layers spends `s x student_ms + t x teacher_ms` on a micro-batch, the last one the heads
-besides. The search finds the smallest possible largest time over ranks, then the most even counts among all splits within
-`TIE` of it. The same search then splits a rank's layers over its virtual stages. It is exact for the student and one teacher,
-the one with the slowest layers; layers of further teachers, slowest first, fill up what these leave, teacher by teacher.
+The search makes the slowest pipeline rank as fast as possible. A rank with s student and t teacher layers spends
+`s x student_ms + t x teacher_ms` on a micro-batch, the last rank also the time of the heads. The search finds the smallest
+possible largest time over ranks, then the most even counts among all splits within `TIE` of it. The same search then splits a
+rank's layers over its virtual stages. It is exact for the student and one teacher, the one with the slowest layers; layers of
+further teachers, slowest first, then fill up the rest, teacher by teacher.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from mkd.config.models import teacher_roles
+from mkd.config.options import settings
+from mkd.config.schema import Config
 from mkd.errors import UsageError
-from mkd.plan.cost import PairCost
-from mkd.plan.layout import PipelineLayout
+from mkd.plan.cost import DOCUMENT_LENGTH, PairCost, pair_cost
+from mkd.plan.layout import PipelineLayout, count_virtual_stages
+from mkd.plan.model_shape import ModelShape
 
 TIE = 0.02
-"""Splits whose largest times differ by less than this proportion count as equal: rates are not known better, and even counts
-spread memory evenly."""
+"""Splits whose largest times differ by less than this proportion count as equal. Rates are not known more exactly, and even
+counts spread memory evenly."""
 _ROUNDING = 1e-9  # relative; sums of the same times in another order
+
+
+class PlannedModel(NamedTuple):
+    """The student or a teacher, with what is known about its layers."""
+
+    role: str  # student, teacher, or teacher NAME
+    shape: ModelShape
+    layout: str | None  # as given
+    layout_flag: str  # that sets it, or the key of a file for teachers without flags
+
+
+def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
+    """Yield the student and the teachers, except those whose shape is None."""
+    assert len(shapes) <= 1 + len(config.teachers), (
+        f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
+    )
+    roles = ("student", *teacher_roles(config.teachers))
+    models = zip(roles, shapes, (config.student, *config.teachers), layout_flags(config), strict=False)
+    for role, shape, source, flag in models:
+        if shape is not None:
+            yield PlannedModel(role, shape, source.pipeline_layout, flag)
+
+
+def layout_flags(config: Config) -> list[str]:
+    """Return the flag or key that sets the layout of the student and of each teacher."""
+    return [
+        option.place
+        for option, _ in settings(config)
+        if option.name in ("student_pipeline_layout", "teacher_pipeline_layout")
+    ]
+
+
+def virtual_stages(config: Config, student: ModelShape) -> int:
+    """Return the virtual stages of each pipeline rank, for all models. Raises UsageError as `count_virtual_stages`."""
+    parallel = config.parallel
+    return count_virtual_stages(
+        student.num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+def layouts_of(
+    config: Config,
+    student: ModelShape,
+    teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
+    stages: int,  # virtual ones of each pipeline rank
+    document_length: int = DOCUMENT_LENGTH,  # tokens, for the cost of attention
+) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
+    """Return the layouts of the student and of each teacher. Raises UsageError if there is none."""
+    if config.parallel.pipeline_layout == "auto":
+        pipeline = config.parallel.pipeline_model_parallel_size
+        cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
+        return auto_layouts(
+            cost, student.num_layers, [teacher.num_layers for teacher in teachers], pipeline, stages
+        )
+    of_student, *of_teachers = (
+        one_layout(config, model, stages) for model in planned_models(config, (student, *teachers))
+    )
+    return of_student, tuple(of_teachers)
+
+
+def lone_layout(config: Config, model: ModelShape, stages: int, teacher: int | None = None) -> PipelineLayout:
+    """Return the layout of a model that runs alone: the student, or the teacher of that number."""
+    if config.parallel.pipeline_layout == "auto":
+        return layouts_of(config, model, (), stages)[0]
+    (planned,) = planned_models(config, lone_shapes(model, teacher))
+    return one_layout(config, planned, stages)
+
+
+def lone_shapes(model: ModelShape | None, teacher: int | None) -> tuple[ModelShape | None, ...]:
+    """Return the shapes of (student, teachers ...), with None for those that do not run."""
+    return (model,) if teacher is None else (None,) * (teacher + 1) + (model,)
+
+
+def one_layout(config: Config, model: PlannedModel, stages: int) -> PipelineLayout:
+    """Return the layout of one model, as given or even. Raises UsageError, which names the model."""
+    pipeline = config.parallel.pipeline_model_parallel_size
+    try:
+        return PipelineLayout.create(
+            model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag
+        )
+    except UsageError as error:
+        raise error.located(model.role) from error
 
 
 @dataclass(frozen=True)
 class Bin:
-    """A part of the pipeline that gets layers of both models."""
+    """A part of the pipeline that gets layers of all models."""
 
     min_layers: int  # of each model
-    fixed_ms: float = 0.0  # what it spends besides layers
+    fixed_ms: float = 0.0  # time that it spends on other things than layers
 
 
 def auto_layouts(
@@ -38,9 +129,9 @@ def auto_layouts(
     pipeline_parallel: int,
     virtual_stages: int = 1,
 ) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
-    """The layouts of the student and of each teacher.
+    """Choose the layouts of the student and of each teacher together.
 
-    Every stage gets a layer of each model, but the first (it has the embedding) and the last (the heads) may have none.
+    Every stage gets a layer of each model. The first stage (embedding) and the last one (heads) may have none.
     Raises UsageError when a model has too few layers for that.
     """
     counts = (student_layers, *teacher_layers)
@@ -52,6 +143,7 @@ def auto_layouts(
             f"not fill {stages} pipeline stages",
             "every stage but the first and the last one needs a layer of each model",
             "use fewer pipeline stages",
+            code="layers-fewer-than-stages",
         )
     bins = [
         Bin(min_layers=int(0 < stage < stages - 1), fixed_ms=cost.head_ms if stage == stages - 1 else 0.0)
@@ -70,11 +162,11 @@ def auto_layouts(
 
 
 def balance_all(
-    layers: Sequence[int],  # of the student and of each teacher, to be given out
+    layers: Sequence[int],  # of the student and of each teacher
     layer_ms: Sequence[float],  # of one layer of each
     bins: Sequence[Bin],
 ) -> list[tuple[int, ...]]:
-    """Layers of each model in each bin: `balance` for the student and the slowest teacher, then for one teacher at a time."""
+    """Return the layers of each model in each bin: `balance` the student and the slowest teacher, then one teacher at a time."""
     first, *others = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model]) or [None]
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
     for pair in [(0, first), *((other, None) for other in others)]:
@@ -91,12 +183,12 @@ def balance_all(
 
 
 def balance(
-    layers: tuple[int, int],  # of student and teacher, to be given out
+    layers: tuple[int, int],  # of student and teacher
     layer_ms: tuple[float, float],  # of one layer of each; 0 for a model without layers
     bins: Sequence[Bin],
     tie: float = TIE,
 ) -> list[tuple[int, int]]:
-    """(student layers, teacher layers) of each bin: the most even counts within `1 + tie` of the smallest largest time."""
+    """Return (student layers, teacher layers) of each bin: the most even counts within `1 + tie` of the smallest largest time."""
     counts = [(student, teacher) for student in range(layers[0] + 1) for teacher in range(layers[1] + 1)]
     times = sorted(
         {fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts}
@@ -116,9 +208,9 @@ def _load(layers: tuple[int, int], layer_ms: tuple[float, float]) -> float:
 def _fits(
     layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float
 ) -> bool:
-    """Whether all layers fit into bins of `limit_ms`.
+    """Return whether all layers fit into bins of `limit_ms`.
 
-    Dynamic programming over bins: for each number of student layers given out, the most teacher layers beside them.
+    Dynamic programming over bins: for each number of student layers placed so far, the most teacher layers that fit beside them.
     """
     most = {0: 0}
     for one in bins:
@@ -134,7 +226,7 @@ def _fits(
 
 
 def _room(one: Bin, student: int, most: int, layer_ms: tuple[float, float], limit_ms: float) -> int:
-    """Teacher layers, at most `most`, that fit beside `student` layers in a bin; -1 when these alone do not fit."""
+    """Return how many teacher layers, at most `most`, fit beside `student` layers in a bin; -1 if these alone do not fit."""
     free_ms = limit_ms * (1 + _ROUNDING) - one.fixed_ms - student * layer_ms[0]
     if free_ms < 0:
         return -1
@@ -144,10 +236,10 @@ def _room(one: Bin, student: int, most: int, layer_ms: tuple[float, float], limi
 def _most_even(
     layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float
 ) -> list[tuple[int, int]]:
-    """The split within `limit_ms` with the smallest squared distance to equal counts.
+    """Return the split within `limit_ms` with the smallest squared distance to equal counts.
 
-    Among equals, early bins get fewer student layers: they keep the activations of more micro-batches. Dijkstra's search over
-    (bin, layers given out); bins may leave no more time unused than all layers together do.
+    Among equals, early bins get fewer student layers, because they keep the activations of more micro-batches. This is
+    Dijkstra's search over (bin, layers placed so far). All bins together may leave `spare_ms` unused: their time less that of all layers.
     """
     spare_ms = (
         len(bins) * limit_ms * (1 + 2 * _ROUNDING)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from mkd.config.schema import Config
 from mkd.errors import UsageError
 
 
@@ -51,12 +51,13 @@ class BatchPlan:
                 f"data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
+                code="batch-not-divisible",
             )
         return cls(micro_batch_size, num_microbatches, data_parallel, seq_length)
 
     @classmethod
-    def from_config(cls, config: Any, world_size: int) -> BatchPlan:
-        """The plan of an `mkd.config.schema.Config` on `world_size` processes. Raises UsageError as `create`."""
+    def from_config(cls, config: Config, world_size: int) -> BatchPlan:
+        """Return the plan of `config` on `world_size` processes. Raises UsageError as `create`."""
         parallel, training = config.parallel, config.training
         model_parallel = model_parallel_size(
             parallel.tensor_model_parallel_size,
@@ -90,5 +91,6 @@ def data_parallel_size(world_size: int, model_parallel: int) -> int:
             "every process belongs to exactly one replica of the models",
             f"start a multiple of {model_parallel} processes (torchrun --nproc-per-node x --nnodes), "
             "or change the parallel sizes",
+            code="world-not-divisible",
         )
     return world_size // model_parallel

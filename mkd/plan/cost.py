@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mkd.config.schema import Config, TrainingConfig
 from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -85,14 +85,14 @@ class PairCost:
 
 
 def pair_cost(
-    config: Any,
+    config: Config,
     student: ModelShape,
     teachers: Sequence[ModelShape],
     num_stages: int,  # pipeline ranks x virtual stages
     document_length: int = DOCUMENT_LENGTH,
     rates: Rates | None = None,
 ) -> PairCost:
-    """The cost under an `mkd.config.schema.Config`: its micro-batch, tensor and context parallelism, and recomputation.
+    """Return the cost of a micro-batch under the parallel sizes and the recomputation of `config`.
 
     Attention is counted for packs of documents of `document_length` student tokens, or of a whole pack if that is shorter; a
     teacher with its own tokens has as many more or fewer as its packs are longer or shorter. Every token counts as a loss
@@ -130,7 +130,7 @@ def pair_cost(
     )
 
 
-def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -> int:
+def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
     """FLOPs of the heads for one pack: the student's with both gradients (3 products) in every pass, each teacher's once.
 
     One divergence over the student's own tokens (an average of teachers is one) shares its pass with the cross entropy;
@@ -138,13 +138,9 @@ def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -
     logits a second time.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
-    divergences = min(len(teachers), 1) if kd.teacher_combination == "average" else len(teachers)
+    divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)
     passes = 1 if divergences < 2 and not has_own else divergences + (kd.kd_ratio < 1)
-    reads = (
-        2
-        if len(teachers) > 1 and (kd.teacher_combination == "select" or kd.teacher_weighting != "static")
-        else 1
-    )
+    reads = 2 if len(teachers) > 1 and kd.weighs_packs else 1
     total = 6 * passes * config.training.seq_length * student.vocab_size * student.hidden_size
     for teacher in teachers:
         vocab_size = teacher.shape.vocab_size if teacher.is_cross_tokenizer else student.vocab_size
@@ -152,7 +148,7 @@ def _head_flops(config: Any, student: ModelShape, teachers: Sequence[Teacher]) -
     return total
 
 
-def _recomputed_share(training: Any, layers: float) -> float:
+def _recomputed_share(training: TrainingConfig, layers: float) -> float:
     """Proportion (0 to 1) of a stage's `layers` that full recomputation runs again; block takes the first N of each stage."""
     return 1.0 if training.recompute_method == "uniform" else min(training.recompute_num_layers / layers, 1.0)
 

@@ -1,13 +1,16 @@
-"""A run foretold: batch, layouts, stage times, bubble, FLOPs and memory, as the text that a start of a run shows."""
+"""Predict a run before it starts: batch, layouts, stage times, bubble, FLOPs and memory, as the text shown on startup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from mkd.config.schema import Config
+from mkd.errors import ErrorList
+from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
+from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
 from mkd.plan.flops import distillation_flops, layer_matmul_parameters
 from mkd.plan.layout import PipelineLayout
@@ -15,25 +18,46 @@ from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.teachers import Teacher, plan_teachers
 
-PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: the 1.0 of an MFU
+PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity, which is MFU 1
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one configuration will do on GPUs. Times are of H200s (see `mkd.plan.cost.Rates`), memory of any GPU."""
+    """What one configuration will do on GPUs. Times are those of H200s (see `mkd.plan.cost.Rates`), memory that of any GPU."""
 
-    config: Any  # mkd.config.schema.Config
+    config: Config
     batch: BatchPlan
     student: ModelShape
     teachers: Sequence[ModelShape]  # those that run, in the order of the configuration
     student_layout: PipelineLayout
     teacher_layouts: Sequence[PipelineLayout]
     document_length: int = (
-        DOCUMENT_LENGTH  # student tokens of a typical document; longer than a pack: one fills it
+        DOCUMENT_LENGTH  # student tokens of a typical document, cut to the length of a pack
     )
 
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        world_size: int,
+        student: ModelShape,
+        teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
+        document_length: int = DOCUMENT_LENGTH,
+    ) -> Forecast:
+        """Predict a run on `world_size` processes. Raises ErrorList with everything that is wrong."""
+        problems = find_problems(config, world_size, student, teachers)
+        if problems:
+            raise ErrorList(problems)
+        layouts = layouts_of(config, student, teachers, virtual_stages(config, student), document_length)
+        batch = BatchPlan.from_config(config, world_size)
+        return cls(config, batch, student, teachers, *layouts, document_length)
+
+    def with_config(self, config: Config) -> Forecast:
+        """Predict the same models on as many GPUs with other settings. Raises ErrorList if these cannot run."""
+        return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
+
     def stage_times(self) -> list[StageTime]:
-        """By stage, in model order; with what computing does not hide of the copies of teachers on the host."""
+        """Return the time of each stage, in model order. Copies of teachers on the host count as far as computing hides them not."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         times = cost.stage_times(self.student_layout, self.teacher_layouts)
@@ -42,7 +66,7 @@ class Forecast:
             plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts, strict=True
         )
         for teacher, forward_ms, layout in planned:
-            if teacher.on_host:  # the next layer comes while one computes
+            if teacher.on_host:  # the next layer is copied while one computes
                 copy_ms = layer_matmul_parameters(teacher.shape) * element / tensor / HOST_BYTES_PER_MS
                 waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
                 times = [
@@ -52,13 +76,13 @@ class Forecast:
         return times
 
     def step(self) -> StepForecast:
-        """Of the models alone; `step_ms` has the optimizer's copies too."""
+        """Predict the pipeline's part of a step; `step_ms` adds the copies of the optimizer state."""
         return simulate(
             self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches
         )
 
     def optimizer_copies_ms(self) -> float:
-        """Of an optimizer state on the host: to the device and back, nothing computes meanwhile."""
+        """Time to copy an optimizer state on the host to the device and back. Nothing computes meanwhile."""
         training = self.config.training
         if training.optimizer_residency == "device":
             return 0.0
@@ -92,18 +116,20 @@ class Forecast:
         )
 
     def memory(self) -> MemoryPlan:
+        """Predict the memory of every pipeline rank."""
         return predict_memory(
             self.config, self.student, self.teachers, self.student_layout, self.teacher_layouts, self.batch
         )
 
     @property
     def num_gpus(self) -> int:
+        """Number of GPUs, one for each process."""
         parallel = self.config.parallel
         ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return ranks * parallel.context_parallel_size * self.batch.data_parallel
 
     def mfu(self, step_ms: float) -> float:
-        """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` makes of it."""
+        """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` reaches."""
         return self._peak_ms() / step_ms
 
     def _peak_ms(self) -> float:
@@ -111,7 +137,7 @@ class Forecast:
         return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9)
 
     def describe(self) -> str:
-        """Everything above, a few lines."""
+        """Return batch, layouts, times and memory as a few lines."""
         lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
         for teacher, layout in zip(
             plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True
@@ -138,15 +164,14 @@ class Forecast:
         step_ms = step.step_ms + copies_ms
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
+        copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"
+        share = f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"
         return [
             f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
             f"predicted step: {step.step_ms:.4g} ms, {step.ratio:.3f} x the ideal {step.ideal_ms:.4g} ms; "
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
-            *(
-                [f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"]
-                * (copies_ms > 0)
-            ),
+            *([copies] if copies_ms > 0 else []),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU {self.mfu(step_ms):.3f}; "
             f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
-            *([f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"] if self.teachers else []),
+            *([share] if self.teachers else []),
         ]

@@ -41,6 +41,7 @@ class PipelineLayout:
                 f"use {flag} {nearly_even(num_layers, stages)} or --pipeline-layout auto"
                 if layers
                 else "use fewer pipeline stages",
+                code="layers-not-divisible",
             )
         return cls((layers,) * stages, pipeline_parallel, virtual_stages)
 
@@ -67,18 +68,21 @@ class PipelineLayout:
                 f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}",
                 f"every one of {pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages needs an entry",
                 do,
+                code="layout-stages-differ",
             )
         if sum(layers) != num_layers:
             raise UsageError(
                 f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}",
                 "every layer of the model belongs to exactly one stage",
                 do,
+                code="layout-layers-differ",
             )
         if 0 in layers[1:-1]:
             raise UsageError(
                 f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer",
                 "only the first stage (embedding) and the last one (head) have work without layers",
                 do,
+                code="layout-stage-empty",
             )
         return cls(layers, pipeline_parallel, virtual_stages)
 
@@ -134,6 +138,7 @@ def count_virtual_stages(
             f"{num_layers} layers / {pipeline_parallel} pipeline stages",
             "every virtual stage of the student would have to hold that many layers",
             f"use --num-virtual-stages-per-pipeline-rank with {STUDENT_FLAG}",
+            code="virtual-stage-layers-not-divisible",
         )
     return per_rank // layers_per_virtual_stage
 
@@ -155,5 +160,6 @@ def _parse_megatron(text: str, flag: str) -> tuple[int, ...]:
             "it is either a list of layers per stage, or Megatron's string form, where E (embedding) comes first, L (loss) "
             "last, t is a decoder layer, | ends a stage and *n repeats",
             f"use for example {flag} 8,8,7,7 or 'Et*8|t*8|t*7|t*7L'",
+            code="layout-not-valid",
         )
     return tuple(stage.count("t") for stage in expanded.split("|"))

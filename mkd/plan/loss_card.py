@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mkd.config.models import teacher_names
+from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.plan.model_shape import ModelShape
 
 FORMULAS = {
@@ -58,10 +58,10 @@ class Term:
         return f"{self.scale:g} x {text}; p = softmax(logits / T), T = {self.temperature:g} ({what})"
 
     @classmethod
-    def of(cls, kd: Any, teacher: Any | None) -> Term:
+    def of(cls, kd: KDConfig, teacher: TeacherConfig | None) -> Term:
         """What a teacher's settings say goes before what `kd` says."""
 
-        def own(field: str) -> Any:
+        def own(field: str):
             value = getattr(teacher, field) if teacher else None
             return getattr(kd, f"kd_{field}") if value is None else value
 
@@ -72,7 +72,7 @@ class Term:
         )
 
 
-def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
+def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
     """The card of an `mkd.config.schema.Config`; `teachers` are the shapes of those that run, none for a stored one."""
     rows = [("loss card", ""), *_formula(config, student)]
     if config.kd.kd_ratio > 0:
@@ -82,7 +82,7 @@ def loss_card(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
     return "\n".join([rows[0][0], *(f"  {label:{width}}  {text}" for label, text in rows[1:])])
 
 
-def _formula(config: Any, student: ModelShape) -> Iterator[tuple[str, str]]:
+def _formula(config: Config, student: ModelShape) -> Iterator[tuple[str, str]]:
     ratio = config.kd.kd_ratio
     parts = {"CE": 1 - ratio, "KD": ratio}
     yield (
@@ -108,7 +108,9 @@ def _formula(config: Any, student: ModelShape) -> Iterator[tuple[str, str]]:
     )
 
 
-def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
+def _teachers(
+    config: Config, student: ModelShape, teachers: Sequence[ModelShape]
+) -> Iterator[tuple[str, str]]:
     kd, settings, names = config.kd, config.teachers, teacher_names(config.teachers)
     if len(settings) > 1:
         weights = (
@@ -127,7 +129,7 @@ def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
         vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]
     )  # what all have in common, once
     for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
-        term = Term.of(kd, None if kd.teacher_combination == "average" else teacher)
+        term = Term.of(kd, None if kd.averages_teachers else teacher)
         label = f"KD {name}" if len(settings) > 1 else "KD"
         share = f"weight {teacher.weight / total:.4g}: " if len(settings) > 1 else ""
         stored = ", over its stored ids and the sum of all others" if teacher.topk else ""
@@ -138,7 +140,7 @@ def _teachers(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) 
         yield "vocabulary", vocabularies[0]
 
 
-def _vocabulary(teacher: Any, student: ModelShape, shape: ModelShape) -> str:
+def _vocabulary(teacher: TeacherConfig, student: ModelShape, shape: ModelShape) -> str:
     sizes = student.vocab_size, shape.vocab_size
     if teacher.xtoken:
         return (
@@ -149,7 +151,9 @@ def _vocabulary(teacher: Any, student: ModelShape, shape: ModelShape) -> str:
     return f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes renormalised there"
 
 
-def _elsewhere(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[tuple[str, str]]:
+def _elsewhere(
+    config: Config, student: ModelShape, teachers: Sequence[ModelShape]
+) -> Iterator[tuple[str, str]]:
     """Settings of other engines with the same objective, or why there are none.
 
     Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha kd`), NeMo Automodel
@@ -200,7 +204,7 @@ def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, flo
     return kd / (ce + kd), ce + kd
 
 
-def _without_counterpart(config: Any, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
+def _without_counterpart(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str | None:
     """Why no other engine has this objective; None where one may."""
     if len(config.teachers) > 1:
         return "one teacher only"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
+from mkd.config.schema import Config
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
@@ -71,14 +71,14 @@ class MemoryPlan:
 
 
 def predict_memory(
-    config: Any,
+    config: Config,
     student: ModelShape,
     teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
     student_layout: PipelineLayout,
     teacher_layouts: Sequence[PipelineLayout],
     batch: BatchPlan,
 ) -> MemoryPlan:
-    """Predict training under an `mkd.config.schema.Config` on GPUs, with Transformer Engine layers and the fused head."""
+    """Predict training on GPUs, with Transformer Engine layers and the fused head."""
     planned = plan_teachers(config, teachers)
     models = _Models(config, student, planned, student_layout, tuple(teacher_layouts), batch)
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
@@ -106,7 +106,7 @@ def stage_parameters(
 class _Models:
     """The arguments of `predict_memory`, and the sizes that follow from them."""
 
-    config: Any
+    config: Config
     student: ModelShape
     teachers: tuple[Teacher, ...]
     student_layout: PipelineLayout
@@ -229,7 +229,7 @@ class _Models:
         """
         student = self._student_activations
         groups = [(teacher,) for teacher in self.teachers] or [()]
-        if self.config.kd.teacher_combination == "average":
+        if self.config.kd.averages_teachers:
             groups = [self.teachers]
         whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
         for teacher in map(self._activations, self.teachers):

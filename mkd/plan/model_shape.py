@@ -179,13 +179,22 @@ class ModelShape:
                 f"{path} does not exist",
                 "a Hugging Face model folder holds config.json beside its .safetensors files",
                 "pass the folder that save_pretrained() or a hub download made",
+                code="model-config-not-found",
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path} is not valid JSON: {error}", "", "download or write it again"
+                f"{path} is not valid JSON: {error}",
+                "",
+                "download or write it again",
+                code="model-config-not-json",
             ) from None
         if not isinstance(config, dict):
-            raise CheckpointError(f"{path} is not a JSON object", "", "download or write it again")
+            raise CheckpointError(
+                f"{path} is not a JSON object",
+                "",
+                "download or write it again",
+                code="model-config-not-object",
+            )
         return cls.from_hf_config(config, source=str(path))
 
     @classmethod
@@ -205,26 +214,34 @@ class ModelShape:
                 f"{source}: model_type {model_type!r} is not supported",
                 f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
                 "use a model of one of these families",
+                code="model-type-not-supported",
             )
         try:
             return cls._read(FAMILIES[model_type], given, hf_config=dict(config))
         except KeyError as error:
             do = "download or write it again"
             raise CheckpointError(
-                f"{source}: key {error} is missing or null", f"a {model_type} model needs it", do
+                f"{source}: key {error} is missing or null",
+                f"a {model_type} model needs it",
+                do,
+                code="model-config-key-missing",
             ) from None
         except MkdError as error:
-            raise type(error)(f"{source}: {error.what}", error.why, error.do) from None
+            raise error.located(source) from None
 
     @classmethod
     def _read(cls, family: str, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UsageError(
-                f"hidden_act {config['hidden_act']!r} is not supported", "mkd's MLP is SwiGLU (silu)"
+                f"hidden_act {config['hidden_act']!r} is not supported",
+                "mkd's MLP is SwiGLU (silu)",
+                code="activation-not-supported",
             )
         if not config.get("is_causal", True):
             raise UsageError(
-                "is_causal false is not supported", "mkd's attention never looks at later tokens"
+                "is_causal false is not supported",
+                "mkd's attention never looks at later tokens",
+                code="bidirectional-not-supported",
             )
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
@@ -233,6 +250,7 @@ class ModelShape:
                 f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
                 "as many query heads share each key/value head",
                 "download or write it again",
+                code="head-groups-not-divisible",
             )
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         attention_bias = config.get("attention_bias", False)
@@ -276,7 +294,10 @@ def _check_kinds(config: Mapping[str, Any], source: str) -> None:
         kind = KINDS.get(name)
         if kind is not None and not kind.holds(value):
             raise CheckpointError(
-                f"{source}: {name} is {value!r}", f"it must be {kind.must_be}", "download or write it again"
+                f"{source}: {name} is {value!r}",
+                f"it must be {kind.must_be}",
+                "download or write it again",
+                code="model-config-value-not-valid",
             )
         if name in ("rope_parameters", "rope_scaling"):
             _check_kinds(value, f"{source}: {name}")
@@ -302,6 +323,7 @@ def _sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
         "this model mixes full and sliding-window attention layers",
         "mkd uses one attention window for all layers",
         "if seq-length stays below the window, let config.json name full_attention for all of layer_types",
+        code="mixed-attention-not-supported",
     )
 
 
@@ -335,6 +357,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: str) -> RopeShap
         f"rope type {kind!r} is not supported",
         "mkd reproduces default, linear, llama3 and longrope position embeddings exactly",
         "use a model with one of these, or remove the rope scaling for sequences below its original length",
+        code="rope-not-supported",
     )
 
 
@@ -352,6 +375,7 @@ def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict
                 f"the rope parameters have {len(scaling[name])} numbers of {name}",
                 f"each belongs to two of the {base['rotary_dim']} channels of a head that are rotated",
                 "download config.json or write it again",
+                code="rope-lengths-differ",
             )
     original = _original_positions(config, scaling)
     factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)

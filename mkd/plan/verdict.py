@@ -1,48 +1,52 @@
-"""Whether a planned run fits its GPUs, and which settings to change if it does not, each tried through the plan."""
+"""Say whether a planned run fits its GPUs and, if not, which settings to change. Every change is tried through the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
+from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import RankMemory
 
-USABLE = 0.95  # of a GPU's memory; torch's allocator loses a few percent to fragmentation
-SHOWN = 3
+USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
+SHOWN = 3  # remedies
 MAX_TENSOR_PARALLEL = 8  # processes of one machine
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that a user may change. Of one kind, only one change makes sense at a time."""
+    """One thing that a user may change. Changes of the same kind exclude each other."""
 
     kind: str
     text: str  # what to write on the command line, or to leave out
-    apply: Callable[[Any], Any]  # on an mkd.config.schema.Config
+    apply: Callable[[Config], Config]
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changes with which the run fits."""
+    """Changes that make the run fit."""
 
     changes: tuple[Change, ...]
     step_ms: float
     need_gib: float
 
     def describe(self, more: str = "") -> str:
-        """`more` stands behind the flags."""
+        """Return the flags, then `more`, then predicted time and memory."""
         return f"{' '.join(change.text for change in self.changes)}{more}: {self.step_ms:.4g} ms, {self.need_gib:.1f} GiB"
 
 
-def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[[Any], Forecast]) -> str:
-    """Fits or not, by how much, on which pipeline rank; if not, the cheapest changes that make it fit.
+def describe(forecast: Forecast) -> str:
+    """Describe the forecast. If --device-memory-gib is given, add whether the run fits, or what would make it fit."""
+    memory_gib = forecast.config.device_memory_gib
+    described = forecast.describe()
+    return described if memory_gib is None else f"{described}\n{verdict(forecast, memory_gib)}"
 
-    `forecast_of` plans another `Config` on the same processes, and raises MkdError where that cannot run.
-    """
+
+def verdict(forecast: Forecast, device_memory_gib: float) -> str:
+    """Say whether the run fits, by how much, and on which pipeline rank; if it does not, the cheapest changes that help."""
     usable = USABLE * device_memory_gib
     rank, need = fullest_rank(forecast)
     left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {100 * (1 - USABLE):.0f} % for fragmentation"
@@ -51,14 +55,13 @@ def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[
     lines = [
         f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"
     ]
-    found = remedies(forecast, usable, forecast_of)
+    found = remedies(forecast, usable)
     if found:
         lines.append(
             f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} ms):"
         )
-        follows = (
-            forecast.config.training.global_batch_size is None
-        )  # from the layout, which the changes may change
+        # without a given batch size it follows from the layout, which the changes may change
+        follows = forecast.config.training.global_batch_size is None
         batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
         lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     else:
@@ -70,16 +73,17 @@ def verdict(forecast: Forecast, device_memory_gib: float, forecast_of: Callable[
 
 
 def fullest_rank(forecast: Forecast) -> tuple[int, float]:
-    """(pipeline rank that needs most memory, GiB of it)."""
+    """Return (pipeline rank that needs most memory, GiB that it needs)."""
     ranks: Sequence[RankMemory] = forecast.memory().ranks
     rank = max(range(len(ranks)), key=lambda index: ranks[index].total_gib)
     return rank, ranks[rank].total_gib
 
 
-def remedies(forecast: Forecast, usable_gib: float, forecast_of: Callable[[Any], Forecast]) -> list[Remedy]:
-    """Changes that are enough, by step time: single ones, pairs where those are few, three together where nothing else is.
+def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
+    """Return changes that make the run fit into `usable_gib`, by step time.
 
-    Of each choice of kinds the cheapest. A set holds no smaller one that is enough, so that nothing in it is idle.
+    Pairs of changes are tried if few single changes help, and three together if nothing else does. Of each choice of kinds only
+    the cheapest is kept. A set that contains a smaller remedy is left out, so every change in a remedy is necessary.
     """
     config = _training(forecast.config, global_batch_size=forecast.batch.global_batch_size)
     known = list(changes(config, max(forecast.student_layout.layers)))
@@ -91,34 +95,32 @@ def remedies(forecast: Forecast, usable_gib: float, forecast_of: Callable[[Any],
                 is_new = len({change.kind for change in chosen}) == size and not any(
                     one <= set(chosen) for one in smaller
                 )
-                remedy = _try(config, chosen, usable_gib, forecast_of) if is_new else None
+                remedy = _try(forecast, config, chosen, usable_gib) if is_new else None
                 found += [remedy] if remedy else []
     return _cheapest_of_kinds(found)
 
 
-def _try(
-    config: Any, chosen: tuple[Change, ...], usable_gib: float, forecast_of: Callable[[Any], Forecast]
-) -> Remedy | None:
+def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_gib: float) -> Remedy | None:
     for change in chosen:
         config = change.apply(config)
     try:
-        forecast = forecast_of(config)
+        changed = forecast.with_config(config)
     except MkdError:
         return None
-    _, need = fullest_rank(forecast)
-    return Remedy(chosen, forecast.step_ms(), need) if need <= usable_gib else None
+    _, need = fullest_rank(changed)
+    return Remedy(chosen, changed.step_ms(), need) if need <= usable_gib else None
 
 
 def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
-    """By step time to the microsecond; of equal ones in the order of `changes`."""
+    """Sort by step time in microseconds; equal ones keep the order of `changes`."""
     best: dict[tuple[str, ...], Remedy] = {}
     for remedy in sorted(found, key=lambda remedy: round(remedy.step_ms, 3)):
         best.setdefault(tuple(change.kind for change in remedy.changes), remedy)
     return list(best.values())
 
 
-def changes(config: Any, stage_layers: int) -> Iterator[Change]:
-    """What may be changed, the least trouble first. `stage_layers`: of the student, on its largest stage."""
+def changes(config: Config, stage_layers: int) -> Iterator[Change]:
+    """Yield what may be changed, the least intrusive first. The student's largest stage has `stage_layers` layers."""
     kd, parallel = config.kd, config.parallel
     if kd.kd_fp32_logits:
         yield Change(
@@ -140,7 +142,7 @@ def changes(config: Any, stage_layers: int) -> Iterator[Change]:
     yield from _larger_groups(config)
 
 
-def _smaller_batches(config: Any) -> Iterator[Change]:
+def _smaller_batches(config: Config) -> Iterator[Change]:
     size = config.training.micro_batch_size // 2
     while size:
         yield Change(
@@ -149,7 +151,7 @@ def _smaller_batches(config: Any) -> Iterator[Change]:
         size //= 2
 
 
-def _recomputations(config: Any, stage_layers: int) -> Iterator[Change]:
+def _recomputations(config: Config, stage_layers: int) -> Iterator[Change]:
     if config.training.recompute_granularity == "full" and config.training.recompute_method == "uniform":
         return
     shares = sorted({-(-stage_layers * quarters // 4) for quarters in (1, 2, 3)})
@@ -159,7 +161,7 @@ def _recomputations(config: Any, stage_layers: int) -> Iterator[Change]:
         yield Change("recomputation", text, lambda c, given=given: _training(c, **given))
 
 
-def _on_the_host(config: Any) -> Iterator[Change]:
+def _on_the_host(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
         yield Change("optimizer on host", text, lambda c: _training(c, optimizer_residency="host"))
@@ -177,12 +179,12 @@ def _on_the_host(config: Any) -> Iterator[Change]:
         )
 
 
-def _larger_groups(config: Any) -> Iterator[Change]:
+def _larger_groups(config: Config) -> Iterator[Change]:
     for factor in (2, 4, 8):
         yield from _factor_larger(config, factor)
 
 
-def _factor_larger(config: Any, factor: int) -> Iterator[Change]:
+def _factor_larger(config: Config, factor: int) -> Iterator[Change]:
     parallel = config.parallel
     pipeline, tensor = (
         factor * parallel.pipeline_model_parallel_size,
@@ -208,7 +210,7 @@ def _factor_larger(config: Any, factor: int) -> Iterator[Change]:
     )
 
 
-def _given_layouts(config: Any) -> str:
+def _given_layouts(config: Config) -> str:
     return (
         " without explicit layouts"
         if any(one.pipeline_layout for one in (config.student, *config.teachers))
@@ -216,14 +218,14 @@ def _given_layouts(config: Any) -> str:
     )
 
 
-def _without_layouts(config: Any) -> Any:
+def _without_layouts(config: Config) -> Config:
     teachers = tuple(replace(teacher, pipeline_layout=None) for teacher in config.teachers)
     return replace(config, student=replace(config.student, pipeline_layout=None), teachers=teachers)
 
 
-def _parallel(config: Any, **values: Any) -> Any:
+def _parallel(config: Config, **values: object) -> Config:
     return replace(config, parallel=replace(config.parallel, **values))
 
 
-def _training(config: Any, **values: Any) -> Any:
+def _training(config: Config, **values: object) -> Config:
     return replace(config, training=replace(config.training, **values))

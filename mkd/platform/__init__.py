@@ -1,4 +1,10 @@
-"""What the machine offers: CUDA with NCCL and, where installed, Transformer Engine; or CPU cores with gloo."""
+"""The machine: CUDA with NCCL and, if installed, Transformer Engine; or CPU cores with gloo.
+
+__init__.py       `Platform`, `detect` and the settings that must come before the first CUDA call
+cpu.py            Megatron-core without a GPU: the only replaced attributes of other libraries
+host_memory.py    page-locked host memory, and many tensors in one buffer
+processes.py      process ids that mean the same, and whether one is alive
+"""
 
 from __future__ import annotations
 
@@ -21,10 +27,11 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def describe(self) -> str:
-        """One line for the start of a run: the device, and what each absent library costs."""
+        """Return one line for the start of a run: the device, and what each absent library costs."""
         if not self.is_cuda:
             return (
                 f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
@@ -43,22 +50,21 @@ class Platform:
 
 
 def local_rank() -> int:
-    """The index of this process on its machine, as torchrun sets it; 0 without torchrun."""
+    """Return the index of this process on its machine, as torchrun sets it; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use; those of the machine where the system does not say (macOS)."""
+    """Return how many CPU cores this process may use; on macOS, those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def detect() -> Platform:
-    """Look at the machine once. On a machine without a GPU this installs the CPU shim for megatron-core."""
+    """Return the platform of this machine. Without a GPU, install the CPU shim for megatron-core first."""
     _quiet_remarks()
     if torch.cuda.is_available():
-        os.environ.setdefault(
-            "NVIDIA_TF32_OVERRIDE", "0"
-        )  # else Transformer Engine's fp32 products keep 10 bits of fraction
+        # With TF32, Transformer Engine's fp32 products would keep 10 bits of fraction.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return Platform(
@@ -71,7 +77,7 @@ def detect() -> Platform:
 
 
 def prepare_for_files() -> None:
-    """As `detect`, but take no GPU: for programs that read and write Megatron's files, before they import it."""
+    """Prepare like `detect` but take no GPU: for programs that only read and write Megatron's files."""
     if torch.cuda.is_available():
         _quiet_remarks()
     else:
@@ -79,9 +85,9 @@ def prepare_for_files() -> None:
 
 
 def make_deterministic() -> None:
-    """Ask torch, cuBLAS, NCCL and Transformer Engine for kernels that give the same bits in every run.
+    """Select kernels of torch, cuBLAS, NCCL and Transformer Engine that give the same bits in every run.
 
-    Before the first CUDA call: the libraries read these variables when they start.
+    Must be called before the first CUDA call, because the libraries read these variables when they start.
     """
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -90,7 +96,7 @@ def make_deterministic() -> None:
 
 
 def _importable(module: str) -> bool:
-    """Whether `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
+    """Return whether `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -98,16 +104,15 @@ def _importable(module: str) -> bool:
 
 
 def _quiet_remarks() -> None:
-    """Drop remarks of Megatron's imports and checkpoints that every run would repeat on every rank.
+    """Silence warnings of Megatron's imports and checkpoints that every rank of every run would repeat.
 
-    What is missing and what that costs is said once, by `Platform.describe`.
+    `Platform.describe` reports once which libraries are missing and what that costs.
     """
     warnings.filterwarnings(
         "ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning
     )
-    warnings.filterwarnings(
-        "ignore", message="full scope is deprecated", category=UserWarning
-    )  # Megatron's own default
+    # Megatron warns about its own default.
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     if not torch.cuda.is_available():
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
     warnings.filterwarnings(

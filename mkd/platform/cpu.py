@@ -1,9 +1,10 @@
 """Megatron-core on CPU: the only file of mkd that replaces attributes of another library.
 
-megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU those names are mapped to the
-CPU here, by replacing attributes. (A TorchFunctionMode would be shorter, but sees every call of torch: a quarter of a small
-model's time.) Of the arithmetic one stand-in of Megatron's is replaced, the norm of gradients, which was not exact enough.
-Communication and schedules are Megatron's; gloo carries the messages.
+megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps
+those names to the CPU by replacing attributes. (A TorchFunctionMode would be shorter, but it sees every call
+of torch and costs a quarter of a small model's time.) Arithmetic stays Megatron's, except for the norm of
+gradients, whose fallback is not exact enough. Communication and schedules are Megatron's; gloo carries the
+messages.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ FACTORIES = (
 )
 FACTORIES += ("randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like")
 METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
-NORM_ELEMENTS = 2**14  # whose squares fp32 adds up well
-FOR_GPUS = ("transformer_engine", "apex", "amp_C")  # libraries that Megatron takes wherever it finds them
+NORM_ELEMENTS = 2**14  # few enough that fp32 adds up their squares accurately
+FOR_GPUS = ("transformer_engine", "apex", "amp_C")  # libraries that Megatron uses whenever they are installed
 
 
 def install() -> None:
-    """Map "cuda" to the CPU for this process. Idempotent; refuses to run where a GPU exists."""
+    """Map "cuda" to the CPU for this process. Idempotent; refuses if there is a GPU."""
     assert not torch.cuda.is_available(), "the CPU shim must not hide a GPU"
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
@@ -54,17 +55,18 @@ def install() -> None:
 
 
 def _hide(packages: tuple[str, ...]) -> None:
-    """Let their import fail in this process, as if they were not installed; what has been imported before stays."""
+    """Make imports of `packages` fail in this process, unless they were imported before."""
     for name in packages:
         sys.modules.setdefault(name, None)
 
 
 @contextlib.contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Leave the functions that are decorated with torch.compile in here as they are.
+    """Turn torch.compile into a decorator that does nothing, inside the `with` block.
 
-    Megatron decorates its fused functions when it is imported, and that loads the compiler: two seconds of every start, for
-    functions that are fused for GPUs. Where it has been imported before, nothing changes.
+    Megatron decorates its fused functions when it is imported. That loads the compiler, which adds two
+    seconds to every start for functions that are fused for GPUs. If Megatron was imported before, nothing
+    changes.
     """
     compile_function = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda decorated: decorated)
@@ -76,7 +78,10 @@ def _nothing_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_yet(package: str) -> Iterator[None]:
-    """Let its import fail in here, unless it has been imported before; Megatron takes wandb wherever it finds it."""
+    """Make the import of `package` fail inside the `with` block, unless it was imported before.
+
+    Megatron imports wandb whenever it is installed.
+    """
     if package in sys.modules:
         yield
         return
@@ -88,8 +93,8 @@ def _not_yet(package: str) -> Iterator[None]:
 
 
 def _replace_tensor_functions() -> None:
-    """Tensors asked for on "cuda" are made on, or stay on, the CPU; `Tensor.type()` says that they are CUDA's."""
-    _device_constructors()  # `with torch.device(...)` keeps a list of the factories: of those that the replacements call
+    """Create and keep tensors for "cuda" on the CPU; `Tensor.type()` calls them CUDA tensors."""
+    _device_constructors()  # caches the original factories, which `with torch.device(...)` must recognise
     for owner, names in ((torch, FACTORIES), (Tensor, METHODS)):
         for name in names:
             setattr(owner, name, _on_cpu(getattr(owner, name)))
@@ -98,7 +103,7 @@ def _replace_tensor_functions() -> None:
 
 
 def _on_cpu(function: Callable) -> Callable:
-    """The same function, for which a device "cuda" (by name, or the argument after a tensor) is the CPU."""
+    """Return `function` with a device "cuda" (by name, or after a tensor) replaced by the CPU."""
 
     @functools.wraps(function)
     def on_cpu(*args, **kwargs):
@@ -127,7 +132,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """Stands for a CUDA stream; on the CPU everything is already in order."""
+    """A CUDA stream's stand-in: on the CPU everything is already in order."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -146,7 +151,7 @@ class _Stream:
 
 
 class _Event:
-    """Stands for a CUDA event; always complete."""
+    """A CUDA event's stand-in, always complete."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -180,7 +185,7 @@ def _replace_device_functions() -> None:
 
 
 def _replace_generators() -> None:
-    """Megatron's "CUDA" random states become states of the CPU's default generator."""
+    """Map Megatron's "CUDA" random states to states of the CPU's default generator."""
 
     def get_state(device=CPU, clone=False, graph_safe=False):
         return torch.get_rng_state()
@@ -197,14 +202,15 @@ def _replace_generators() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
-    # It warns when device code draws from the CPU's generator; here that generator is the device's.
+    # Megatron warns if device code draws from the CPU's generator, which is the right one here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def _replace_norm() -> None:
-    """Of gradients, over all elements of a list of tensors: [1] fp32, relative error 1e-7.
+    """Replace the norm of gradients by one with a relative error of 1e-7: [1] fp32 over a list of tensors.
 
-    Megatron's stand-in for the fused kernel takes `torch.norm` of whole tensors, which is 2e-3 off for a large embedding.
+    Megatron's fallback for the fused kernel takes `torch.norm` of whole tensors, which is 2e-3 off for a
+    large embedding.
     """
     from megatron.core.optimizer import clip_grads
 

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to at full speed, and many tensors in one buffer."""
+"""Page-locked host memory, which a GPU copies at full speed, and many tensors in one buffer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from mkd.errors import UsageError
 
-ALIGNMENT = 256  # bytes; what CUDA's own allocations have, and more than any kernel asks for
+ALIGNMENT = 256  # bytes; that of CUDA's own allocations, and more than any kernel needs
 
 
 def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """[nbytes] uint8 on the host, uninitialised; page-locked where `device` is a GPU, so that copies are asynchronous.
+    """Return [nbytes] uint8 on the host, uninitialised; page-locked if `device` is a GPU.
 
-    The memory is registered with CUDA instead of taken from torch's allocator of pinned memory, which rounds every size up
-    to a power of two. Raises UsageError where the machine refuses to lock it.
+    Copies from page-locked memory are asynchronous. The memory is registered with CUDA rather than taken from
+    torch's allocator of pinned memory, which rounds every size up to a power of two. Raises UsageError if the
+    machine refuses to lock it.
     """
     buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if device.type == "cuda" and nbytes:
@@ -26,19 +27,20 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
             raise UsageError(
                 f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
                 "weights or optimizer state that live on the host are copied from locked memory",
-                "give the job more memory, raise its limit of locked memory (ulimit -l), or keep them on the device",
+                "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on the device",
+                code="host-memory-not-pinned",
             )
         weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
     return buffer
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Size of a buffer that holds all `tensors`, one after another."""
+    """Return the bytes of a buffer that holds all `tensors`, one after another."""
     return sum(_span(tensor) for tensor in tensors)
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `buffer` ([at least packed_bytes(tensors)] uint8) with the shapes and dtypes of `tensors`; nothing is copied."""
+    """Return views of `buffer` ([packed_bytes(tensors)] uint8 or more) in the shapes and dtypes of `tensors`."""
     return list(_views(buffer, tensors))
 
 

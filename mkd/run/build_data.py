@@ -93,6 +93,7 @@ def _open(
             f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
             "--eval-interval asks for evaluations",
             "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
+            code="held-out-documents-missing",
         )
     if plan.stored_teacher is not None:
         held_out = valid_set if plan.config.training.evaluates else None

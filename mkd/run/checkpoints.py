@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, start_save
 from mkd.checkpoint.folders import (
     ABANDONED,
@@ -30,6 +29,7 @@ from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.operations.console import LOG
 from mkd.operations.phases import Phases
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.run.fingerprints import describe_changes, identify_run, require_same
@@ -196,5 +196,8 @@ class Saver:
 
 def _unreadable(error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"cannot read the files that identify this run: {error}", "", "check the files of models and data"
+        f"cannot read the files that identify this run: {error}",
+        "",
+        "check the files of models and data",
+        code="inputs-unreadable",
     )

@@ -110,7 +110,10 @@ def require_same(
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
         raise UsageError(
-            f"--accept-change {unknown[0]} names nothing that is compared", f"compared are {parts}", "drop it"
+            f"--accept-change {unknown[0]} names nothing that is compared",
+            f"compared are {parts}",
+            "drop it",
+            code="accept-change-unknown",
         )
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
@@ -121,6 +124,7 @@ def require_same(
             "resuming would silently mix two different trainings",
             f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
             + " ".join(refused),
+            code="run-differs",
         )
 
 

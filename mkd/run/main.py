@@ -124,7 +124,7 @@ def end(current, stop) -> None:
     if save and _is_rank_0() and (is_preempted or is_done):
         write_marker(Path(save), PREEMPTED if is_preempted else DONE, position, stop.reason if stop else "")
     if is_preempted:
-        raise Preempted(stop.reason, *what_is_kept(current))
+        raise Preempted(stop.reason, *what_is_kept(current), code="preempted")
 
 
 def what_is_kept(current) -> tuple[str, str]:
@@ -163,7 +163,10 @@ def make_folders(*folders: str | Path | None) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"cannot make {folder}: {error}", "the run writes there", "choose another one"
+                f"cannot make {folder}: {error}",
+                "the run writes there",
+                "choose another one",
+                code="folder-not-writable",
             ) from error
 
 

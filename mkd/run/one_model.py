@@ -20,7 +20,8 @@ from mkd.models.transformer_config import ModelOptions
 from mkd.operations.console import LOG
 from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
-from mkd.plan.checks.validate import layout_of, validate_model, virtual_stages
+from mkd.plan.auto_layout import lone_layout, virtual_stages
+from mkd.plan.checks.problems import find_model_problems
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform
 from mkd.run.build_engine import load_weights
@@ -62,11 +63,11 @@ def plan_model(
     """
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
-    problems += validate_model(config, world_size, source and source.shape, teacher)
+    problems += find_model_problems(config, world_size, source and source.shape, teacher)
     if problems:
         return None
     stages = virtual_stages(config, source.shape)
-    return ModelPlan(config, source, stages, layout_of(config, source.shape, stages, teacher))
+    return ModelPlan(config, source, stages, lone_layout(config, source.shape, stages, teacher))
 
 
 def join(parallel: ParallelConfig, stages: int, platform: Platform) -> ParallelContext:

@@ -20,7 +20,7 @@ from mkd.data.build import require_file, require_text, require_vocabulary
 from mkd.data.documents import RAW_SUFFIXES, parse_row, read_rows, require_eos
 from mkd.data.sources import find_prefix, is_raw, parse_blend
 from mkd.data.store import TokenStore
-from mkd.errors import DataError, MkdError, UsageError
+from mkd.errors import DataError, MkdError, UsageError, collect_error
 from mkd.run.model_source import ModelSource
 from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
@@ -55,7 +55,7 @@ def open_tokenizers(
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
         return None
-    tokenizer = _attempt(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
+    tokenizer = collect_error(problems, lambda: load_tokenizer(config.data.tokenizer_type, name))
     if tokenizer is None:
         return None
     if student is not None:
@@ -68,8 +68,10 @@ def open_tokenizers(
             own.append(None)
             problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         else:
-            own.append(_attempt(problems, lambda role=role, source=source: open_own_tokenizer(role, source)))
-    files = _attempt(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
+            own.append(
+                collect_error(problems, lambda role=role, source=source: open_own_tokenizer(role, source))
+            )
+    files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     unchecked = [
         f"note: the {role}'s folder {source.assets} has no tokenizer, so that its ids are taken for the student's unchecked"
         for role, settings, source in zip(
@@ -115,11 +117,14 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
             "it is compared with the student on the same text (xtoken), which it reads in tokens of its own",
             "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the student's tokens, "
             "remove its xtoken settings",
+            code="tokenizer-missing",
         )
     try:
         return open_tokenizer(str(teacher.assets))
     except UsageError as error:
-        raise UsageError(f"the {role}'s tokenizer, {error.what}", error.why, error.do) from error
+        raise UsageError(
+            f"the {role}'s tokenizer, {error.what}", error.why, error.do, code=error.code
+        ) from error
 
 
 def same_vocabulary_problems(
@@ -127,7 +132,7 @@ def same_vocabulary_problems(
 ) -> list[MkdError]:
     """Of a teacher that reads the ids of `tokenizer`."""
     problems: list[MkdError] = []
-    _attempt(problems, lambda: require_same_tokenizer(tokenizer, teacher))
+    collect_error(problems, lambda: require_same_tokenizer(tokenizer, teacher))
     return problems or list(wider_than_head(tokenizer, config, role, teacher))
 
 
@@ -141,6 +146,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
             f"teacher {teacher.assets} has another tokenizer than the student: {difference}",
             "distillation compares the two models id by id",
             "use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl (`xtoken: {}`)",
+            code="tokenizers-differ",
         )
 
 
@@ -161,6 +167,7 @@ def wider_than_head(
             f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
             "text would become ids that the model has no embedding for",
             f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
+            code="tokenizer-beyond-vocabulary",
         )
 
 
@@ -172,7 +179,9 @@ def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
         ("--valid-data-path", config.data.valid_data_path),
     ):
         blend = (
-            _attempt(problems, lambda values=values, flag=flag: parse_blend(values, flag)) if values else None
+            collect_error(problems, lambda values=values, flag=flag: parse_blend(values, flag))
+            if values
+            else None
         )
         found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
     return found
@@ -186,7 +195,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
     problems: list[MkdError] = []
     kinds: set[str] = set()
     for path, flag in paths.items():
-        found = _attempt(
+        found = collect_error(
             problems,
             lambda flag=flag, path=path: _look_at(flag, path, tokenizers, config.data.max_bad_records),
         )
@@ -194,7 +203,7 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
         if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
     if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
-        _attempt(problems, lambda: require_eos(tokenizers.student))
+        collect_error(problems, lambda: require_eos(tokenizers.student))
     return problems
 
 
@@ -211,7 +220,7 @@ def export_problems(
     ]
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
-        return [UsageError(what, "it would be overwritten", "choose another")]
+        return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
     return []
 
 
@@ -228,6 +237,7 @@ def _look_at(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_record
             f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
             "the suffix says how a file is read",
             f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
+            code="data-file-kind-unknown",
         )
     store = TokenStore.open(find_prefix(path, flag))
     if tokenizers is not None:
@@ -246,10 +256,13 @@ def _look_at_records(flag: str, path: str, looked_at: int) -> set[str]:
         try:
             kinds.add(parse_row(row).kind)
         except DataError as error:
-            refused = refused or DataError(f"{flag} {path}:{number}: {error.what}", error.why, error.do)
+            refused = refused or error.located(f"{flag} {path}:{number}")
     if not kinds:
         raise refused or DataError(
-            f"{flag} {path} is empty", "there is nothing to train on", "check how it was made"
+            f"{flag} {path} is empty",
+            "there is nothing to train on",
+            "check how it was made",
+            code="data-file-empty",
         )
     return kinds
 
@@ -265,13 +278,5 @@ def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> I
                 f"{corpus} has conversations, which become its tokens by that",
                 "put the chat_template of its instruction-tuned version into tokenizer_config.json"
                 + (", or name a tokenizer that has one: --tokenizer-model" if role == "student" else ""),
+                code="chat-template-missing",
             )
-
-
-def _attempt(problems: list[MkdError], compute):
-    """The result of `compute()`, or None with its error added to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from mkd.checkpoint.agreement import on_rank_0
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.folders import TrainingPosition, read_state
 from mkd.checkpoint.save_folder import checkpoint_bytes
@@ -27,6 +26,7 @@ from mkd.operations.run_folders import log_folder
 from mkd.operations.signals import Signals
 from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import Watchdog
+from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform
 from mkd.run.build_data import build_data
@@ -159,7 +159,8 @@ def still_due(run: Run) -> frozenset[str]:
     if not is_evaluated(iteration, run.config.training):
         return frozenset()
     records = on_rank_0(
-        lambda: read_records(log_folder(run.config)), lambda error: DataError(f"cannot read metrics: {error}")
+        lambda: read_records(log_folder(run.config)),
+        lambda error: DataError(f"cannot read metrics: {error}", code="metrics-unreadable"),
     )
     recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}
     return run.data.parts - run.engine.context.broadcast_object(recorded)

@@ -77,12 +77,14 @@ class StoredTeacher:
                 f"the teacher cache {self.folder} is of another tokenizer",
                 "its ids stand for other strings than this run's",
                 "export the cache with this run's tokenizer, or train with that of the export",
+                code="teacher-cache-tokenizer-differs",
             )
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
             raise CheckpointError(
                 f"the teacher cache {self.folder} is of other weights than {self.source.load or self.source.assets}",
                 f"it was exported from {self.meta.teacher}, whose content differs",
                 "export again from this teacher into another folder, or leave --teacher-hf and --teacher-load away",
+                code="teacher-cache-weights-differ",
             )
 
 
@@ -99,6 +101,7 @@ def _differences(
                 f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at {meta.temperature}",
                 "the probability of all ids outside the top-k at another temperature does not follow from it",
                 f"use {setting} {meta.temperature}, or export again with {setting} {temperature}",
+                code="teacher-cache-temperature-differs",
             )
         )
     for name, value in data_settings(config).items():
@@ -108,6 +111,7 @@ def _differences(
                     f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {meta.data.get(name)}",
                     "the teacher would have seen other packs than the student",
                     "use the setting of the export, or export again into another folder",
+                    code="teacher-cache-setting-differs",
                 )
             )
     if student_vocab_size is not None and meta.vocab_size > student_vocab_size:
@@ -116,6 +120,7 @@ def _differences(
                 f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_vocab_size}",
                 "both distributions are compared on the ids that both models have",
                 "export again with this student's --student-hf",
+                code="teacher-cache-vocabulary-differs",
             )
         )
     return problems

@@ -6,11 +6,10 @@ The teacher runs alone, on the packs that the run's tokenizer and data settings 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +20,10 @@ from torch import Tensor
 from mkd.checkpoint.hf.hf_reader import resolve_hf
 from mkd.config.models import teacher_names
 from mkd.config.schema import Config
+from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch, collate
-from mkd.data.sources import parse_split
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
-from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError
+from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage
@@ -52,8 +51,6 @@ from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
-
-T = TypeVar("T")
 
 TEACHER = 0  # number of the exported teacher
 
@@ -95,7 +92,12 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
     vocab_size = min(of_teacher, _student_vocab_size(config) or of_teacher)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
-        raise UsageError(what, "that many ids have a probability", "128 is enough for most vocabularies")
+        raise UsageError(
+            what,
+            "that many ids have a probability",
+            "128 is enough for most vocabularies",
+            code="topk-not-in-vocabulary",
+        )
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
     build = SharedBuild(context, Signals(), Phases())
@@ -116,13 +118,20 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
     """
     if not config.teachers or not (config.teachers[TEACHER].hf or config.teachers[TEACHER].load):
-        raise UsageError("no teacher is given", "its predictions are exported", "give --teacher-hf DIR")
+        raise UsageError(
+            "no teacher is given",
+            "its predictions are exported",
+            "give --teacher-hf DIR",
+            code="teacher-missing",
+        )
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, TEACHER)
     if not config.data.data_path:
-        problems.append(UsageError("no training data is given", "", "give --data-path PATH"))
-    _add_error(problems, lambda: parse_split(config.data.split))
-    tokenizer = teacher and _add_error(problems, lambda: _open_tokenizer(config, teacher.source))
+        problems.append(
+            UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
+        )
+    collect_error(problems, lambda: parse_split(config.data.split))
+    tokenizer = teacher and collect_error(problems, lambda: _open_tokenizer(config, teacher.source))
     if tokenizer is not None:
         problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
     paths = data_paths(problems, config)
@@ -142,21 +151,15 @@ def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
     )
 
 
-def _add_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
-    """Return `compute()`, or None with its error added to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None
-
-
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot make --out {out}: {error}", "the cache is written there", "choose another one"
+            f"cannot make --out {out}: {error}",
+            "the cache is written there",
+            "choose another one",
+            code="out-not-writable",
         ) from error
 
 
@@ -214,6 +217,7 @@ def _write_description(
                 f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
                 "an export resumes only with the same teacher, data and settings",
                 "choose another --out, or remove the folder",
+                code="teacher-cache-of-another-run",
             )
     meta.write(settings.out)
     return meta
@@ -277,6 +281,7 @@ class _Exporter:
                     f"{self.meta.teacher}: the teacher's predictions of {int(not_finite)} positions are not finite",
                     f"they are in {part} shards {', '.join(map(str, shards))} of {self.meta.samples_per_shard} packs each",
                     "check the teacher's weights, for example with tools/check_parity.py",
+                    code="teacher-not-finite",
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -35,7 +36,7 @@ class EncodedChat:
     turns: tuple[Turn, ...]  # the assistant's
 
 
-def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
     """(ids, loss mask) of a conversation under the chat template of the fast transformers tokenizer `hf`.
 
     The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a character
@@ -45,10 +46,9 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)
     turns = _find_turns(hf, messages, text)
-    if None not in turns.values():
-        return encoding.ids, _mask_of_spans(
-            encoding.offsets, [(start, end) for start, _, end in turns.values()]
-        )
+    spans = [span for span in turns.values() if span is not None]
+    if len(spans) == len(turns):
+        return encoding.ids, _mask_of_spans(encoding.offsets, [(start, end) for start, _, end in spans])
     if _has_generation_marks(hf):
         marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return encoding.ids, marked["assistant_masks"]
@@ -56,10 +56,13 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
         f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
         "the chat template rewrites assistant turns, and has no {% generation %} marks that would name them",
         "add {% generation %} marks to the template, or write the record as prompt and completion",
+        code="chat-turn-not-found",
     )
 
 
-def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]) -> EncodedChat:
+def encode_turns(
+    hf: Any, messages: Sequence[Mapping[str, Any]], pieces: Sequence[bytes | None]
+) -> EncodedChat:
     """The conversation with the places of its assistant turns; `pieces`: what each id spells, control tokens included.
 
     Raises DataError when the template refuses the conversation, or when its assistant turns cannot be found.
@@ -67,25 +70,25 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)
     turns = _find_turns(hf, messages, text)
-    if None in turns.values():
+    spans = [span for span in turns.values() if span is not None]
+    if len(spans) < len(turns):
         raise DataError(
             f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
             "the chat template rewrites assistant turns, so that it is not known which tokens are an answer's text",
             "use a template that keeps them, or write the record as prompt and completion",
+            code="chat-turn-not-found",
         )
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
     encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
-    places = byte_offsets(text, [(span[i], span[i + 1]) for span in turns.values() for i in (0, 1)]).reshape(
-        -1, 4
-    )
+    places = byte_offsets(text, [(span[i], span[i + 1]) for span in spans for i in (0, 1)]).reshape(-1, 4)
     named = [
         Turn(message, *place) for message, place in zip(turns, places[:, [0, 1, 3]].tolist(), strict=True)
     ]
     return EncodedChat(encoded, data, tuple(named))
 
 
-def end_of_turn(hf) -> str | None:
+def end_of_turn(hf: Any) -> str | None:
     """The control token that closes an assistant turn in the chat template of `hf`, if there is one."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
     try:
@@ -96,23 +99,27 @@ def end_of_turn(hf) -> str | None:
     return None if span is None else text[span[1] : span[2]].strip() or None
 
 
-def _encode_rendered(hf, text: str):
+def _encode_rendered(hf: Any, text: str) -> Any:
     backend = hf.backend_tokenizer
     backend.encode_special_tokens = False  # the control tokens of the template are control tokens
     return backend.encode(text, add_special_tokens=False)
 
 
-def _find_turns(hf, messages: Sequence[Mapping], text: str) -> dict[int, tuple[int, int, int] | None]:
+def _find_turns(
+    hf: Any, messages: Sequence[Mapping[str, Any]], text: str
+) -> dict[int, tuple[int, int, int] | None]:
     """Number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
 
 
-def _first_hidden(turns: Mapping[int, tuple | None]) -> int:
+def _first_hidden(turns: Mapping[int, tuple[int, int, int] | None]) -> int:
     return 1 + next(turn for turn, span in turns.items() if span is None)
 
 
-def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:
+def _turn_span(
+    hf: Any, messages: Sequence[Mapping[str, Any]], turn: int, text: str
+) -> tuple[int, int, int] | None:
     """(start, end of the content, end) in characters of `text` of what the assistant wrote in message `turn`.
 
     The end-of-turn token, if there is one, lies between the two ends. None if the template hides the turn.
@@ -137,7 +144,7 @@ def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[i
     return None
 
 
-def _end_of_turn_length(hf, after: str) -> int:
+def _end_of_turn_length(hf: Any, after: str) -> int:
     """Characters from the end of a turn's content through the control token that closes it; 0 if none follows."""
     blank = len(after) - len(after.lstrip())
     tokens = (token.content for token in hf.added_tokens_decoder.values())
@@ -154,7 +161,7 @@ def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int
     return mask.tolist()
 
 
-def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
+def _generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """What a model would be given to write the next turn; None where the template has no prompt, or refuses one here."""
     if not messages:
         return None
@@ -165,7 +172,7 @@ def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
         return None
 
 
-def _render(hf, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:
+def _render(hf: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
     try:
         return hf.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
@@ -175,8 +182,9 @@ def _render(hf, messages: Sequence[Mapping], add_generation_prompt: bool = False
             f"the chat template refuses the conversation: {error}",
             "it cannot become tokens in the way the model was trained on",
             "check the roles and their order against the template of the model",
+            code="chat-template-refuses",
         ) from error
 
 
-def _has_generation_marks(hf) -> bool:
+def _has_generation_marks(hf: Any) -> bool:
     return bool(GENERATION_MARK.search(hf.get_chat_template()))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -40,7 +41,7 @@ class _Style:
     byte_tokens: bool  # <0xNN> is a byte
 
     @classmethod
-    def of(cls, tokenizer: Mapping) -> _Style:
+    def of(cls, tokenizer: Mapping[str, Any]) -> _Style:
         """The style of a parsed tokenizer.json, told by its decoder. Raises UsageError for any other than these two."""
         decoder = tokenizer["decoder"] or {"type": "none"}
         steps = decoder.get("decoders", [decoder])
@@ -53,6 +54,7 @@ class _Style:
                 f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
                 "texts of two tokenizers are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
                 "use models with such a tokenizer",
+                code="token-bytes-unknown",
             )
         return cls("ByteLevel" in types, "ByteFallback" in types)
 
@@ -67,7 +69,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A fast transformers tokenizer, called through its Rust backend: single texts start no thread pool,
     which would make every later fork of a data loader worker print a warning."""
 
-    def __init__(self, hf):
+    def __init__(self, hf: Any) -> None:
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
@@ -88,10 +90,10 @@ class HuggingFaceTokenizer(Tokenizer):
         in_text = np.array(encoding.special_tokens_mask, dtype=bool) == 0
         return locate(encoding.ids, in_text, self._pieces, data, lambda: byte_offsets(text, encoding.offsets))
 
-    def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         return encode_chat(self._with_template, messages)
 
-    def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
+    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
         return encode_turns(self._with_template, messages, self._pieces)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -118,13 +120,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def roles(self) -> Mapping[str, int]:
         hf = self._hf
         ids = {"bos": hf.bos_token_id, "eos": hf.eos_token_id, "pad": hf.pad_token_id}
-        unknown = self.vocabulary.get(getattr(self._backend.model, "unk_token", None))
+        unknown_token = getattr(self._backend.model, "unk_token", None)
+        unknown = None if unknown_token is None else self.vocabulary.get(unknown_token)
         closing = end_of_turn(hf) if hf.chat_template else None
         ids |= {
             "unk": None
             if unknown in ids.values()
             else unknown,  # byte-level BPE never emits it, and names any token for it
-            "end_of_turn": self.vocabulary.get(closing),
+            "end_of_turn": None if closing is None else self.vocabulary.get(closing),
         }
         return {role: i for role, i in ids.items() if i is not None}
 
@@ -146,7 +149,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return sha256_of([self._backend.to_str(), self.eos_id, self._hf.chat_template])
 
     @property
-    def _with_template(self):
+    def _with_template(self) -> Any:
         """The transformers tokenizer. Raises DataError when it has no chat template."""
         if not self.has_chat_template:
             raise no_chat_template()
@@ -168,12 +171,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_ids(self) -> Mapping[bytes, int]:
-        return {self._pieces[i]: i for string, i in self.vocabulary.items() if self._style.is_byte(string)}
+        named = ((self._pieces[i], i) for string, i in self.vocabulary.items() if self._style.is_byte(string))
+        return {piece: i for piece, i in named if piece is not None}
 
     def _spell_run(self, text: str) -> list[int]:
         return [token.id for token in self._backend.model.tokenize(text.replace(" ", METASPACE))]
 
-    def _encode(self, text: str, add_special_tokens: bool):
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
         self._backend.encode_special_tokens = (
             True  # "split_special_tokens": control tokens in the text are text
         )
@@ -186,6 +190,7 @@ def load_hugging_face(model: str) -> Tokenizer:
             f"{model} holds no tokenizer",
             f"none of {', '.join(TOKENIZER_FILES)} is there",
             "copy the tokenizer's files into the folder, or name another one with --tokenizer-model",
+            code="tokenizer-missing",
         )
     try:
         hf = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -194,16 +199,18 @@ def load_hugging_face(model: str) -> Tokenizer:
             f"{model}: no Hugging Face tokenizer could be loaded",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no details'}",
             "give a folder with tokenizer.json and tokenizer_config.json, or the id of a model on the Hub",
+            code="tokenizer-not-loadable",
         ) from error
     return HuggingFaceTokenizer(require_fast(hf, model))
 
 
-def require_fast(hf, name: str):
+def require_fast(hf: Any, name: str) -> Any:
     """`hf`. Raises UsageError, which calls it `name`, when it is not a fast tokenizer."""
     if not hf.is_fast:
         raise UsageError(
             f"{name}: {type(hf).__name__} is not a fast tokenizer",
             "loss masks of conversations need the character offsets that only tokenizer.json based tokenizers give",
             "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
+            code="tokenizer-not-fast",
         )
     return hf

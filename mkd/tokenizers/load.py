@@ -28,6 +28,7 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
         raise UsageError(
             f"--tokenizer-type {tokenizer_type} is not known",
             do=f"use one of {', '.join(loaders)}",
+            code="tokenizer-type-unknown",
         )
     return loaders[tokenizer_type](tokenizer_model)
 

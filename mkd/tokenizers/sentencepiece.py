@@ -81,7 +81,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_ids(self) -> Mapping[bytes, int]:
-        return {self.token_bytes[i]: i for i in range(len(self.token_bytes)) if self._processor.is_byte(i)}
+        pieces = enumerate(self.token_bytes)
+        return {piece: i for i, piece in pieces if piece is not None and self._processor.is_byte(i)}
 
     def _piece_bytes(self, token: int) -> bytes | None:
         piece = self._processor.id_to_piece(token)
@@ -100,6 +101,7 @@ def load_sentencepiece(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a file",
             "--tokenizer-type SentencePieceTokenizer reads one SentencePiece .model file",
             "give the path of the .model file, or use --tokenizer-type HuggingFaceTokenizer for a folder",
+            code="tokenizer-file-missing",
         )
     try:
         return SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=model))
@@ -108,4 +110,5 @@ def load_sentencepiece(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a SentencePiece model",
             str(error),
             "check that the file is complete and not a Git LFS pointer",
+            code="tokenizer-file-not-sentencepiece",
         ) from error

@@ -36,6 +36,7 @@ def utf8(text: str) -> bytes:
             f"character {error.start} of the text is a lone surrogate (U+{ord(text[error.start]):04X})",
             "half of a character has no bytes, so that no tokenizer can encode it",
             "repair the text, for example with text.encode('utf-8', 'replace').decode()",
+            code="record-surrogate",
         ) from error
 
 
@@ -85,9 +86,10 @@ def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return tokens, encoded.starts[inside][last], ends[last]
 
 
-def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
+def _from_pieces(pieces: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
     """Ends [n] int64 of pieces that spell the text, but for a blank before some of them; None where they spell another."""
-    if None in parts:
+    parts = [piece for piece in pieces if piece is not None]
+    if len(parts) < len(pieces):
         return None
     ends = np.cumsum([len(part) for part in parts])
     joined = b"".join(parts)

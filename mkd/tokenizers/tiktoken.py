@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -52,7 +53,7 @@ ENCODINGS = {
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken encoding. It configures no BOS, so none is added; <|endoftext|> is EOS."""
 
-    def __init__(self, encoding):
+    def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
         self.eos_id = self.pad_id = encoding.eot_token
 
@@ -95,7 +96,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def roles(self) -> Mapping[str, int]:
-        return {"eos": self.eos_id}
+        return {"eos": self.pad_id}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -123,13 +124,17 @@ def load_tiktoken(model: str) -> Tokenizer:
             f"--tokenizer-model {model}: the encoding {name} is not known",
             "a rank file does not say how text is split into words",
             f"give one of the files {', '.join(f'{known}.tiktoken' for known in ENCODINGS)}, under that name",
+            code="tiktoken-encoding-unknown",
         )
     try:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
     except ImportError as error:
         raise UsageError(
-            f"--tokenizer-model {model} needs the package tiktoken", str(error), "pip install 'mkd[tiktoken]'"
+            f"--tokenizer-model {model} needs the package tiktoken",
+            str(error),
+            "pip install 'mkd[tiktoken]'",
+            code="tiktoken-missing",
         ) from error
     try:
         ranks = load_tiktoken_bpe(str(model))
@@ -138,6 +143,7 @@ def load_tiktoken(model: str) -> Tokenizer:
             f"--tokenizer-model {model} is not a tiktoken rank file",
             str(error),
             "check that the file is complete and not a Git LFS pointer",
+            code="tokenizer-file-not-tiktoken",
         ) from error
     known = ENCODINGS[name]
     return TiktokenTokenizer(
@@ -145,9 +151,10 @@ def load_tiktoken(model: str) -> Tokenizer:
     )
 
 
-def _no_offsets():
+def _no_offsets() -> NoReturn:
     raise DataError(
         "the tokens of a text do not join to the text",
         "tiktoken encodings never change a text, so the rank file lacks some bytes",
         "use the rank file that was published with the encoding",
+        code="tokens-do-not-join",
     )

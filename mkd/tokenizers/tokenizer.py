@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
@@ -38,14 +39,14 @@ class Tokenizer(ABC):
         Raises DataError for a text that has no UTF-8 form, UsageError for a tokenizer whose tokens have no known bytes.
         """
 
-    def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         """(ids of the template, loss mask): 1 on assistant turns and their end-of-turn token, 0 elsewhere.
 
         Raises DataError for a conversation that the template refuses or that cannot be masked.
         """
         raise no_chat_template()
 
-    def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
+    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
         """The conversation under the tokenizer's chat template, with the place of each assistant turn.
 
         Raises DataError for a conversation that the template refuses, or whose assistant turns it hides.
@@ -94,8 +95,8 @@ class Tokenizer(ABC):
         None where there are none: half a character in a tokenizer without bytes as tokens, an empty fragment.
         """
         for ids in self.spellings(fragment) if fragment else ():
-            pieces = [self.token_bytes[i] for i in ids]
-            if None not in pieces and b"".join(pieces) == fragment:
+            pieces = [piece for piece in (self.token_bytes[i] for i in ids) if piece is not None]
+            if len(pieces) == len(ids) and b"".join(pieces) == fragment:
                 return tuple(ids)
         return None
 
@@ -142,10 +143,11 @@ def no_chat_template() -> DataError:
         "a record with messages needs one to become tokens",
         "use the tokenizer of an instruction-tuned model, put a chat_template into its tokenizer_config.json, or write records "
         "with prompt and completion",
+        code="chat-template-missing",
     )
 
 
-def sha256_of(content) -> str:
+def sha256_of(content: object) -> str:
     """SHA-256 of content that JSON can write."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -75,11 +75,14 @@ class NonFinitePolicy:
         if not ends:
             LOG.warning("skipped the update of %s", what)
         elif self.action == "abort":
-            raise NonFiniteError(what, WHY, DO)
+            raise NonFiniteError(what, WHY, DO, code="step-not-finite")
         else:
             what = f"{self.skips_in_a_row} steps in a row were not finite, the last is {what}"
             raise NonFiniteError(
-                what, f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them", DO
+                what,
+                f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them",
+                DO,
+                code="steps-not-finite",
             )
 
     def _write(self, iteration: int, result: StepResult, finding: Finding, action: str) -> None:

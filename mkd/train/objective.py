@@ -43,11 +43,7 @@ class Objective:
     @property
     def names(self) -> tuple[str, ...]:
         """Of what is compared with the student: the teachers, or all together."""
-        return (
-            ("average",)
-            if self.kd.teacher_combination == "average"
-            else tuple(one.name for one in self.teachers)
-        )
+        return ("average",) if self.kd.averages_teachers else tuple(one.name for one in self.teachers)
 
     @property
     def num_sums(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mkd.config.models import XTOKEN_LOSSES
 from mkd.errors import UsageError
 from mkd.losses.kd_objective import TEMPERATURE_SCALINGS
 
-LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 DIVERGENCES = ("forward_kl", "reverse_kl", "mixed_kl", "jsd")
 CHAIN_BASES = ("last", "first")
 
@@ -48,7 +48,7 @@ class ChunkLossSettings:
     uncommon_weight: float | None = None  # of the sorted L1; None: gold 1 - k / v_t, h_kl 1
 
     def __post_init__(self) -> None:
-        _require_known("xtoken loss", self.loss, LOSSES)
+        _require_known("xtoken loss", self.loss, XTOKEN_LOSSES)
         _require_known("divergence", self.divergence, DIVERGENCES)
         _require_known("temperature-scaling", self.temperature_scaling, tuple(TEMPERATURE_SCALINGS))
         _require_known("chain-base", self.chain_base, CHAIN_BASES)
@@ -57,6 +57,7 @@ class ChunkLossSettings:
                 f"temperature is {self.temperature}",
                 "the logits are divided by it",
                 "choose a finite value above 0",
+                code="xtoken-temperature-out-of-range",
             )
         for name, weight in (("jsd-beta", self.jsd_beta), ("mixed-kl-weight", self.mixed_kl_weight)):
             if not 0.0 <= weight <= 1.0:
@@ -64,12 +65,14 @@ class ChunkLossSettings:
                     f"{name} is {weight}",
                     "it is a weight between two distributions",
                     "choose a value from 0 to 1",
+                    code="divergence-weight-out-of-range",
                 )
         if self.top_k is not None and self.top_k < 1:
             _refuse(
                 f"xtoken top-k is {self.top_k}",
                 "a support needs a token",
                 "choose 1 or more, or leave it out for all",
+                code="xtoken-top-k-below-one",
             )
         for name, weight in (
             ("common-weight", self.common_weight),
@@ -80,6 +83,7 @@ class ChunkLossSettings:
                     f"xtoken {name} is {weight}",
                     "it weighs a part of the loss",
                     "choose a finite value from 0 up",
+                    code="xtoken-weight-negative",
                 )
 
     @property
@@ -104,8 +108,13 @@ class ChunkLossSettings:
 
 def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        _refuse(f"{name} is {value!r}", "mkd has no such rule", f"choose one of: {', '.join(known)}")
+        _refuse(
+            f"{name} is {value!r}",
+            "mkd has no such rule",
+            f"choose one of: {', '.join(known)}",
+            code="kd-rule-unknown",
+        )
 
 
-def _refuse(what: str, why: str, do: str) -> None:
-    raise UsageError(what, why, do)
+def _refuse(what: str, why: str, do: str, *, code: str) -> None:
+    raise UsageError(what, why, do, code=code)

@@ -7,7 +7,7 @@ import pytest
 from mkd.config.load import format_config, load_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import ErrorList
-from mkd.plan.checks.validate import validate
+from mkd.plan.checks.problems import find_problems
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32, "two_teachers.yaml": 8}
@@ -145,7 +145,7 @@ def test_format_shows_every_value_once_and_aligned(yaml_file):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_valid(path):
     config = load_config(["--config", str(path)]).config
-    assert validate(config, WORLD_SIZES[path.name]) == []
+    assert find_problems(config, WORLD_SIZES[path.name]) == []
 
 
 def test_every_example_is_tested():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_importing_the_config_is_light():
-    modules = "mkd.config, mkd.config.load, mkd.plan.checks.validate"
+    modules = "mkd.config, mkd.config.load, mkd.plan.checks.problems"
     heavy = ("torch", "numpy", "transformers", "megatron")
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run(
@@ -37,6 +38,18 @@ def test_every_option_has_help_and_a_default_it_accepts():
             assert option.optional, option.path
         else:
             assert isinstance(option.default, option.kind), option.path
+
+
+def test_help_texts_keep_the_rules_of_writing():
+    """Sentences have at most 25 words. `(default: ...)` ends a text, only if the default is None or empty."""
+    for option in all_options():
+        assert "not given" not in option.help.lower(), option.path
+        sentences = re.split(r"(?<=\.)\s", option.help)
+        assert max(len(sentence.split()) for sentence in sentences) <= 25, option.path
+        if "default:" in option.help:
+            assert re.search(r" \(default: [^()]+\)$", option.help), option.path
+            assert option.default in (None, ()), option.path
+        assert not option.help.endswith("."), option.path
 
 
 def test_every_section_says_what_it_is_for():

@@ -83,7 +83,8 @@ def test_cross_tokenizer_settings_are_a_section_of_a_teacher(read):
 
 def test_text_is_read_as_the_schema_says(read):
     file = read(
-        "lr: 1e-5\nname: 2026-01-01\nstudent_pipeline_layout: 8,8,7,7\nsave: ~\nbf16: yes\npack: none\nmin_lr: 0\n"
+        "lr: 1e-5\nname: 2026-01-01\nstudent_pipeline_layout: 8,8,7,7\nsave: ~\nbf16: yes\npack: "
+        "none\nmin_lr: 0\n"
     )
     assert values(file) == {
         "optimizer.lr": 1e-5,

@@ -270,7 +270,7 @@ def test_student_and_teacher_leave_out_the_same_records(write_jsonl, tmp_path):
 
 
 def test_bad_records_come_back_from_workers_as_they_are():
-    error = BadRecord.at("a.jsonl", 3, b"{", DataError("what", "why", "do"))
+    error = BadRecord.at("a.jsonl", 3, b"{", DataError("what", "why", "do", code="example"))
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.entry) == (
         str(error),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend, parse_split
+from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.errors import DataError, UsageError
 
 
@@ -39,19 +39,6 @@ def test_malformed_blends(values, message):
     with pytest.raises(UsageError) as caught:
         parse_blend(values)
     assert message in str(caught.value) and caught.value.do
-
-
-def test_splits():
-    assert parse_split("99,1,0") == (0.99, 1.0)
-    assert parse_split("969, 30, 1") == (0.969, 0.999)
-    assert parse_split("3,1") == (0.75, 1.0)
-    assert parse_split("1") == (1.0, 1.0)
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2", "1,1,1,1", "nan,1", "inf"])
-def test_malformed_splits(split):
-    with pytest.raises(UsageError, match="(?s)is not a split.*why: .*do: .*99,1,0"):
-        parse_split(split)
 
 
 def test_prefixes_with_and_without_suffix(make_store):

@@ -9,6 +9,7 @@ import pytest
 
 from mkd.evaluation.requests import Request
 from mkd.evaluation.scores import MICROBATCHES_PER_STAGE, RequestBatches
+from mkd.parallel.axes import Axis
 from mkd.parallel.context import ParallelContext
 from mkd.platform import detect
 
@@ -16,19 +17,17 @@ NUM_PACKS, SEQ_LENGTH = 75, 8
 
 
 def context(dp_rank: int, dp_size: int, pp_size: int = 1, virtual_stages: int = 1) -> ParallelContext:
-    """Of a rank that talks to nobody."""
+    """Return the context of a rank that communicates with no other."""
     return ParallelContext(
         platform=detect(),
         rank=0,
         world_size=dp_size * pp_size,
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=pp_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        cp_rank=0,
-        cp_size=1,
+        axes={
+            "tp": Axis(0, 1, None),
+            "cp": Axis(0, 1, None),
+            "dp": Axis(dp_rank, dp_size, None),
+            "pp": Axis(0, pp_size, None),
+        },
         virtual_stages=virtual_stages,
         groups=None,
     )

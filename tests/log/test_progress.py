@@ -27,12 +27,12 @@ RECORD = {
 
 def test_progress_line_is_megatrons_with_our_fields():
     assert progress_line(RECORD, train_iters=30, global_batch_size=8, now=NOW) == (
-        " [2030-01-02 03:04:05] iteration        5/      30 | consumed samples:           40 |"
-        " elapsed time per iteration (ms): 812.3 | throughput per GPU (TFLOP/s/GPU): 1.3 |"
-        " learning rate: 5.000000E-04 | global batch size:     8 | loss: 3.000000E+00 | lm loss: 2.123456E+00 |"
-        " ce loss: 2.123456E+00 | kd loss: 4.000000E+00 | teacher ce: 1.500000E+00 | top-1 agreement: 0.5125 |"
-        " grad norm: 1.234 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-        " teacher share: 0.250 | tokens per second per GPU: 2521.1 | ETA: 0:00:20 |"
+        " [2030-01-02 03:04:05] iteration        5/      30 | consumed samples:           40 | elapsed time "
+        "per iteration (ms): 812.3 | throughput per GPU (TFLOP/s/GPU): 1.3 | learning rate: 5.000000E-04 | "
+        "global batch size:     8 | loss: 3.000000E+00 | lm loss: 2.123456E+00 | ce loss: 2.123456E+00 | "
+        "kd loss: 4.000000E+00 | teacher ce: 1.500000E+00 | top-1 agreement: 0.5125 | grad norm: 1.234 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 | teacher share: 0.250 | tokens "
+        "per second per GPU: 2521.1 | ETA: 0:00:20 |"
     )
 
 

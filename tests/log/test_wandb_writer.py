@@ -60,7 +60,7 @@ def test_a_run_keeps_its_id_until_one_starts_anew(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_records_go_to_an_offline_run(tmp_path, monkeypatch):
-    """In a process of its own: wandb leaves threads behind. The run's file holds the names and the configuration."""
+    """Run in a separate process, because wandb leaves threads; the run's file has names and configuration."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     command = [sys.executable, "-c", _OFFLINE_RUN, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -76,7 +76,7 @@ def test_records_go_to_an_offline_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_a_run_with_every_writer(tmp_path, monkeypatch):
-    """pretrain_kd.py sends to W&B and TensorBoard what metrics.jsonl has. Started again without --load it is another run."""
+    """W&B and TensorBoard get the numbers of metrics.jsonl; a restart without --load is a new run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from mkd.platform import detect, make_deterministic
+from tools.benchmarks.benchmark_report import table
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
-from tools.benchmarks.report import table
 
 GIB = 2**30
 BASE = "device"

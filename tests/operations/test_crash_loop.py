@@ -77,7 +77,7 @@ def test_the_command_stops_with_76(files, tmp_path):
         (result,) = run_processes(tmp_path, argv, 1, fault=fault)
         codes.append(result.code)
     assert codes == [-9, 1, -9, 76]
-    assert f"error: the last 3 runs in {save} all crashed in step 3\n  why: " in result.output
+    assert f"error[crash-loop]: the last 3 runs in {save} all crashed in step 3\n  why: " in result.output
     assert [line["iteration"] for line in read_metrics(files / "loop")] == [1, 2]
 
 
@@ -86,12 +86,12 @@ def test_the_command_stops_with_76(files, tmp_path):
     [
         (None, False),
         (RuntimeError(), True),
-        (OutOfMemory(""), True),
-        (UsageError(""), False),
-        (DataError(""), False),
-        (CheckpointError(""), False),
-        (NonFiniteError(""), False),
-        (Preempted(""), False),
+        (OutOfMemory("", code="example"), True),
+        (UsageError("", code="example"), False),
+        (DataError("", code="example"), False),
+        (CheckpointError("", code="example"), False),
+        (NonFiniteError("", code="example"), False),
+        (Preempted("", code="example"), False),
         (KeyboardInterrupt(), False),
     ],
     ids=repr,

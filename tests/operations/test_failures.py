@@ -53,7 +53,7 @@ def test_errors_of_communication_are_told_from_others():
 
     def wrapped(cause):
         try:
-            raise CheckpointError("cannot be loaded") from cause
+            raise CheckpointError("cannot be loaded", code="example") from cause
         except CheckpointError as error:
             return error
 

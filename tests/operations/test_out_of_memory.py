@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.reported import reported_text
 from tests.train.command import flags, make_files, with_fault
 
 TORCH_TEXT = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
@@ -66,7 +67,7 @@ def test_the_pipeline_rank_of_a_rank(files):
 
 def test_the_command_explains_torchs_error(files, ranks):
     ((exit_code, _, stderr),) = ranks.run(with_fault, 1, flags(files, "command"), "oom@in_step:0:2")
-    error = stderr.partition("error: ")[2]
+    error = reported_text(stderr)
     assert exit_code == 1 and error.startswith(
         "GPU memory is not enough on rank 0 when it asked for 2.00 GiB more\n"
     )

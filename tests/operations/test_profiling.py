@@ -97,7 +97,7 @@ class Recorder:
     [
         (5, None, ["on", "written", "off"]),  # when the steps are done
         (5, RuntimeError(), ["on", "written", "written", "off"]),  # the failure after them replaces that
-        (5, Preempted(""), ["on", "written", "off"]),
+        (5, Preempted("", code="example"), ["on", "written", "off"]),
         (2, RuntimeError(), ["on", "written", "off"]),
         (0, RuntimeError(), ["on", "written", "off"]),
         (2, None, ["on", "written", "off"]),

@@ -38,11 +38,11 @@ def test_a_file_that_one_machine_does_not_have(start):
     first, second = start(("text.jsonl",), ())
     assert (first.code, second.code) == (DATA, DATA) and max(first.after_s, second.after_s) < 10
     assert second.output.endswith(
-        "rank 1: error: --data-path text.jsonl: nothing found\n"
+        "rank 1: error[data-path-not-found]: --data-path text.jsonl: nothing found\n"
         "  why: looked for a file of this name\n"
         "  do:  check the path\n"
     )
-    said = "error: stopped because rank 1 cannot start: --data-path text.jsonl: nothing found\n"
+    said = "error[peer-cannot-start]: stopped because rank 1 cannot start: --data-path text.jsonl: nothing found\n"
     assert said in first.output and "Traceback" not in first.output + second.output
 
 
@@ -51,17 +51,23 @@ def test_a_disk_that_one_machine_cannot_write_to(start):
     first, second = start(("text.jsonl",), ("text.jsonl", "checkpoints"))
     assert (first.code, second.code) == (USAGE, USAGE)
     assert (
-        "rank 1: error: cannot make checkpoints: " in second.output
+        "rank 1: error[folder-not-writable]: cannot make checkpoints: " in second.output
         and "do:  choose another --save" in second.output
     )
-    assert "error: stopped because rank 1 cannot start: cannot make checkpoints: " in first.output
+    assert (
+        "error[peer-cannot-start]: stopped because rank 1 cannot start: cannot make checkpoints: "
+        in first.output
+    )
 
 
 @pytest.mark.slow
 def test_what_the_first_machine_alone_has_met(start):
     first, second = start((), ("text.jsonl",))
     assert (first.code, second.code) == (DATA, DATA)
-    assert "error: --data-path text.jsonl: nothing found\n" in first.output and "error" not in second.output
+    assert (
+        "error[data-path-not-found]: --data-path text.jsonl: nothing found\n" in first.output
+        and "error" not in second.output
+    )
 
 
 @pytest.mark.slow
@@ -69,11 +75,12 @@ def test_each_problem_is_said_once(start):
     """Ranks 0 and 1 have met the same one, rank 2 another one besides."""
     outputs = [one.output for one in start((), (), ("checkpoints",))]
     assert (
-        outputs[0].count("error: --data-path text.jsonl: nothing found\n") == 1 and "error" not in outputs[1]
+        outputs[0].count("error[data-path-not-found]: --data-path text.jsonl: nothing found\n") == 1
+        and "error" not in outputs[1]
     )
     assert (
-        "rank 2: error: 2 problems:\n[1] --data-path" in outputs[2]
-        and "[2] cannot make checkpoints" in outputs[2]
+        "rank 2: error: 2 problems:\n[1] error[data-path-not-found]: --data-path" in outputs[2]
+        and "[2] error[folder-not-writable]: cannot make checkpoints" in outputs[2]
     )
 
 
@@ -83,8 +90,9 @@ def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch)
     from mkd.operations.rendezvous import Rendezvous
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    error = ErrorList([UsageError("what", "why", "do"), UsageError("more")])
+    error = ErrorList([UsageError("what", "why", "do", code="example"), UsageError("more", code="example")])
     assert end_of_rank(error, FailureReports(1, 2), Rendezvous(1, 2)) == USAGE
     assert (
-        capsys.readouterr().err == "rank 1: error: 2 problems:\n[1] what\n  why: why\n  do:  do\n[2] more\n"
+        capsys.readouterr().err
+        == "rank 1: error: 2 problems:\n[1] error[example]: what\n  why: why\n  do:  do\n[2] error[example]: more\n"
     )

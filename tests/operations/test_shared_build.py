@@ -87,7 +87,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
     """And of none where the folder is damaged: that is for the next start to say."""
 
     def position():
-        leave_preempted(str(tmp_path), Preempted("received SIGTERM"))
+        leave_preempted(str(tmp_path), Preempted("received SIGTERM", code="example"))
         return json.loads((tmp_path / "PREEMPTED").read_text())
 
     reason = {"reason": "received SIGTERM"}

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from mkd.config.models import XTOKEN_LOSSES
 from mkd.config.schema import XTokenConfig
 from mkd.plan.loss_card import loss_card, rescaled
-from mkd.xtoken.loss_settings import LOSSES
 from tests.plan.shapes import STUDENT, TEACHER, config, several
 
 
@@ -112,7 +112,7 @@ def test_what_teachers_have_in_common_is_said_once():
     assert "vocabulary" not in differ and differ["vocabulary a"] != differ["vocabulary b"]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", XTOKEN_LOSSES)
 def test_every_loss_between_tokenizers_has_words(loss):
     found = card("--xtoken-loss", loss)
     assert "per aligned chunk of text" in found["KD"] or loss == "uld"

@@ -8,16 +8,16 @@ import shlex
 import pytest
 
 from mkd.errors import ErrorList
-from mkd.plan.config_forecast import describe, forecast_of
 from mkd.plan.cost import HOST_BYTES_PER_MS
+from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB
-from mkd.plan.verdict import SHOWN, fullest_rank
+from mkd.plan.verdict import SHOWN, describe, fullest_rank
 from tests.plan.shapes import STUDENT, TEACHER, config
 
 
 def forecast(world_size: int, *argv: str | int):
     settings = config("--student-hf", "s", "--data-path", "d", "--train-iters", 1, *argv)
-    return forecast_of(settings, world_size, STUDENT, [TEACHER])
+    return Forecast.from_config(settings, world_size, STUDENT, [TEACHER])
 
 
 def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str]:

@@ -374,7 +374,7 @@ def check_as_nobody(folder):
 
 
 def test_problems_of_one_kind_keep_its_exit_code():
-    data, checkpoint = DataError("a"), CheckpointError("b")
+    data, checkpoint = DataError("a", code="example"), CheckpointError("b", code="example")
     assert ErrorList([data, data]).exit_code == 65 and ErrorList([checkpoint]).exit_code == 66
     assert ErrorList([data, checkpoint]).exit_code == 64
     assert ErrorList([ErrorList([data, data]), data]).exit_code == 65

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from tests.reported import reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import (
     TEACHER,
@@ -180,8 +181,8 @@ def assert_refused(ranks, argv, exit_code, *texts):
     """Two ranks, one message, the same exit code, no step."""
     results = run_main(ranks, argv, world_size=2)
     assert [result.exit_code for result in results] == [exit_code] * 2, results[0].stderr
-    message = results[0].stderr.partition("error: ")[2]
-    assert "Traceback" not in message and "error: " not in results[1].stderr
+    message = reported_text(results[0].stderr)
+    assert "Traceback" not in message and not reported_text(results[1].stderr)
     for text in texts:
         assert text in message, message
 

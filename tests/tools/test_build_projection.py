@@ -1,4 +1,4 @@
-"""The command line of tools/build_projection.py, run as a person runs it."""
+"""Run tools/build_projection.py as a person does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "build_projection.py"
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> tuple[str, str]:
-    """A byte-level tokenizer's folder and a SentencePiece file."""
+    """Folder of a byte-level tokenizer, and a SentencePiece file."""
     folder = tmp_path_factory.mktemp("tokenizers")
     train_byte_level().save_pretrained(folder / "hf")
     (folder / "teacher.model").write_bytes(train_sentence_piece())
@@ -32,7 +32,7 @@ def paths(tmp_path_factory) -> tuple[str, str]:
 
 
 def figures_of(output: str) -> tuple[float, float]:
-    """(seconds, GiB) that the tool printed."""
+    """Return (seconds, GiB) as printed by the tool."""
     found = re.search(r"built in ([\d.]+) s, peak memory ([\d.]+) GiB", output)
     return float(found[1]), float(found[2])
 

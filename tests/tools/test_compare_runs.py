@@ -40,7 +40,7 @@ def test_equal_runs_are_equal_to_the_bit_and_times_do_not_count(run, capsys):
     shown = capsys.readouterr().out
     assert row(shown, "train", "loss") == ["2.5", "2.5", "+0", "2", "2", "0", "never"]
     assert row(shown, "train", "step_time_ms") == ["100", "200", "+100", "100", "200", "0.5", "-"]
-    assert "no figure differs by more than 0 of its size" in shown
+    assert "no value differs by more than 0, relative to its size" in shown
 
 
 def test_the_first_difference_is_found_where_it_is(run, capsys):
@@ -89,7 +89,10 @@ def test_keys_that_no_record_has_are_named(run, capsys):
     a, b = run("a", [2.0]), run("b", [2.0])
     assert main([a, b, "--keys", "loss", "los", "kd"]) == 64
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: no record has los, kd\n") and "loss, top1_agreement" in printed.err
+    assert (
+        printed.err.startswith("error[metrics-key-unknown]: no record has los, kd\n")
+        and "loss, top1_agreement" in printed.err
+    )
 
 
 def test_a_run_that_is_no_number_any_more_differs(run, capsys):
@@ -102,4 +105,4 @@ def test_a_run_that_is_no_number_any_more_differs(run, capsys):
 
 def test_where_one_run_ends_is_said(run, capsys):
     assert main([run("a", [3.0, 2.0]), run("b", [3.0])]) == 0
-    assert "compared up to iteration 1, where one of them ends" in capsys.readouterr().out
+    assert "compared up to iteration 1, where the shorter run ends" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: a folder or a checkpoint, without training and without data for it."""
+"""Run tools/evaluate.py on a folder or a checkpoint, without training and its data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.evaluation.tasks import read_tasks
-from mkd.plan.checks.validate import validate_model
+from mkd.plan.checks.problems import find_model_problems
 from mkd.run.stored_teacher import temperature_of
 from tests.evaluation.eval_reference import reference_scores, write_tasks
 from tests.tiny_models import add_tokenizer, make_model
@@ -54,7 +54,7 @@ def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ran
 
 
 def save_checkpoint(hf, save) -> None:
-    """The conversion leaves the process group, and the pool wants to leave one too."""
+    """Join a process group again after the conversion, which leaves its own: the pool expects one to leave."""
     import torch.distributed as dist
 
     from mkd.convert import hf_to_mcore
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_once(files, ranks):
 
 
 def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp_path):
-    """Whatever it says of training, of its profile and checkpoints: those who run without training have none."""
+    """Settings of training, profiles and checkpoints do not matter to an evaluation."""
     argv = [
         "--student-hf",
         "s",
@@ -124,5 +124,7 @@ def test_the_saved_configuration_of_a_run_can_be_evaluated_and_exported_from(tmp
     teachers = "[{hf: a, temperature: 2}, {hf: b}]"
     (tmp_path / "teachers.yaml").write_text(f"teachers: {teachers}\nkd: {{teacher_combination: average}}\n")
     config = load_config(argv).config
-    assert validate_model(config, 1, None) == [] and validate_model(config, 1, None, teacher=0) == []
+    assert (
+        find_model_problems(config, 1, None) == [] and find_model_problems(config, 1, None, teacher=0) == []
+    )
     assert temperature_of(config) == 2

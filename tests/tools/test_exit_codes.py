@@ -1,4 +1,4 @@
-"""Every tool ends as `pretrain_kd.py` does: a user's error is one message on stderr, and its exit code."""
+"""Check that tools end as `pretrain_kd.py` does: a user's error is one message on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ def test_a_wrong_flag_is_a_usage_error(tool):
     command = [sys.executable, str(tool), "--no-such-flag", "x"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == EXIT_USAGE, result.stdout + result.stderr
-    assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert result.stderr.startswith("error[") and "Traceback" not in result.stderr
+
+
+REPORT = "error[example]: no text\n  do:  give some\n"
 
 
 @pytest.mark.parametrize("rank", ["", "0", "1"])
 def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, capsys):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, rank) if rank else monkeypatch.delenv(name, raising=False)
-    own = DataError("no text", "", "give some")
+    own = DataError("no text", "", "give some", code="example")
 
     @returns_exit_code
     def main(error):
@@ -40,11 +43,9 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
 
     assert main(None) == 0 and capsys.readouterr().err == ""
     assert main(own) == EXIT_DATA
-    assert (
-        capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + "error: no text\n  do:  give some\n"
-    )
+    assert capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + REPORT
     assert main(ErrorList([own])) == EXIT_DATA
-    assert capsys.readouterr().err == ("" if rank == "1" else "error: no text\n  do:  give some\n")
+    assert capsys.readouterr().err == ("" if rank == "1" else REPORT)
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # a shell in a job's container, where nothing else speaks
     assert main(ErrorList([own])) == EXIT_DATA
-    assert capsys.readouterr().err == "error: no text\n  do:  give some\n"
+    assert capsys.readouterr().err == REPORT

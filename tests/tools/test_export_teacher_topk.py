@@ -1,4 +1,4 @@
-"""The export of a teacher: the same under every layout, restartable, and never mixed with another one."""
+"""Export a teacher: the same at every layout, resumable, and never mixed with another export."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(files, ranks):
-    """The cache of one process: k = 16, fp32, temperature 2."""
+    """Export by one process: k = 16, fp32, temperature 2."""
     return exported(ranks, files, "single", "--k", 16, *T2)
 
 
 def stored_rows(folder: Path) -> dict:
-    """(part, pack) -> (ids [n, k], log-probabilities [n, k], logarithm of their mass, cross entropy and entropy [n, 3])."""
+    """Return (part, pack) -> (ids [n, k], log-probabilities [n, k], [n, 3]).
+
+    The last holds the logarithm of the mass, the cross entropy and the entropy.
+    """
     import pyarrow.parquet as pq
 
     rows = {}
@@ -44,7 +47,7 @@ def stored_rows(folder: Path) -> dict:
 
 
 def teacher_by_transformers(files: Path, cache: Path) -> dict:
-    """The same from transformers, each document of a pack alone, in fp32."""
+    """Return the same from transformers in fp32, with each document of a pack alone."""
     from transformers import AutoModelForCausalLM
 
     from mkd.data.build import open_datasets
@@ -79,7 +82,7 @@ def teacher_by_transformers(files: Path, cache: Path) -> dict:
 
 
 def assert_same(found: dict, wanted: dict, tolerance: float) -> None:
-    """Ids may only differ where two log-probabilities are nearly one."""
+    """Compare exports; ids may differ only where two log-probabilities are nearly equal."""
     assert found.keys() == wanted.keys()
     for key, (ids, logprobs, statistics) in wanted.items():
         assert np.abs(found[key][1] - logprobs).max() <= tolerance * np.abs(logprobs).max()
@@ -139,7 +142,7 @@ def test_every_layout_writes_the_same(name, single, files, ranks):
 
 
 def test_half_precision(single, files, ranks):
-    """Log-probabilities lose 2^-11 of their size at most; masses, cross entropies and entropies nothing."""
+    """Log-probabilities lose at most 2^-11 of their size; masses, cross entropies and entropies nothing."""
     half = stored_rows(exported(ranks, files, "half", "--k", 16, *T2, "--logprob-dtype", "float16"))
     for key, (_, logprobs, statistics) in stored_rows(single).items():
         assert np.abs(half[key][1] - logprobs).max() <= 1.001 * 2**-11 * np.abs(logprobs).max()
@@ -147,7 +150,7 @@ def test_half_precision(single, files, ranks):
 
 
 def test_goes_on_where_it_stopped(single, files, ranks):
-    """Shards that are there are kept, and the ones made later are the same; a second complete export makes nothing."""
+    """Existing shards are kept, later ones are the same, and a second complete export writes nothing."""
     import shutil
 
     cache = Path(shutil.copytree(single, files / "stopped"))

@@ -1,4 +1,4 @@
-"""The command line of tools/inspect_data.py, and how an alignment is written."""
+"""Run tools/inspect_data.py, and check how it shows an alignment."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
 from mkd.xtoken.align.align_view import COLOURS, RESET, view_alignment
+from tests.reported import reported_codes
 from tests.tokenizers.trained import train_hf_tokenizer
 from tools.inspect_data import main
 
@@ -102,14 +103,14 @@ def test_errors_name_the_record_and_what_to_do(arguments, tmp_path, capsys):
     arguments[2] = str(tmp_path / "bad.jsonl")
     assert main(arguments) == EXIT_DATA
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "bad.jsonl:2: " in error
+    assert reported_codes(error) == ["record-without-known-keys"] and "bad.jsonl:2: " in error
     assert main([*arguments, "--mode", "bytes"]) == EXIT_USAGE
     assert "use one of byte_offset, dp" in capsys.readouterr().err
 
 
 @pytest.fixture
 def packs(models, tmp_path):
-    """Arguments for packs of a prompt with completion and of a text, of 3 + 2 and 2 tokens."""
+    """Return arguments for packs of a prompt with completion (3 + 2 tokens) and of a text (2 tokens)."""
     records = [{"prompt": "The fox\n", "completion": "The"}, {"text": "The"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return ["--input", str(tmp_path / "a.jsonl"), "--student", models[0], "--seq-length", "10"]
@@ -134,7 +135,7 @@ def test_packs_with_borders_masks_and_sizes(packs, capsys):
 
 
 def test_packs_by_their_number(packs, capsys):
-    """As the files of a run name them, which has left the last document, a pack by itself, to validation."""
+    """Show packs by their numbers in a run's files; the run held out the last document, a pack by itself."""
     run = [*packs, "--seq-length", "4", "--pack", "none", "--split", "1,1,0"]
     assert main([*run, "--samples", "1", "0"]) == EXIT_DONE
     output = capsys.readouterr().out
@@ -186,7 +187,7 @@ def test_a_picture_that_cannot_be_written(packs, tmp_path, capsys):
     assert "cannot be written: No such file" in capsys.readouterr().err
     assert main([*packs, "--histogram", str(tmp_path / "out.txt")]) == EXIT_USAGE
     said = capsys.readouterr()
-    assert "out.txt is no name for a picture" in said.err and said.out == ""  # before any work
+    assert "out.txt is not the name of a picture" in said.err and said.out == ""  # before any work
 
 
 def test_numbers_and_flags_that_mean_nothing(packs, models, capsys):

@@ -1,4 +1,4 @@
-"""tools/plan.py: the start of a run without torch, data or weights."""
+"""Run tools/plan.py: a plan without torch, data or weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_atte
 
 @pytest.fixture
 def models(tmp_path) -> list[str]:
-    """The flags of two folders that hold nothing but a config.json."""
+    """Return the flags of two folders that hold only a config.json."""
     words = []
     for role, layers in (("student", 6), ("teacher", 9)):
         (tmp_path / role).mkdir()
@@ -29,7 +29,7 @@ def models(tmp_path) -> list[str]:
 
 
 def test_plan_without_torch(models):
-    """As a command; the modules it has loaded are printed behind it."""
+    """Run the tool as a command, and print the modules that it has loaded."""
     code = "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
     code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules]); sys.exit(code)"
     argv = [*models, "--world-size", "4", "--pipeline-model-parallel-size", "2", "--pipeline-layout", "auto"]
@@ -46,7 +46,7 @@ def test_plan_without_torch(models):
 
 
 def test_plan_in_less_than_a_second(models):
-    """Of CPU time, which is what it waits for: other processes of the machine do not count."""
+    """Measure CPU time, so that other processes of the machine do not count."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "tools/plan.py", *models], cwd=ROOT, capture_output=True, check=True, timeout=60

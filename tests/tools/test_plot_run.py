@@ -9,7 +9,7 @@ from tools.plot_run import main, names
 
 
 def colours(png) -> int:
-    """Different colours of a picture."""
+    """Return the number of different colours of a picture."""
     from PIL import Image
 
     return len(Image.open(png).convert("RGB").getcolors(2**24))
@@ -40,8 +40,8 @@ def test_runs_are_told_apart(tmp_path):
             ["--out", "not/there.png"],
             ["not/there.png cannot be written: No such file or directory", "in a folder that exists"],
         ),
-        (["--out", "curves.xyz"], ["curves.xyz is no name for a picture", "give one with .png"]),
-        (["--out", "curves"], ["curves is no name for a picture"]),
+        (["--out", "curves.xyz"], ["curves.xyz is not the name of a picture", "give one with .png"]),
+        (["--out", "curves"], ["curves is not the name of a picture"]),
         (
             ["--keys", "loss", "los"],
             ["no record has a number for los\n", "name some of loss, top1_agreement"],
@@ -57,7 +57,7 @@ def test_pictures_that_cannot_be_are_refused(argv, texts, tmp_path, monkeypatch,
 
 
 def test_default_panels_are_those_that_were_recorded(tmp_path, capsys):
-    """One of four here; where there is none of them, it is said."""
+    """Only one of four default keys is recorded; without any the tool reports it."""
     run = write_run(tmp_path / "a", [3.0, 2.0])
     assert main([run, "--out", str(tmp_path / "a.png")]) == 0
     assert main([run, "--keys", "top1_agreement", "--out", str(tmp_path / "b.png")]) == 0

@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py, run as a person runs it."""
+"""Run tools/preprocess_data.py as a person does."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, c
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "of a .txt file every line that is not blank is a document" in said
-    assert "join consecutive text records (of a .txt file its lines, blank ones too) with a newline" in said
+    assert "Every line of a .txt file that is not blank is a document" in said
+    assert "Consecutive text records (.txt: lines, also blank ones) are joined" in said

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fault_injection import fault as injected
+from tests.reported import reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
 
@@ -176,7 +177,7 @@ def test_abort_names_model_and_sample(models, more, culprit, files, ranks):
     assert [result.exit_code for result in results] == [70, 70]
     (found,) = map(json.loads, (files / run / "non_finite.jsonl").read_text().splitlines())
     (sample,) = found["culprits"][culprit]
-    error = results[0].stderr.partition("error: ")[2]
+    error = reported_text(results[0].stderr)
     assert error.startswith(
         f"iteration {found['iteration']}: loss sum nan, gradient norm nan; logits that are not finite: "
     )

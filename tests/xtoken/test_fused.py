@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mkd.config.models import XTOKEN_LOSSES
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide, RowExchange
 from mkd.xtoken.fused import fused_chunk_kd
-from mkd.xtoken.loss_settings import DIVERGENCES, LOSSES, ChunkLossSettings
+from mkd.xtoken.loss_settings import DIVERGENCES, ChunkLossSettings
 from tests.losses.test_vocab_parallel_cost import Recorder
 from tests.xtoken.chunk_cases import (
     Case,
@@ -31,9 +32,9 @@ MIXED = dict(jsd_beta=0.3, mixed_kl_weight=0.7)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", XTOKEN_LOSSES)
 def test_equals_dense_reference(ranks, tp, loss):
-    others = DIVERGENCES[1:] if loss == "partition_kl" else (DIVERGENCES[1 + LOSSES.index(loss) % 3],)
+    others = DIVERGENCES[1:] if loss == "partition_kl" else (DIVERGENCES[1 + XTOKEN_LOSSES.index(loss) % 3],)
     cases = []
     for temperature in (1.0, 2.5):
         for seed, divergence in enumerate(("forward_kl", *others)):
@@ -42,7 +43,7 @@ def test_equals_dense_reference(ranks, tp, loss):
     assert_all_equal_reference(ranks, tp, cases, 1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", XTOKEN_LOSSES)
 def test_is_exact_in_float64(loss):
     """In slices of any size, with the factor of backward announced or not."""
     tolerance = 1e-7 if loss == "p_kl" else 1e-10  # p_kl has a matrix of fp32
@@ -60,8 +61,8 @@ def test_is_exact_in_float64(loss):
 
 def test_sequence_parallel(ranks):
     case = random_case(seed=3).to(torch.float32)
-    by_rank = ranks.run(each_on_rank, 2, [(case, dict(loss=loss), True) for loss in LOSSES])
-    for loss, results in zip(LOSSES, zip(*by_rank, strict=True), strict=True):
+    by_rank = ranks.run(each_on_rank, 2, [(case, dict(loss=loss), True) for loss in XTOKEN_LOSSES])
+    for loss, results in zip(XTOKEN_LOSSES, zip(*by_rank, strict=True), strict=True):
         assert_equals_reference(results, case, dict(loss=loss), 1e-5, sequence_parallel=True)
 
 
@@ -93,7 +94,7 @@ def test_chain_of_the_first_token(ranks):
     assert_all_equal_reference(ranks, 2, cases, 1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", XTOKEN_LOSSES)
 def test_vocabularies_without_a_rest(ranks, loss):
     """All rows of one model, or of both, are common tokens (for p_kl: supported)."""
     cases = []
@@ -108,7 +109,12 @@ def test_no_chunk_or_no_weight_is_zero_with_a_graph(ranks):
     case = random_case()
     weightless = replace(case, chunks=replace(case.chunks, weights=torch.zeros_like(case.chunks.weights)))
     nothing = random_case((0, 0, 0, 0)), weightless
-    cases = [(some, dict(loss=loss), split) for some in nothing for loss in LOSSES for split in (False, True)]
+    cases = [
+        (some, dict(loss=loss), split)
+        for some in nothing
+        for loss in XTOKEN_LOSSES
+        for split in (False, True)
+    ]
     for results in ranks.run(each_on_rank, 2, cases):
         for got, hidden, weight in results:
             assert all(value == 0 for value in got.values())
@@ -239,7 +245,7 @@ def test_another_factor_than_announced_fails():
         (output.loss * 0.5).backward()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", XTOKEN_LOSSES)
 def test_evaluation_makes_no_gradient_and_nothing_waits_for_the_device(loss):
     case = random_case()
     positional, shared = arguments(case, loss=loss)

@@ -1,1 +1,23 @@
-"""Benchmarks of the engine beside other implementations; `tools/benchmark.py` is the command. Nothing imports this package."""
+"""Benchmarks of mkd and its peers; `tools/benchmark.py` is the command.
+
+Nothing in mkd imports them. In reading order:
+
+cli                    the command line: one subcommand per benchmark
+machine                the device under test, and the rates that bound everything on it
+measure                time and peak memory of a call
+gate                   the check of every arm against float64 before it is timed
+peers                  losses of other projects, from their installed source
+benchmark_report       table and requirement lines
+results                recorded figures: results/*.csv, and the table of docs/performance.md
+logits_benchmark       losses on whole logits
+head_case              inputs and reference of the fused head
+head_benchmark         the loss with the LM heads in it
+head_tp_benchmark      the same over several ranks
+chunks_benchmark       the losses of cross-tokenizer teachers
+shapes                 shapes of known models
+synthetic_documents    documents as micro-batches
+random_engine          the real engine with random weights
+step_benchmark         a whole training step
+packing_benchmark      packs against padded batches
+pipeline_benchmark     the pipeline against the bubble formula
+"""

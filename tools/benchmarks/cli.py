@@ -1,6 +1,6 @@
-"""The command line of `tools/benchmark.py`: one subcommand per benchmark.
+"""Command line of `tools/benchmark.py`: one subcommand per benchmark.
 
-Modules that import Megatron are imported after `detect`, which quiets its remarks.
+Modules that import Megatron are imported after `detect`, which silences Megatron's warnings.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from mkd.config.flags import FlagParser
 from mkd.errors import UsageError, returns_exit_code
 from mkd.platform import Platform, detect
+from tools.benchmarks.benchmark_report import Report, merge
 from tools.benchmarks.machine import Machine, ceilings
-from tools.benchmarks.report import Report, merge
+from tools.benchmarks.results import append_times
 
 if TYPE_CHECKING:
     from tools.benchmarks.random_engine import PairSettings
@@ -30,8 +32,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parser() -> argparse.ArgumentParser:
-    """All flags. A flag that is not given takes a value that suits the device (CPU: seconds in CI)."""
-    main = FlagParser(prog="benchmark.py", description="Measure mkd beside its peers, as ratios.")
+    """Build the parser. Defaults suit the device: on a CPU a benchmark takes seconds."""
+    main = FlagParser(prog="benchmark.py", description="Measure mkd and its peers, as ratios.")
     commands = main.add_subparsers(dest="command", required=True)
     _add(commands, "ceilings", run_ceilings, "copy bandwidth and matrix-product rate of the device")
     logits = _add(commands, "logits", run_logits, "divergences on logits: R1 R2 R3 R4 R8, on CPU R8 R12")
@@ -42,9 +44,13 @@ def parser() -> argparse.ArgumentParser:
     head.add_argument(
         "--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary"
     )
-    head.add_argument("--chunk-rows", type=int, help="rows of a chunk of our head; not given: the engine's")
+    head.add_argument(
+        "--chunk-rows",
+        type=int,
+        help="rows of a block of logits in mkd's head (default: the engine's choice)",
+    )
     chunks = _add(
-        commands, "chunks", run_chunks, "losses between tokenizers, heads included, beside the bare products"
+        commands, "chunks", run_chunks, "cross-tokenizer losses with LM heads, beside the bare products"
     )
     chunks.add_argument(
         "--shape",
@@ -53,56 +59,83 @@ def parser() -> argparse.ArgumentParser:
         metavar="C,HS,HT,VS,VT",
         help="chunks, hidden sizes, vocabularies",
     )
-    chunks.add_argument("--losses", nargs="+", help="of --xtoken-loss; all if not given")
+    chunks.add_argument("--losses", nargs="+", help="losses to time, by --xtoken-loss (default: all)")
     step = _add(
-        commands, "step", run_step, "a training step of the engine, beside SFT and the teacher's forward: R10"
+        commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"
     )
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
-    packing.add_argument("--documents", type=int, help="documents of a step")
+    packing.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
-    for command in (step, packing, pipeline):
+    _add_pair_flags((step, packing, pipeline))
+    _add_layout_flags((step, pipeline))
+    return main
+
+
+def _add_pair_flags(commands: Sequence[argparse.ArgumentParser]) -> None:
+    for command in commands:
         command.add_argument(
             "--student-shape",
-            help="qwen3-1.7b on a GPU, tiny-student on a CPU; see tools/benchmarks/shapes.py",
+            help="student of tools/benchmarks/shapes.py (default: qwen3-1.7b, on a CPU tiny-student)",
         )
-        command.add_argument("--teacher-shape", help="qwen3-8b on a GPU, tiny-teacher on a CPU")
+        command.add_argument("--teacher-shape", help="teacher (default: qwen3-8b, on a CPU tiny-teacher)")
         command.add_argument(
-            "--seq-length", type=int, help="tokens of a pack, one micro-batch; 8192, on a CPU 256"
+            "--seq-length",
+            type=int,
+            help="tokens of a pack; a micro-batch is one (default: 8192, on a CPU 256)",
         )
         command.add_argument(
             "--flags", default="", help="more flags of pretrain_kd.py: --flags='--clip-grad 0'"
         )
-    for command in (step, pipeline):
-        command.add_argument("--microbatches", type=int, default=4, help="packs of a step")
-        command.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share every layer")
-        command.add_argument("--pipeline-parallel", type=int, default=1, help="pipeline ranks")
-        command.add_argument("--virtual-stages", type=int, default=1, help="model chunks of each rank")
-    return main
+
+
+def _add_layout_flags(commands: Sequence[argparse.ArgumentParser]) -> None:
+    for command in commands:
+        command.add_argument("--microbatches", type=int, default=4, help="packs of a step (default: 4)")
+        command.add_argument(
+            "--tensor-parallel", type=int, default=1, help="ranks that share every layer (default: 1)"
+        )
+        command.add_argument("--pipeline-parallel", type=int, default=1, help="pipeline ranks (default: 1)")
+        command.add_argument(
+            "--virtual-stages", type=int, default=1, help="model parts of each pipeline rank (default: 1)"
+        )
 
 
 def _add(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=run)
     command.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU, if there is one"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device; auto is the GPU if there is one",
     )
-    command.add_argument("--dtype", choices=DTYPES, help="bf16 on a GPU, fp32 on a CPU")
-    command.add_argument("--rounds", type=int, default=10, help="timed calls of each arm; the median counts")
-    command.add_argument("--threads", type=int, default=1, help="CPU threads")
-    command.add_argument("--seed", type=int, help="of the random inputs; not given: another one in every run")
-    command.add_argument("--strict", action="store_true", help="exit code 1 when a requirement is missed")
+    command.add_argument("--dtype", choices=DTYPES, help="dtype (default: bf16, on a CPU fp32)")
+    command.add_argument(
+        "--rounds", type=int, default=10, help="timed calls of each arm, for the median (default: 10)"
+    )
+    command.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    command.add_argument(
+        "--seed", type=int, help="seed of the random inputs (default: a new one in every run)"
+    )
+    command.add_argument("--strict", action="store_true", help="exit with 1 if a requirement is missed")
     command.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="also time torch.compile of the plain losses; on a GPU by default",
+        help="also time torch.compile of the plain losses (default: on a GPU)",
+    )
+    command.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="file to append the medians to, such as tools/benchmarks/results/head.csv (default: none)",
     )
     return command
 
 
 def sizes(count: int) -> Callable[[str], tuple[int, ...]]:
-    """Parser of `count` positive integers with commas between."""
+    """Return a parser of `count` positive integers, separated by commas."""
 
     def parse(text: str) -> tuple[int, ...]:
         values = tuple(int(part) for part in text.split(","))
@@ -115,11 +148,14 @@ def sizes(count: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def machine_of(args: argparse.Namespace, platform: Platform) -> Machine:
-    """Raises UsageError for `--device cuda` where there is no GPU."""
+    """Return the device and settings. Raises UsageError for `--device cuda` without a GPU."""
     kind = platform.device.type if args.device == "auto" else args.device
     if kind == "cuda" and not platform.is_cuda:
         raise UsageError(
-            "--device cuda, but torch sees no GPU", "", "use --device cpu, or start it where there is one"
+            "--device cuda, but torch sees no GPU",
+            "",
+            "use --device cpu, or a machine with a GPU",
+            code="benchmark-without-gpu",
         )
     if kind == "cpu":
         torch.set_num_threads(args.threads)
@@ -137,7 +173,7 @@ def run_ceilings(args: argparse.Namespace, machine: Machine) -> Report:
 
 
 def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.logits import benchmark
+    from tools.benchmarks.logits_benchmark import benchmark
 
     if machine.compile:
         compile_every_shape()
@@ -146,39 +182,41 @@ def run_logits(args: argparse.Namespace, machine: Machine) -> Report:
 
 
 def run_head(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks import head, head_tp
+    from tools.benchmarks import head_benchmark, head_tp_benchmark
     from tools.benchmarks.head_case import HeadShape
 
     if machine.compile:
         compile_every_shape()
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
-    benchmark = head_tp.benchmark if is_parallel() else head.benchmark
+    benchmark = head_tp_benchmark.benchmark if is_parallel() else head_benchmark.benchmark
     return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])
 
 
 def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:
-    from mkd.xtoken.loss_settings import LOSSES
-    from tools.benchmarks.chunks import ChunkShape, benchmark
+    from mkd.config.models import XTOKEN_LOSSES
+    from tools.benchmarks.chunks_benchmark import ChunkShape, benchmark
 
     shapes = args.shape or [(8192, 2048, 4096, 32000, 151936) if machine.is_cuda else (64, 32, 48, 400, 700)]
-    return merge([benchmark(machine, ChunkShape(*shape), tuple(args.losses or LOSSES)) for shape in shapes])
+    return merge(
+        [benchmark(machine, ChunkShape(*shape), tuple(args.losses or XTOKEN_LOSSES)) for shape in shapes]
+    )
 
 
 def run_step(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.step import benchmark
+    from tools.benchmarks.step_benchmark import benchmark
 
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
 
 
 def run_packing(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.packing import benchmark
+    from tools.benchmarks.packing_benchmark import benchmark
 
     documents = args.documents or (64 if machine.is_cuda else 16)
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
 
 
 def run_pipeline(args: argparse.Namespace, machine: Machine) -> Report:
-    from tools.benchmarks.pipeline import benchmark
+    from tools.benchmarks.pipeline_benchmark import benchmark
 
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine))
 
@@ -208,18 +246,20 @@ def chat_lengths(machine: Machine) -> ChatLengths:
 
 
 def is_parallel() -> bool:
-    """Whether torchrun has started several processes."""
+    """Return True if torchrun has started several processes."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 @returns_exit_code
 def main(argv: list[str]) -> int:
-    """Run one benchmark; its table comes first, its requirement lines last. Returns the exit code."""
-    return run(parser().parse_args(argv), detect())
+    """Run one benchmark, print its table and then its requirement lines, and return the exit code."""
+    return run(parser().parse_args(argv), detect(), argv)
 
 
-def run(args: argparse.Namespace, platform: Platform) -> int:
-    """The benchmark, on all processes of torchrun or of a group that the caller has joined; rank 0 speaks."""
+def run(args: argparse.Namespace, platform: Platform, argv: list[str]) -> int:
+    """Run the benchmark on all processes of torchrun, or of a group that the caller has joined; rank 0
+    prints.
+    """
     joined_before = dist.is_initialized()
     machine = machine_of(args, platform)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not joined_before:
@@ -235,6 +275,8 @@ def run(args: argparse.Namespace, platform: Platform) -> int:
         report = args.run(args, machine)
         for line in report.lines() if speaks else ():
             print(line)
+        if args.csv is not None and speaks:
+            append_times(args.csv, machine.name, argv, report.times)
         return report.exit_code(args.strict)
     finally:
         if dist.is_initialized() and not joined_before:
@@ -242,16 +284,17 @@ def run(args: argparse.Namespace, platform: Platform) -> int:
 
 
 def compile_every_shape() -> None:
-    """Each shape and chunk size its own code: by default torch soon compiles for any shape, or gives up, and peers suffer.
+    """Compile code for every shape and block size; by default torch soon generalises or gives up, and peers
+    suffer.
 
-    For losses alone: the engine meets more lengths than it would be worth compiling for, where documents are padded.
+    Only for losses: with padded documents the engine meets too many lengths to compile for each.
     """
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 64
 
 
 def same_on_all_ranks(value: int, platform: Platform) -> int:
-    """That of rank 0."""
+    """Return rank 0's value on all ranks. Collective."""
     tensor = torch.tensor(value, device=platform.device)
     dist.broadcast(tensor, src=0)
     return int(tensor)

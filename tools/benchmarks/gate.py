@@ -1,4 +1,4 @@
-"""Correctness before time: every arm is compared with float64 on its own inputs, and one that is wrong is not timed."""
+"""Gate before timing: each arm is compared with float64 on its own inputs, and never timed if it is wrong."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from torch import Tensor
 
 from mkd.losses.dense_reference import dense_kd
 
-REFERENCE_BYTES = {"cuda": 2**28, "cpu": 2**23}  # one float64 chunk of logits
+REFERENCE_BYTES = {"cuda": 2**28, "cpu": 2**23}  # one float64 block of logits
 
 
 @dataclass(frozen=True)
 class Errors:
-    """|loss - reference| / |reference|, and the norm of the gradient's difference over the reference's norm."""
+    """Relative errors: |loss - reference| / |reference|, and the norm of the gradient's difference / its
+    norm.
+    """
 
     loss: float
     gradient: float
 
     def within(self, bound: Errors) -> bool:
-        """Not so for NaN."""
+        """Return True if both errors are within `bound`; NaN never is."""
         return self.loss <= bound.loss and self.gradient <= bound.gradient
 
 
 SAME_FUNCTION = Errors(loss=2e-2, gradient=1e-1)
-"""What rounding to bf16 can explain, in logits (4e-2 of the gradient) and in log-probabilities; another loss is far off."""
+"""Errors that rounding to bf16 explains, in logits (4e-2 of the gradient) and log-probabilities.
+
+A different loss is far off.
+"""
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
@@ -36,26 +41,26 @@ def relative(value: Tensor, reference: Tensor) -> float:
 
 
 class GatedArm(Protocol):
-    """What the gate needs to know about an arm."""
+    """Part of an arm that the gate reads."""
 
     name: str
     divergence: str
     is_ours: bool
-    half: bool  # on half of the loss tokens
+    half: bool  # half of the rows have loss
     run: Callable[[], tuple[Tensor, ...]]
 
 
 class Case(Protocol):
-    """The inputs of a benchmark, and what is right on them."""
+    """Inputs of a benchmark, and the right results on them."""
 
     all_rows: Tensor  # [n] loss masks
     half_of_rows: Tensor
 
     def restore(self) -> None:
-        """Undo what an arm has written over."""
+        """Restore what an arm has overwritten."""
 
     def reference(self, divergence: str, mask: Tensor) -> tuple[Tensor, ...]:
-        """float64: the loss, and gradients."""
+        """Compute the loss and the gradients in float64."""
 
     def errors(self, result: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> Errors: ...
 
@@ -64,13 +69,16 @@ ArmType = TypeVar("ArmType", bound=GatedArm)
 
 
 def by_reference(arms: Sequence[ArmType]) -> Iterator[tuple[bool, str, list[ArmType]]]:
-    """(half, divergence, arms): the groups that share one float64 reference."""
+    """Yield (half, divergence, arms): the groups that share one float64 reference."""
     for half, divergence in sorted({(arm.half, arm.divergence) for arm in arms}):
         yield half, divergence, [arm for arm in arms if (arm.half, arm.divergence) == (half, divergence)]
 
 
 def attempt(arm: GatedArm, notes: list[str]) -> tuple[Tensor, ...] | None:
-    """The arm's result. Another project's code that fails on this machine gives a note and None; ours raises."""
+    """Run an arm and return its result.
+
+    If a peer's code fails here, add a note and return None; mkd's raises.
+    """
     try:
         return arm.run()
     except Exception as error:
@@ -83,7 +91,7 @@ def attempt(arm: GatedArm, notes: list[str]) -> tuple[Tensor, ...] | None:
 
 
 def check(case: Case, arms: Sequence[GatedArm], notes: list[str]) -> dict[str, Errors]:
-    """Errors of every arm that runs, against float64 on the case's own inputs."""
+    """Return the errors of every arm that runs, against float64 on the case's own inputs."""
     errors = {}
     for half, divergence, group in by_reference(arms):
         reference = case.reference(divergence, case.half_of_rows if half else case.all_rows)
@@ -96,13 +104,13 @@ def check(case: Case, arms: Sequence[GatedArm], notes: list[str]) -> dict[str, E
 
 
 def worst(errors: list[Errors]) -> Errors:
-    """The largest of each; NaN if there is one."""
+    """Return the largest of each error; NaN if there is one."""
     tensor = torch.tensor([[e.loss, e.gradient] for e in errors], dtype=torch.float64)
     return Errors(*tensor.amax(dim=0).tolist())
 
 
 def reference_chunks(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Slices over `rows` such that float64 [slice, width] has `REFERENCE_BYTES`."""
+    """Cut `rows` into slices such that float64 [slice, width] has `REFERENCE_BYTES`."""
     height = max(1, REFERENCE_BYTES[device.type] // (8 * width))
     return [slice(first, min(first + height, rows)) for first in range(0, rows, height)]
 
@@ -113,12 +121,12 @@ def reference_rows(
     loss_mask: Tensor,  # [n]
     divergence: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sum over rows of the divergence (T = 1, no cross entropy), and its gradient: float64 [], [n, v]."""
+    """Return the divergence's sum over rows at T = 1, float64 [], and its gradient [n, v]; no cross entropy."""
     student = student_logits.detach().double().requires_grad_()
     vocab = student.shape[1]
     labels = torch.zeros(
-        student.shape[0], dtype=torch.int64, device=student.device
-    )  # cross entropy is not part of it
+        len(student), dtype=torch.int64, device=student.device
+    )  # unused without cross entropy
     loss = dense_kd(
         student,
         teacher_logits,

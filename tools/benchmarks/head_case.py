@@ -14,10 +14,8 @@ from mkd.plan.head import head_chunk_rows
 from tools.benchmarks.gate import Errors, reference_chunks, reference_rows, relative, worst
 from tools.benchmarks.machine import Machine
 
-SHARED_STD, OWN_STD = (
-    3.0,
-    0.7,
-)  # of logits: what both models agree on, and each model's own part. KL is about 0.5.
+# Standard deviations of the logits' common part and of each model's own part: the KL is about 0.5.
+SHARED_STD, OWN_STD = 3.0, 0.7
 GATE_COLUMNS = 128  # vocabulary rows whose weight gradient is compared, spread over all
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -74,7 +72,7 @@ class HeadCase:
         return torch.linspace(0, last, min(GATE_COLUMNS, last + 1), device=self.machine.device).long()
 
     def reference(self, divergence: str, mask: Tensor) -> Gradients:
-        """float64; of the weight gradient only the rows `gate_columns`."""
+        """Compute loss and gradients in float64; the weight's gradient for the rows `gate_columns` only."""
         student_weight, teacher_weight = self.student_weight.double(), self.teacher_weight.double()
         hidden_gradient = torch.empty(
             self.student_hidden.shape, dtype=torch.float64, device=self.machine.device
@@ -96,14 +94,14 @@ class HeadCase:
         return torch.stack(losses).sum() / count, hidden_gradient / count, weight_gradient / count
 
     def errors(self, result: Gradients, reference: Gradients) -> Errors:
-        """The gradient's error is the larger one of both gradients."""
+        """Return the errors of a result; that of the gradient is the larger of both gradients' errors."""
         loss, hidden_gradient, weight_gradient = result
         pairs = ((hidden_gradient, reference[1]), (weight_gradient[self.gate_columns()], reference[2]))
         return worst([Errors(relative(loss, reference[0]), relative(*pair)) for pair in pairs])
 
 
 def chunk_rows_of(machine: Machine, shape: HeadShape, given: int | None, ranks: int = 1) -> int:
-    """Rows of a chunk: `given`, or what the engine takes on this device."""
+    """Return the rows of a block of logits: `given`, or the engine's choice on this device."""
     return given or head_chunk_rows(shape.rows, shape.vocab // ranks, machine.dtype.itemsize, machine.is_cuda)
 
 
@@ -111,12 +109,14 @@ def mkd_head(
     case: HeadCase,
     divergence: str,
     mask: Tensor,
-    chunk_rows: int | None,  # None: what the engine takes
+    chunk_rows: int | None,  # None: the engine's choice
     shard: slice | None = None,
     tp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = False,
 ) -> Callable[[], Gradients]:
-    """Our fused head on the case, or on the vocabulary rows `shard` of it with the other ranks of `tp_group`."""
+    """Return a call of mkd's fused head on the case, or on the vocabulary rows `shard` over the ranks of
+    `tp_group`.
+    """
     shard = shard or slice(0, case.shape.vocab)
     inverse_count = 1.0 / mask.sum()
     loss_rows = mask.nonzero().flatten()

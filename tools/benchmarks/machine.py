@@ -1,4 +1,4 @@
-"""The device under test: how it is measured, and the two rates that bound everything on it."""
+"""The device under test, and the two rates that bound everything on it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tools.benchmarks.benchmark_report import Report, table
 from tools.benchmarks.measure import Arm, time_arms
-from tools.benchmarks.report import Report, table
 
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 64 * 2**20}  # far beyond any cache
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
@@ -15,7 +15,7 @@ GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how a benchmark runs."""
+    """Device and settings of a benchmark."""
 
     device: torch.device
     dtype: torch.dtype  # of activations and logits
@@ -30,17 +30,19 @@ class Machine:
     def generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed)
 
+    @property
+    def name(self) -> str:
+        """Name of the GPU, or `CPU, N threads`."""
+        if self.is_cuda:
+            return torch.cuda.get_device_name(self.device)
+        return f"CPU, {torch.get_num_threads()} threads"
+
     def describe(self) -> str:
-        name = (
-            torch.cuda.get_device_name(self.device)
-            if self.is_cuda
-            else f"CPU, {torch.get_num_threads()} threads"
-        )
-        return f"{name}, torch {torch.__version__}, {str(self.dtype)[6:]}, {self.rounds} rounds, seed {self.seed}"
+        return f"{self.name}, torch {torch.__version__}, {str(self.dtype)[6:]}, {self.rounds} rounds, seed {self.seed}"
 
 
 def copy_bandwidth(machine: Machine) -> float:
-    """Bytes per second of a large copy on the device, bytes read plus bytes written."""
+    """Measure bytes per second of a large copy on the device, counting bytes read and written."""
     source = torch.empty(COPY_BYTES[machine.device.type] // 4, device=machine.device).normal_(
         generator=machine.generator()
     )
@@ -51,7 +53,7 @@ def copy_bandwidth(machine: Machine) -> float:
 
 
 def gemm_rate(machine: Machine) -> float:
-    """FLOPs per second of a large square matrix product on random data, in the machine's dtype."""
+    """Measure FLOPs per second of a large square matrix product of random data, in the machine's dtype."""
     size = GEMM_SIZE[machine.device.type]
     a, b = (
         torch.empty(size, size, device=machine.device)
@@ -65,7 +67,7 @@ def gemm_rate(machine: Machine) -> float:
 
 
 def ceilings(machine: Machine) -> Report:
-    """Print copy bandwidth and matrix-product rate, each measured twice: their difference is the noise of this machine."""
+    """Print copy bandwidth and matrix-product rate, each measured twice to show the machine's noise."""
     measured = [(copy_bandwidth(machine) / 1e9, gemm_rate(machine) / 1e12) for _ in range(2)]
     rows = [
         ["copy, GB/s (read + written)", *(f"{bandwidth:.1f}" for bandwidth, _ in measured)],

@@ -1,7 +1,7 @@
-"""Time and peak memory of a call. Arms run interleaved, so that drift of the machine meets all of them.
+"""Measure time and peak memory of calls. Arms run interleaved, so that the machine's drift affects all alike.
 
-Their order is another one in every round (the same on all ranks): what ran before decides how warm a GPU is and how high
-it clocks, and should not always be the same arm.
+Their order differs in every round, and is the same on all ranks: the previous arm decides how warm a GPU is
+and how high it clocks, so it must not always be the same one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Arm:
 def time_arms(
     arms: Sequence[Arm], device: torch.device, rounds: int, warmup: int = 2, across_ranks: bool = True
 ) -> dict[str, float]:
-    """Median time of every arm, ms, over `rounds` interleaved rounds after `warmup` ones (compilation, caches, autotuning).
+    """Return the median time of every arm in ms, over `rounds` interleaved rounds.
 
-    Where there are several processes, `across_ranks` takes the slowest one's time in every round.
+    `warmup` rounds come first (compilation, caches, autotuning). With several processes, `across_ranks` takes
+    the slowest one's time in every round.
     """
     times: dict[str, list[float]] = {arm.name: [] for arm in arms}
     order = random.Random(0)
@@ -53,7 +54,10 @@ def time_arms(
 
 
 def _time_once(arm: Arm, device: torch.device) -> float:
-    """One timed call, ms. On a GPU `prepare` is queued just before, which hides the launch of the first kernels."""
+    """Time one call in ms.
+
+    On a GPU `prepare` is queued just before, to hide the launch of the first kernels.
+    """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
@@ -78,7 +82,7 @@ def _slowest(elapsed_ms: float, device: torch.device) -> float:
 
 
 def peak_bytes(arm: Arm, device: torch.device) -> int:
-    """Largest number of bytes that one call holds above what was there before it (its results included)."""
+    """Return the largest number of bytes that one call adds to those before it, its results included."""
     arm.prepare()
     gc.collect()
     if device.type == "cuda":
@@ -94,7 +98,7 @@ def peak_bytes(arm: Arm, device: torch.device) -> int:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of tensor storages that are made inside and still alive. `peak` is their largest sum."""
+    """Count the bytes of live tensor storages that were created inside. `peak` is their largest sum."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +108,7 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            self._seen.setdefault(tensor.untyped_storage(), True)  # it was there before
+            self._seen.setdefault(tensor.untyped_storage(), True)  # existed before
         result = function(*args, **kwargs)
         for tensor in _tensors(result):
             self._count(tensor.untyped_storage())

@@ -1,7 +1,7 @@
-"""The losses of other projects, from their own installed source; one that is missing is skipped by name.
+"""Losses of other projects, from their installed source; a missing project is skipped by name.
 
-Their packages import far more than a loss needs (data sets, trainers, quantisation), so the wanted definitions are taken
-out of the installed file and run as they stand, without importing the package around them.
+Their packages import far more than a loss needs (data sets, trainers, quantisation). The needed definitions
+are therefore taken out of the installed file and run unchanged, without importing the package.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 LogitsLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(student logits [n, v], teacher logits [n, v], labels [n] with -100 where there is no loss) -> mean over loss rows."""
+"""(student logits [n, v], teacher logits [n, v], labels [n] with -100 where there is no loss) -> mean over
+loss rows.
+"""
 
 IGNORED = -100
 
 
 class PeerMissing(Exception):
-    """Says which project cannot be compared with, and why."""
+    """Raised with the name of a project that cannot be compared with, and the reason."""
 
 
 def installed_file(package: str, file: str) -> Path:
-    """`file` in the folder of an installed package, which is not imported. Raises PeerMissing."""
+    """Return the path of `file` in an installed package without importing it. Raises PeerMissing."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise PeerMissing(f"{package}: not installed, skipped")
@@ -42,10 +44,10 @@ def installed_file(package: str, file: str) -> Path:
 def load_source(
     path: Path, names: tuple[str, ...] = (), given: Mapping[str, object] | None = None
 ) -> ModuleType:
-    """Run a source file without its package: relative imports are left out, `given` stands for what they would bring.
+    """Run a source file without its package; `given` replaces what its relative imports would bring.
 
-    With `names`, only these top-level definitions are run; `Class.method` takes a static method out of its class.
-    Raises PeerMissing when a name is not there.
+    With `names`, run only these top-level definitions; `Class.method` takes a static method out of its class.
+    Raises PeerMissing for a name that does not exist.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if names:
@@ -56,7 +58,8 @@ def load_source(
     module.__file__ = str(path)
     module.__dict__.update(given or {})
     sys.modules[module.__name__] = module  # compilers look a function's module up
-    # This file's own `from __future__ import annotations` is inherited: their annotations name what is not imported.
+    # This file's own `from __future__ import annotations` is inherited: their annotations name what is not
+    # imported.
     exec(compile(tree, str(path), "exec"), module.__dict__)
     return module
 
@@ -75,7 +78,7 @@ def _definition(tree: ast.Module, path: Path, name: str) -> ast.stmt:
 
 
 def find(loaders: Mapping[str, Callable[[], object]]) -> tuple[dict[str, object], list[str]]:
-    """What could be loaded, by name, and a note for each peer that could not."""
+    """Return everything that loads, by name, and a note for each peer that does not."""
     found, notes = {}, []
     for name, loader in loaders.items():
         try:
@@ -86,7 +89,7 @@ def find(loaders: Mapping[str, Callable[[], object]]) -> tuple[dict[str, object]
 
 
 def trl_jsd(beta: float) -> LogitsLoss:
-    """TRL's GKD loss: beta 0 forward KL, 1 reverse KL, between them JSD."""
+    """Load TRL's GKD loss: forward KL at beta 0, reverse KL at 1, JSD between them."""
     path = installed_file("trl", "experimental/gkd/gkd_trainer.py")
     given = dict(torch=torch, F=torch.nn.functional)
     loss = load_source(path, ("GKDTrainer.generalized_jsd_loss",), given).generalized_jsd_loss
@@ -98,7 +101,7 @@ def trl_jsd(beta: float) -> LogitsLoss:
 
 
 def trl_chunked() -> Callable:
-    """TRL's `ChunkedDivergenceFunction.apply`: both hidden states and heads -> (divergence [n], entropy [n])."""
+    """Load TRL's chunked head: both hidden states and heads -> (divergence [n], entropy [n])."""
     logprob = load_source(installed_file("trl", "kernels/chunked_logprob.py"))
     names = (
         "_BLOCK_SIZE",
@@ -120,7 +123,7 @@ def trl_chunked() -> Callable:
 
 
 def modelopt_kl() -> LogitsLoss:
-    """ModelOpt's Megatron loss, on one tensor-parallel rank."""
+    """Load ModelOpt's Megatron loss, on one tensor-parallel rank."""
     path = installed_file("modelopt", "torch/distill/plugins/megatron.py")
     given = dict(
         torch=torch,
@@ -143,7 +146,7 @@ def modelopt_kl() -> LogitsLoss:
 
 
 def automodel_kd(chunk_size: int = 0) -> LogitsLoss:
-    """NeMo Automodel's loss; `chunk_size` rows at a time, 0: all."""
+    """Load NeMo Automodel's loss over `chunk_size` rows at a time; 0 means all."""
     loss = load_source(installed_file("nemo_automodel", "components/loss/kd_loss.py")).KDLoss(
         chunk_size=chunk_size
     )
@@ -159,7 +162,7 @@ def _liger(module: str) -> ModuleType:
 
 
 def liger_kl() -> LogitsLoss:
-    """Liger's KL kernel over log-probabilities, which torch makes in fp32."""
+    """Load Liger's KL kernel over log-probabilities, which torch computes in fp32."""
     loss = _liger("transformers.kl_div").LigerKLDIVLoss(reduction="sum", log_target=True)
 
     def call(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -180,12 +183,14 @@ def liger_jsd(beta: float) -> LogitsLoss:
 
 
 def liger_fused_jsd(beta: float) -> Callable:
-    """Liger's Triton head: (student hidden, student weight, teacher hidden, teacher weight, labels) -> mean loss."""
+    """Load Liger's Triton head: (student hidden, its weight, teacher hidden, its weight, labels) -> mean
+    loss.
+    """
     return _liger("transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=beta)
 
 
 def liger_chunked_jsd(beta: float, chunk_size: int, compiled: bool = True) -> Callable:
-    """Liger's chunked head, the same arguments; distillation loss alone."""
+    """Load Liger's chunked head with the same arguments; distillation loss only."""
     return _liger("chunked_loss.jsd_loss").LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, chunk_size=chunk_size, compiled=compiled
     )

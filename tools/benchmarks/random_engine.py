@@ -1,4 +1,4 @@
-"""The real engine around two models of random weights."""
+"""Build the real engine around two models with random weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mkd.checkpoint.hf.hf_reader import HFCheckpoint, TensorHeader
 from mkd.config.load import load_config
 from mkd.errors import UsageError
 from mkd.parallel.context import ParallelContext
+from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
-from mkd.plan.checks.validate import layouts_of, virtual_stages
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_engine import build_engine
@@ -30,7 +30,7 @@ from tools.benchmarks.shapes import shape_of
 
 @dataclass(frozen=True)
 class PairSettings:
-    """The pair to build and how it is spread."""
+    """Student and teacher to build, and their layout."""
 
     student: str  # names of `shapes.SHAPES`
     teacher: str
@@ -44,7 +44,11 @@ class PairSettings:
     flags: tuple[str, ...] = ()  # more flags of pretrain_kd.py
 
     def argv(self, dtype: torch.dtype, data_parallel: int) -> list[str]:
-        """The training command's flags. Learning rate 0: all the work of an update, and every step meets the same model."""
+        """Return the training command's flags.
+
+        At learning rate 0 a step does all the work of an update, and leaves the model as it was for the next
+        one.
+        """
         values = {
             "--student-hf": self.student,
             "--teacher-hf": self.teacher,
@@ -66,9 +70,9 @@ class PairSettings:
 
 
 class RandomCheckpoint(HFCheckpoint):
-    """Stands for the files of a model: norms of one, every other slice drawn on the device when it is read.
+    """Substitute for a model's files: norms are 1, every other slice is drawn on the device when it is read.
 
-    A slice is the same in every process that reads it, so that shared weights are shared.
+    A slice is the same in every process that reads it, so that shared weights are equal.
     """
 
     def __init__(self, shape: ModelShape, device: torch.device):
@@ -90,7 +94,7 @@ class RandomCheckpoint(HFCheckpoint):
 
 @contextmanager
 def parallel_context(platform: Platform, settings: PairSettings) -> Iterator[ParallelContext]:
-    """The groups of the layout, for all engines of a benchmark."""
+    """Provide the process groups of the layout, for all engines of a benchmark."""
     context = ParallelContext.create(
         platform,
         tensor_parallel=settings.tensor_parallel,
@@ -104,7 +108,7 @@ def parallel_context(platform: Platform, settings: PairSettings) -> Iterator[Par
 
 
 def random_plan(settings: PairSettings, machine: Machine, context: ParallelContext) -> Plan:
-    """A plan whose weights are random and never on disk. With kd_ratio 0 there is no teacher."""
+    """Return a plan whose weights are random and never on disk. With kd_ratio 0 it has no teacher."""
     config = load_config(settings.argv(machine.dtype, context.dp_size)).config
 
     def source(name: str) -> ModelSource:
@@ -129,9 +133,14 @@ def random_plan(settings: PairSettings, machine: Machine, context: ParallelConte
 
 
 def random_engine(settings: PairSettings, machine: Machine, context: ParallelContext) -> tuple[Engine, Plan]:
-    """What `mkd.run.build_engine` makes of a random plan. Raises UsageError where machine and platform differ."""
+    """Build the engine of a random plan. Raises UsageError if the machine's device is not the platform's."""
     if machine.device.type != context.device.type:
         what = f"--device {machine.device.type} on a machine with a GPU"
-        raise UsageError(what, "the engine runs on the GPU where there is one", "leave --device out")
+        raise UsageError(
+            what,
+            "the engine runs on the GPU where there is one",
+            "leave --device out",
+            code="benchmark-device-taken",
+        )
     plan = random_plan(settings, machine, context)
     return build_engine(plan, context)[0], plan

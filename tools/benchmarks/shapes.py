@@ -1,4 +1,4 @@
-"""Shapes of known models as Hugging Face configurations, so that a pair can be built with random weights and no files."""
+"""Shapes of known models as Hugging Face configurations, to build pairs of random weights without files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ SHAPES = {
 
 
 def shape_of(name: str) -> ModelShape:
-    """Raises UsageError for a name that is not in the table."""
+    """Return the shape of that name. Raises UsageError if it is not in the table."""
     if name not in SHAPES:
-        raise UsageError(f"shape {name!r} is not known", "", f"choose one of: {', '.join(SHAPES)}")
+        raise UsageError(
+            f"shape {name!r} is not known",
+            "",
+            f"choose one of: {', '.join(SHAPES)}",
+            code="benchmark-shape-unknown",
+        )
     return ModelShape.from_hf_config(SHAPES[name])

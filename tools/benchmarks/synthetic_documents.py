@@ -1,4 +1,4 @@
-"""Synthetic documents as micro-batches: packed as the engine packs them, or padded as most trainers batch them."""
+"""Make micro-batches of synthetic documents: packed as in the engine, or padded as in most trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from mkd.data.batch import Pack, PackedBatch, collate
 from mkd.data.packing import pack_pieces
 
-CHAT_SIGMA = 0.9  # of the logarithm of a document's length
+CHAT_SIGMA = 0.9  # standard deviation of the logarithm of a document's length
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,20 @@ class ChatLengths:
     longest: int
 
     def draw(self, count: int, random: np.random.Generator) -> np.ndarray:
-        """int64 [count], at least 2: a shorter document has nothing to predict."""
+        """Draw `count` lengths, int64, at least 2: a shorter document has nothing to predict."""
         lengths = random.lognormal(math.log(self.median), CHAT_SIGMA, size=count)
         return lengths.astype(np.int64).clip(2, self.longest)
 
 
 def random_documents(lengths: np.ndarray, vocab: int, random: np.random.Generator) -> list[np.ndarray]:
-    """Token ids, one array a document."""
+    """Return random token ids, one array per document."""
     return [random.integers(vocab, size=length) for length in lengths.tolist()]
 
 
 def lay_out(documents: Sequence[np.ndarray], spans: Sequence[int]) -> Pack:
-    """One row in which document i takes `spans[i]` positions, padding behind it; every token predicts the next one."""
+    """Lay documents out in one row: document i takes `spans[i]` positions, padded; each token predicts the
+    next.
+    """
     tokens, labels, mask = (np.zeros(sum(spans), dtype=dtype) for dtype in (np.int64, np.int64, np.float32))
     start = 0
     for document, span in zip(documents, spans, strict=True):
@@ -47,7 +49,7 @@ def lay_out(documents: Sequence[np.ndarray], spans: Sequence[int]) -> Pack:
 
 
 def packed_batches(documents: Sequence[np.ndarray], seq_length: int) -> list[PackedBatch]:
-    """Micro-batches of one pack each, packed best-fit decreasing."""
+    """Pack documents best-fit decreasing into micro-batches of one pack."""
     packs = pack_pieces(np.array([len(document) for document in documents]), seq_length, "bfd")
     batches = []
     for first, last in zip(packs.offsets[:-1], packs.offsets[1:], strict=True):
@@ -59,7 +61,7 @@ def packed_batches(documents: Sequence[np.ndarray], seq_length: int) -> list[Pac
 
 
 def padded_batches(documents: Sequence[np.ndarray], batch_size: int) -> list[PackedBatch]:
-    """Micro-batches of `batch_size` documents, each padded to the longest of its batch; the head runs over padding too."""
+    """Make micro-batches of `batch_size` documents, padded to the longest; the head runs over padding too."""
     batches = []
     for first in range(0, len(documents), batch_size):
         members = documents[first : first + batch_size]
@@ -70,7 +72,7 @@ def padded_batches(documents: Sequence[np.ndarray], batch_size: int) -> list[Pac
 
 
 def full_pack(seq_length: int, vocab: int, lengths: ChatLengths, random: np.random.Generator) -> PackedBatch:
-    """A pack without padding: conversations until it is full, the last one cut."""
+    """Fill a pack with conversations, without padding; the last one is cut."""
     chosen: list[int] = []
     while (room := seq_length - sum(chosen)) > 0:
         length = min(int(lengths.draw(1, random)[0]), room)
@@ -79,6 +81,6 @@ def full_pack(seq_length: int, vocab: int, lengths: ChatLengths, random: np.rand
 
 
 def document_lengths(batches: Sequence[PackedBatch], padded: bool = False) -> list[int]:
-    """Tokens of every document, or of its span with padding."""
+    """Return the tokens of every document, or of its span with padding."""
     borders = [batch.cu_seqlens_padded if padded else batch.cu_seqlens for batch in batches]
     return [length for border in borders for length in border.diff().tolist()]

@@ -47,6 +47,7 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
             f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be downloaded",
             reason[0],
             "check the path, or download the model where there is a network and pass its folder",
+            code="hf-model-not-found",
         ) from error
 
 
@@ -66,6 +67,7 @@ def contained_file(directory: Path, name: str) -> Path:
             f"{path} is a link to {target}, outside the model's folder",
             "a downloaded model must not read other files of this machine",
             "copy the file into the model's folder if you trust it",
+            code="hf-link-outside-folder",
         )
     return path
 
@@ -115,12 +117,15 @@ class HFCheckpoint:
                 f"{path} is not an index of safetensors shards: {error!r}",
                 'it must hold {"weight_map": {tensor name: file name}}',
                 "download it again",
+                code="hf-index-not-valid",
             ) from None
         problems = [
             _unsafe_entry(path, tensor, file) for tensor, file in entries if not _is_safe_basename(file)
         ]
         if not entries:
-            problems = [CheckpointError(f"{path} lists no tensors", "", "download it again")]
+            problems = [
+                CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
+            ]
         _raise_all(problems)
         return weight_map
 
@@ -131,11 +136,13 @@ class HFCheckpoint:
                 f"{self.directory} holds {pickles[0]} but no .safetensors file",
                 "loading a .bin file can run code that is hidden in it, so mkd reads safetensors only",
                 "convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)",
+                code="hf-not-safetensors",
             )
         return CheckpointError(
             f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}",
             "the weights of a Hugging Face model are in these files",
             "pass the folder that save_pretrained() or a hub download made",
+            code="hf-weights-missing",
         )
 
     def _open_files(self, names: list[str]) -> dict[str, safe_open]:
@@ -149,13 +156,21 @@ class HFCheckpoint:
             except FileNotFoundError:
                 problems.append(
                     CheckpointError(
-                        f"{path} is missing", f"{INDEX_FILE} lists it", "download the model again"
+                        f"{path} is missing",
+                        f"{INDEX_FILE} lists it",
+                        "download the model again",
+                        code="hf-shard-missing",
                     )
                 )
             except (SafetensorError, OSError, RuntimeError) as error:  # a loop of links
                 why = "the file is damaged, cut short or not readable"
                 problems.append(
-                    CheckpointError(f"{path} cannot be opened: {error}", why, "download it again")
+                    CheckpointError(
+                        f"{path} cannot be opened: {error}",
+                        why,
+                        "download it again",
+                        code="hf-shard-unreadable",
+                    )
                 )
         _raise_all(problems)
         return files
@@ -170,6 +185,7 @@ class HFCheckpoint:
                     f"{self.directory / file} has no tensor {tensor}",
                     f"{INDEX_FILE} lists it there",
                     "download both again",
+                    code="hf-tensor-not-in-shard",
                 )
                 for tensor, file in weight_map.items()
                 if tensor not in stored[file]
@@ -196,7 +212,10 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
     for name in expected.keys() - found.keys():
         problems.append(
             CheckpointError(
-                f"{where}: tensor {name} is missing", "config.json calls for it", "download the model again"
+                f"{where}: tensor {name} is missing",
+                "config.json calls for it",
+                "download the model again",
+                code="hf-tensor-missing",
             )
         )
     for name in found.keys() - expected.keys() - allowed.keys():
@@ -204,7 +223,10 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
             why = f"a {shape.family} model as config.json describes it has no such weight: leaving it out changes the model"
             problems.append(
                 CheckpointError(
-                    f"{where}: tensor {name} is not expected", why, "check config.json against the weights"
+                    f"{where}: tensor {name} is not expected",
+                    why,
+                    "check config.json against the weights",
+                    code="hf-tensor-unexpected",
                 )
             )
     for name, full in (expected | allowed).items():
@@ -222,12 +244,14 @@ def _header_problems(
             f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}",
             "config.json gives the sizes",
             "check config.json against the weights",
+            code="hf-tensor-shape",
         )
     if header.dtype not in FLOAT_DTYPES:
         yield CheckpointError(
             f"{where}: tensor {name} is stored as {header.dtype}",
             f"mkd reads unquantised weights: {', '.join(sorted(FLOAT_DTYPES))}",
             "use the original checkpoint of this model",
+            code="hf-tensor-dtype",
         )
 
 
@@ -272,6 +296,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
             f"{checkpoint.directory}: {LM_HEAD} differs from {EMBEDDING}",
             "config.json ties them (tie_word_embeddings), so one of the two would be lost",
             "set tie_word_embeddings to false in config.json, or remove the tensor that does not belong",
+            code="hf-head-not-tied",
         )
 
 
@@ -285,6 +310,7 @@ def map_chunk(
             f"parameter {name} {list(parameters[name].shape)} has no source in a {shape.family} checkpoint",
             "model and config.json differ (biases, norms, sizes or number of layers)",
             "build the model from the checkpoint's own config.json",
+            code="hf-parameter-without-source",
         )
         for name, tensor_map in maps.items()
         if tensor_map is None or not tensor_map.fits(tuple(parameters[name].shape), tp_size)
@@ -293,7 +319,11 @@ def map_chunk(
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     problems = [
-        CheckpointError(f"the model has no parameter for tensor {tensor}", "it would be left out silently")
+        CheckpointError(
+            f"the model has no parameter for tensor {tensor}",
+            "it would be left out silently",
+            code="hf-tensor-without-parameter",
+        )
         for tensor in hf_tensor_shapes(shape)
         if layer_of(tensor) in layers and tensor not in covered
     ]
@@ -321,6 +351,7 @@ def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
         "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere on this machine",
         "do not use this checkpoint unless you know who made it",
+        code="hf-shard-outside-folder",
     )
 
 

@@ -71,7 +71,10 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
         raise UsageError(
-            f"cannot export {dtype}", "Hugging Face weights are floating point", f"use one of {known}"
+            f"cannot export {dtype}",
+            "Hugging Face weights are floating point",
+            f"use one of {known}",
+            code="export-dtype-not-supported",
         )
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0

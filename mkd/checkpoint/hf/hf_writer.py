@@ -108,6 +108,7 @@ class _Sources:
                 + (" and others" if len(missing) > 5 else ""),
                 "the export would be incomplete",
                 "export the model with the configuration that it was built from",
+                code="export-stage-missing",
             )
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -175,6 +176,7 @@ def _write(
             f"the Hugging Face export to {out_dir} failed: {error}",
             f"it needs {plan.total_bytes / 2**30:.2f} GiB",
             "make room or choose another folder; the training checkpoint is not affected",
+            code="export-failed",
         )
     return None
 
@@ -219,6 +221,7 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
             f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}",
             "the export takes its config.json from there",
             "pass the Hugging Face folder that the model was built from",
+            code="export-of-another-model",
         )
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -226,14 +229,20 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
         if overwritten is not None:
             what = f"the export would overwrite {overwritten}"
             return CheckpointError(
-                what, "its configuration or its tokenizer is copied from there", "choose another folder"
+                what,
+                "its configuration or its tokenizer is copied from there",
+                "choose another folder",
+                code="export-overwrites-source",
             )
         probe = out_dir / f"model{PARTIAL_SUFFIX}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         return CheckpointError(
-            f"cannot write to {out_dir}: {error}", "the export goes there", "choose another folder"
+            f"cannot write to {out_dir}: {error}",
+            "the export goes there",
+            "choose another folder",
+            code="export-folder-not-writable",
         )
     return None
 

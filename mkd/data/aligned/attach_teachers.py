@@ -50,4 +50,5 @@ def _check_length(text: TeacherText, seq_length: int, document_multiple: int) ->
             f"xtoken.seq_length {seq_length} of {text.name} is not a multiple of {document_multiple}",
             "the layout of this run pads documents to it, and a pack is made of whole documents",
             f"use {-(-seq_length // document_multiple) * document_multiple}",
+            code="xtoken-seq-length-not-divisible",
         )

@@ -46,6 +46,7 @@ class TeacherStore:
                     f"{prefix} does not fit {student.prefix}",
                     f"a teacher's corpus has its {len(student)} documents, and a mark for each of its tokens",
                     "remove it: the next run aligns the corpus again",
+                    code="teacher-corpus-does-not-fit",
                 )
             self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
 

@@ -59,6 +59,7 @@ class TopKMeta:
                 f"{folder} holds no teacher cache",
                 f"there is no {META_FILE}",
                 "name the --out folder of tools/export_teacher_topk.py",
+                code="teacher-cache-not-found",
             )
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +72,10 @@ class TopKMeta:
             return cls(**meta)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} is no description of a teacher cache", str(error), "export the cache again"
+                f"{path} is no description of a teacher cache",
+                str(error),
+                "export the cache again",
+                code="teacher-cache-description-not-valid",
             ) from error
 
     def write(self, folder: Path) -> None:
@@ -196,6 +200,7 @@ class TopKPart:
                 f"the teacher cache {folder} has no {part} data",
                 "the export had none of it",
                 "export again with the data flags of this run (--valid-data-path, --split), or drop --eval-interval",
+                code="teacher-cache-part-missing",
             )
         missing = meta.missing_shards(folder, part)
         if missing:
@@ -203,6 +208,7 @@ class TopKPart:
                 f"the teacher cache {folder} is incomplete",
                 f"{len(missing)} of {meta.num_shards(part)} {part} shards are missing: the export has not finished",
                 "start the same tools/export_teacher_topk.py command again; it goes on where it stopped",
+                code="teacher-cache-incomplete",
             )
         self._file = lru_cache(OPEN_FILES)(self._open)
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
@@ -223,6 +229,7 @@ class TopKPart:
                 f"{self._folder}: the teacher saw another {self._part} pack {sample_id} than this run has",
                 "the text, the tokenizer or a setting that decides how documents become packs has changed since the export",
                 "use the data of the export, or export again into another folder",
+                code="teacher-cache-pack-differs",
             )
         ids, logprobs, statistics = (
             _values(table[name], place) for name in ("ids", "logprobs", "statistics")
@@ -268,6 +275,7 @@ class TaughtDataset:
                 f"{part._folder}: the teacher cache has {exported} packs, this run has {len(dataset)}",
                 "it was made from other data, or with other settings of it",
                 "use the data of the export, or export again into another folder",
+                code="teacher-cache-length-differs",
             )
         for index in {0, len(dataset) // 2, len(dataset) - 1}:
             self[index]
@@ -318,7 +326,9 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            "a teacher cache needs pyarrow, which is not installed", do="pip install 'mkd[data]'"
+            "a teacher cache needs pyarrow, which is not installed",
+            do="pip install 'mkd[data]'",
+            code="teacher-cache-needs-pyarrow",
         ) from error
     return pyarrow, pyarrow.parquet
 
@@ -330,5 +340,8 @@ def _values(column, place: int) -> np.ndarray:
 
 def _damaged(path: Path, why: str) -> DataError:
     return DataError(
-        f"{path} is damaged", why, "delete this file and export again: only what is missing is made"
+        f"{path} is damaged",
+        why,
+        "delete this file and export again: only what is missing is made",
+        code="teacher-cache-damaged",
     )

@@ -1,0 +1,12 @@
+"""Validation: every problem of a configuration at once, before anything runs.
+
+problems.py      all checks in one list; find_problems runs them
+ranges.py        the range of every number
+training.py      length, learning-rate schedule, recomputation
+data.py          data, held-out data and tasks
+folders.py       the folders that settings of checkpoints need
+log.py           W&B and profiles
+teachers.py      student and teachers, and settings of the loss
+parallel.py      parallel layout, batch, packs, and the models' shapes
+no_effect.py     the problem of a setting that nothing reads
+"""

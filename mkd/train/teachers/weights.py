@@ -45,10 +45,9 @@ def pack_weights(
     """
     shares = torch.tensor([teacher.share for teacher in teachers], device=context.device)
     num_packs = len(batch.sample_ids)
-    is_selecting = kd.teacher_combination == "select"
-    if len(teachers) == 1 or not (is_selecting or kd.teacher_weighting != "static"):
+    if len(teachers) == 1 or not kd.weighs_packs:
         return shares[:, None].expand(-1, num_packs)
-    metric = METRICS["ce" if is_selecting else kd.teacher_weighting]
+    metric = METRICS["ce" if kd.selects_teacher else kd.teacher_weighting]
     values = torch.stack(
         [
             _pack_metric(
@@ -70,7 +69,7 @@ def pack_weights(
     metrics, covered = values.unbind(dim=2)
     says_nothing = (covered == 0) & (covered > 0).any(dim=0)  # of this pack, unlike another teacher
     per_token = (metrics / covered.clamp(min=1)).masked_fill(says_nothing, torch.inf)
-    if is_selecting:
+    if kd.selects_teacher:
         return torch.nn.functional.one_hot(per_token.argmin(dim=0), len(teachers)).t().float()
     return torch.softmax(shares.log()[:, None] - per_token / kd.teacher_weighting_temperature, dim=0)
 

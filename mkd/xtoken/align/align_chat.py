@@ -84,6 +84,7 @@ def _common_parts(
         f"message {number + 1}: the answer cannot be found in the rendered conversation",
         "the chat template of one model rewrites it, so that the two models read different texts",
         "use models whose templates keep answers, or write the record as prompt and completion",
+        code="chat-turn-not-found",
     )
 
 
@@ -98,6 +99,7 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
             f"the content of an assistant message is a {type(content).__name__}",
             "answers are aligned by the bytes of their text",
             "write the content as one string",
+            code="record-message-not-text",
         )
     opened, closed, answer = content.rpartition(END_OF_THINK)
     thought = (message.get("reasoning_content") or opened.partition(THINK)[2] or opened).strip()

@@ -56,7 +56,11 @@ def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.nda
         "dp": lambda student, teacher: align_dp(student, teacher, text.encode()),
     }
     if mode not in modes:
-        raise UsageError(f"alignment mode {mode} is not known", do=f"use one of {', '.join(modes)}")
+        raise UsageError(
+            f"alignment mode {mode} is not known",
+            do=f"use one of {', '.join(modes)}",
+            code="alignment-mode-unknown",
+        )
     return modes[mode]
 
 

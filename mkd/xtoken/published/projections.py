@@ -73,4 +73,5 @@ def _refused(path: Path, why: str) -> UsageError:
         f"{path} is not a projection matrix for these tokenizers",
         why,
         "build one with tools/build_projection.py from the tokenizers of this run, or leave it out: it is then built",
+        code="projection-not-valid",
     )

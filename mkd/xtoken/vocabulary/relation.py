@@ -31,10 +31,13 @@ class ProjectionSettings:
                 f"--stages {','.join(self.stages)} makes no projection matrix",
                 f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made",
                 f"use for example --stages {','.join(STAGES)}",
+                code="projection-stages-empty",
             )
         if self.top_k < 1:
             raise UsageError(
-                f"--top-k {self.top_k} leaves no entry in a row", do="use 1 or more; the published runs use 4"
+                f"--top-k {self.top_k} leaves no entry in a row",
+                do="use 1 or more; the published runs use 4",
+                code="projection-top-k-zero",
             )
 
 
@@ -117,6 +120,7 @@ def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
             f"the tokenizers have no token in common: no two of {len(ours)} and {len(theirs)} are the same bytes",
             "there is nothing to compare probabilities on; it is a wrong path or a damaged file more often than a real pair",
             "check the tokenizers of student and teacher",
+            code="no-common-token",
         )
     by_role = role_pairs(student.roles, teacher.roles)
     by_bytes = {ours[own]: theirs[own] for own in ours if own in theirs}

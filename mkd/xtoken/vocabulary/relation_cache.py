@@ -115,6 +115,7 @@ def _from_file(
         raise UsageError(
             f"projection {path} is not a file",
             do="give the path of a projection matrix, or leave it out: it is then built",
+            code="projection-not-found",
         )
     if _is_ours(path):
         return load_relation(path, student, teacher)
@@ -187,4 +188,5 @@ def _refused(path: Path, why: str) -> UsageError:
         f"projection {path} does not fit this run",
         why,
         "remove the file, so that it is built again, or give the tokenizers that it was built from",
+        code="projection-does-not-fit",
     )

@@ -1,4 +1,4 @@
-"""Every benchmark from end to end on a CPU, at sizes of a second, and that wrong results are caught."""
+"""Run every benchmark end to end on a CPU, at sizes of a second, and check that wrong results are caught."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from mkd.errors import EXIT_USAGE
-from tools.benchmarks import head, logits
+from tools.benchmarks import head_benchmark, logits_benchmark
 from tools.benchmarks.cli import main
 from tools.benchmarks.gate import SAME_FUNCTION, attempt, check
 from tools.benchmarks.head_case import HeadCase, HeadShape
 from tools.benchmarks.machine import Machine
+from tools.benchmarks.results import read_figures
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "benchmark.py"
 LINE = re.compile(r"^(R\d+) (PASS|FAIL) (\S+) .*\(required [<>]= (\S+)\)$|^(R\d+) SKIP .+$")
@@ -27,7 +28,7 @@ MACHINE = Machine(torch.device("cpu"), torch.float32, rounds=1, seed=0, compile=
 
 
 def run_main(arguments: tuple[str, ...]) -> tuple[int, list[str]]:
-    """(exit code, lines printed) of the command in this process; on the ranks of a pool, each has its own."""
+    """Run the command in this process and return (exit code, printed lines), on each rank of a pool."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = main([*arguments, "--rounds", "1"])
     return code, output.getvalue().splitlines()
@@ -87,6 +88,16 @@ def test_benchmarks_of_two_ranks(ranks, arguments, ids):
     assert other == (0, [])
 
 
+def test_medians_are_appended_as_figures(tmp_path):
+    for _ in range(2):
+        code, _ = run_main(("logits", "--shape", "5,37", "--csv", str(tmp_path / "logits.csv")))
+        assert code == 0
+    figures = read_figures("logits", tmp_path)
+    assert {figure.case for figure in figures} == {"5x37"} and {figure.unit for figure in figures} == {"ms"}
+    assert sum(figure.arm == "mkd forward_kl" for figure in figures) == 2
+    assert all(float(figure.median) > 0 and figure.command.startswith("logits --shape") for figure in figures)
+
+
 def test_the_tool_runs_and_strict_reports_misses():
     command = [sys.executable, str(TOOL), "logits", "--shape", "2,8", "--rounds", "1", "--strict"]
     result = subprocess.run(
@@ -107,20 +118,20 @@ def test_usage_errors(capsys):
 
 
 def test_logits_gate_catches_a_wrong_loss(monkeypatch, capsys):
-    right = logits.mkd_loss
+    right = logits_benchmark.mkd_loss
 
     def reversed_forward(case, divergence, mask):
         return right(case, "reverse_kl" if divergence == "forward_kl" else divergence, mask)
 
-    monkeypatch.setattr(logits, "mkd_loss", reversed_forward)
-    report = logits.benchmark(MACHINE, 16, 300)
+    monkeypatch.setattr(logits_benchmark, "mkd_loss", reversed_forward)
+    report = logits_benchmark.benchmark(MACHINE, 16, 300)
     assert report.wrong == ["mkd forward_kl at 16x300", "mkd forward_kl, 50% loss tokens at 16x300"]
     assert report.exit_code(strict=False) == 1
     assert "wrong: not timed" in capsys.readouterr().out
 
 
 def test_head_gate_catches_a_wrong_gradient(monkeypatch):
-    right = head.mkd_head
+    right = head_benchmark.mkd_head
 
     def doubled_weight_gradient(*arguments, **more):
         run = right(*arguments, **more)
@@ -131,8 +142,8 @@ def test_head_gate_catches_a_wrong_gradient(monkeypatch):
 
         return wrong
 
-    monkeypatch.setattr(head, "mkd_head", doubled_weight_gradient)
-    report = head.benchmark(MACHINE, HeadShape(16, 8, 12, 300), chunk_rows=8)
+    monkeypatch.setattr(head_benchmark, "mkd_head", doubled_weight_gradient)
+    report = head_benchmark.benchmark(MACHINE, HeadShape(16, 8, 12, 300), chunk_rows=8)
     assert len(report.wrong) == 4 and report.exit_code(strict=False) == 1
 
 
@@ -141,25 +152,30 @@ def test_a_peer_that_fails_is_noted_and_ours_raises():
         raise RuntimeError("no kernel\nfor this device")
 
     notes = []
-    assert attempt(logits.LogitsArm("Other", "jsd", fail), notes) is None
+    assert attempt(logits_benchmark.LogitsArm("Other", "jsd", fail), notes) is None
     assert notes == ["Other: RuntimeError: no kernel, skipped"]
     with pytest.raises(RuntimeError):
-        attempt(logits.LogitsArm("mkd jsd", "jsd", fail, is_ours=True), notes)
+        attempt(logits_benchmark.LogitsArm("mkd jsd", "jsd", fail, is_ours=True), notes)
 
 
 def test_logits_are_half_a_nat_apart_and_every_arm_sees_the_same_ones():
-    case = logits.LogitsCase(64, 2000, MACHINE)
+    case = logits_benchmark.LogitsCase(64, 2000, MACHINE)
     loss, gradient = case.reference("forward_kl", case.all_rows)
     assert 0.3 < loss < 0.7 and gradient.shape == (64, 2000)
     case.restore()
-    first = logits.mkd_loss(case, "forward_kl", case.all_rows)()
+    first = logits_benchmark.mkd_loss(case, "forward_kl", case.all_rows)()
     case.restore()
-    again = logits.mkd_loss(case, "forward_kl", case.all_rows)()
+    again = logits_benchmark.mkd_loss(case, "forward_kl", case.all_rows)()
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
 def test_every_right_arm_passes_the_gate():
-    case = logits.LogitsCase(32, 500, MACHINE)
-    assert all(error.within(SAME_FUNCTION) for error in check(case, logits.arms_of(case)[0], []).values())
+    case = logits_benchmark.LogitsCase(32, 500, MACHINE)
+    assert all(
+        error.within(SAME_FUNCTION) for error in check(case, logits_benchmark.arms_of(case)[0], []).values()
+    )
     heads = HeadCase(HeadShape(32, 24, 16, 500), MACHINE)
-    assert all(error.within(SAME_FUNCTION) for error in check(heads, head.arms_of(heads, 8)[0], []).values())
+    assert all(
+        error.within(SAME_FUNCTION)
+        for error in check(heads, head_benchmark.arms_of(heads, 8)[0], []).values()
+    )

@@ -1,4 +1,4 @@
-"""Time and memory of calls, where both are known."""
+"""Measure time and memory of calls for which both are known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_views_and_in_place_results_are_not_new_memory():
 
 
 def test_peak_of_a_backward_pass():
-    """exp keeps its result, 4,000 bytes; its gradient comes on top, and so does the expanded gradient of the sum."""
+    """exp keeps its result, 4,000 bytes; its gradient comes on top, and so does the expanded gradient of the
+    sum.
+    """
     leaf = torch.randn(1000, requires_grad=True)
     peak = peak_bytes(Arm("a", lambda: torch.autograd.grad(leaf.exp().sum(), leaf)), CPU)
     assert 8_000 <= peak <= 8_100

@@ -1,4 +1,4 @@
-"""Taking single definitions out of another project's installed source."""
+"""Take single definitions out of another project's installed source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on random weights: known shapes, and weights that do not depend on who draws them."""
+"""Check the engine on random weights: known shapes, and weights that do not depend on the drawing process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synthetic documents: the same tokens and the same loss in every way of batching them."""
+"""Check synthetic documents: the same tokens and the same loss in every way of batching."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = ChatLengths(median=40, longest=200)
 
 
 def pairs(batches) -> list[tuple[int, int]]:
-    """(token, label) of all loss positions, sorted."""
+    """Return (token, label) of all loss positions, sorted."""
     found = []
     for batch in batches:
         rows = batch.loss_mask[0] != 0

@@ -1,0 +1,154 @@
+"""The settings of what a run reads and writes: data, checkpoints, metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.config.models import option
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text to read, and how documents become packs."""
+
+    data_path: tuple[str, ...] = option(
+        (),
+        "training data: one path, several, or WEIGHT PATH WEIGHT PATH ... Each is a .jsonl, .json, .parquet "
+        "or .arrow file of records, a .txt file of lines, or the prefix of a tokenised .bin/.idx pair",
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (),
+        "held-out data, in the same forms. With it all of --data-path is for training (default: see --split)",
+    )
+    split: str = option(
+        "100,0,0",
+        "proportions of documents for training, validation and test, without --valid-data-path. "
+        "99,1,0 holds out one document in a hundred",
+    )
+    characters_per_sample: int | None = option(
+        None,
+        "characters that a document must reach. Consecutive text records are joined with newlines until it "
+        "does (default: every record or .txt line is a document)",
+    )
+    tokenizer_type: str = option(
+        "HuggingFaceTokenizer",
+        "kind of tokenizer, by Megatron's names",
+        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer"),
+    )
+    tokenizer_model: str | None = option(
+        None, "tokenizer folder, hub id, SentencePiece .model or .tiktoken file (default: the student's)"
+    )
+    pack: str = option(
+        "bfd",
+        "way documents fill packs: bfd (best fit decreasing, hardly any padding) or none (one document a "
+        "pack, padded)",
+        choices=("bfd", "none"),
+    )
+    overlong: str = option(
+        "split",
+        "treatment of documents longer than --seq-length: split into pieces, truncate, or drop",
+        choices=("split", "truncate", "drop"),
+    )
+    max_bad_records: int = option(
+        0,
+        "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. "
+        "They are listed in quarantine.jsonl in the log folder. One more ends the run and names the first "
+        "ten",
+    )
+    append_eod: bool = option(True, "end every document with the end-of-text token")
+    shuffle: bool = option(True, "draw packs in random order, a different one in every epoch")
+    num_workers: int = option(
+        0,
+        "processes that prepare batches ahead. 0 leaves it to the training process. "
+        "Raise it to 1 or 2 when a fast device waits for data",
+    )
+    data_cache_path: str | None = option(
+        None, "folder for tokenised text, visible to all processes (default: data_cache in the log folder)"
+    )
+    eval_multiple_choice: tuple[str, ...] = option(
+        (), "multiple-choice tasks of evaluations: .jsonl files with question, choices and answer"
+    )
+    eval_completions: tuple[str, ...] = option(
+        (), "completions whose likelihood evaluations measure: .jsonl files with prompt and completion"
+    )
+    eval_num_fewshot: int = option(0, "solved questions shown before each multiple-choice question")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Places where the student is written, and where a run resumes."""
+
+    save: str | None = option(None, "folder to write checkpoints to (default: no checkpoints)")
+    load: str | None = option(
+        None,
+        "folder of checkpoints to resume from, usually that of --save. While it is empty the run starts "
+        "from the student's own weights (default: start from them)",
+    )
+    save_interval: int | None = option(
+        None,
+        "optimizer steps between checkpoints. The last step is always saved (default: only the last step)",
+    )
+    save_retain_interval: int | None = option(
+        None,
+        "interval of iterations whose checkpoints are kept. Of the others only the latest is (default: keep "
+        "all)",
+    )
+    keep_checkpoints: int | None = option(
+        None, "latest checkpoints to keep, besides those of --save-retain-interval (default: keep all)"
+    )
+    async_save: bool = option(
+        False,
+        "copy a checkpoint to host memory and write it while training continues. "
+        "Needs host memory for each process's part",
+    )
+    ckpt_step: int | None = option(
+        None,
+        "iteration of --load to resume from (default: the latest, or the newest undamaged one if that is "
+        "damaged)",
+    )
+    accept_change: tuple[str, ...] = option(
+        (),
+        "differences to accept from the run that saved the checkpoint, by their names in the error: "
+        "data, tokenizer, loss, teacher and others (default: none)",
+    )
+    export_hf: str | None = option(
+        None, "folder to export the trained student to, as a Hugging Face model (default: no export)"
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Reports of a run: metrics, progress lines, profiles."""
+
+    log_interval: int = option(
+        1, "optimizer steps between progress lines and metrics records, which hold their means"
+    )
+    log_dir: str | None = option(
+        None, "folder for metrics.jsonl and config.yaml (default: --save, else runs/NAME)"
+    )
+    name: str = option("kd", "name of the run, for its folder under runs/")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard events (default: none)")
+    wandb_project: str | None = option(
+        None,
+        "Weights & Biases project to send metrics to. WANDB_MODE=offline keeps them in the log folder "
+        "(default: none)",
+    )
+    wandb_entity: str | None = option(
+        None, "Weights & Biases user or team of the project (default: the account that is logged in)"
+    )
+    profile: bool = option(False, "profile the steps after --profile-step-start, up to --profile-step-end")
+    profile_step_start: int = option(10, "iteration after which profiling starts")
+    profile_step_end: int = option(
+        12, "iteration after which profiling ends, and the memory history too unless the run fails first"
+    )
+    use_pytorch_profiler: bool = option(
+        False,
+        "write a torch.profiler trace to profile/ in the log folder, with --profile. "
+        "Otherwise the steps are marked for nsys profile --capture-range=cudaProfilerApi",
+    )
+    profile_ranks: tuple[str, ...] = option(("0",), "ranks to profile")
+    record_memory_history: bool = option(
+        False,
+        "record the history of GPU memory on --profile-ranks, until --profile-step-end or a failure. "
+        "It is written to profile/ in the log folder; see pytorch.org/memory_viz",
+    )

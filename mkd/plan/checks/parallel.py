@@ -1,0 +1,189 @@
+"""Check the parallel layout: its settings, the batch, the length of packs, and what the models' shapes ask of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from mkd.config.options import Option, settings
+from mkd.config.schema import Config
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.plan.auto_layout import PlannedModel, layout_flags, layouts_of, one_layout, virtual_stages
+from mkd.plan.batch import BatchPlan, data_parallel_size, document_multiple, model_parallel_size
+
+
+def check_parallel(config: Config) -> Iterator[UsageError]:
+    """Settings that exclude or need each other."""
+    parallel = config.parallel
+    by_layers, by_stages = (
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+    if by_layers is not None and by_stages is not None:
+        yield UsageError(
+            f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank {by_stages} "
+            "exclude each other",
+            "both set the number of virtual stages",
+            "give one of them",
+            code="virtual-stages-given-twice",
+        )
+    if parallel.pipeline_model_parallel_size == 1 and (by_layers is not None or (by_stages or 1) > 1):
+        yield UsageError(
+            "virtual pipeline stages need pipeline-model-parallel-size above 1",
+            "interleaving shrinks the bubble of a pipeline, and there is no pipeline",
+            "raise --pipeline-model-parallel-size, or remove the virtual stages",
+            code="virtual-stages-without-pipeline",
+        )
+    models = zip((config.student, *config.teachers), layout_flags(config), strict=True)
+    flags = [flag for model, flag in models if model.pipeline_layout]
+    flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
+    if parallel.pipeline_layout == "auto" and flags:
+        given = " and ".join(flags)
+        yield UsageError(
+            f"--pipeline-layout auto and {given} exclude each other",
+            "both split layers over the pipeline; auto chooses the splits of all models together",
+            f"remove {given}, or --pipeline-layout auto",
+            code="auto-layout-with-layout",
+        )
+    if parallel.overlap_param_gather and not (
+        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        yield UsageError(
+            "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
+            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions together",
+            "add --use-distributed-optimizer --overlap-grad-reduce",
+            code="overlap-without-distributed-optimizer",
+        )
+
+
+def check_sequences(config: Config) -> Iterator[UsageError]:
+    """Whether context and sequence parallelism can split the packs, the student's and those of teachers."""
+    for option, seq_length in settings(config):
+        if option.name in ("seq_length", "xtoken_seq_length") and seq_length is not None:
+            yield from _check_sequence(config, option, seq_length)
+
+
+def _check_sequence(config: Config, option: Option, seq_length: int) -> Iterator[UsageError]:
+    parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    multiple, shards = document_multiple(context), tensor * context if parallel.sequence_parallel else 1
+    fitting = math.lcm(multiple, shards)
+    fitting *= math.ceil(seq_length / fitting)
+    tokens = seq_length * micro_batch_size
+    if tokens >= 2**31:
+        yield UsageError(
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are too many",
+            "document boundaries are 32-bit positions",
+            f"lower {option.place} or --micro-batch-size",
+            code="pack-too-long",
+        )
+    if seq_length % multiple:
+        yield UsageError(
+            f"{option.label} {seq_length} is not divisible by 2 x context-parallel-size {context} = {multiple}",
+            "context parallelism gives every process two equal parts of each document",
+            f"use {option.place} {fitting}",
+            code="seq-length-not-divisible",
+        )
+    elif tokens % shards:
+        by_context = f" x context-parallel-size {context} = {shards}" if context > 1 else ""
+        yield UsageError(
+            f"{option.label} {seq_length} x micro-batch-size {micro_batch_size} = {tokens} tokens are not "
+            f"divisible by tensor-model-parallel-size {tensor}{by_context}",
+            "sequence parallelism gives every tensor-parallel process the same number of tokens",
+            f"use {option.place} {fitting}, or remove --sequence-parallel",
+            code="sequence-parallel-not-divisible",
+        )
+
+
+def check_processes(config: Config, world_size: int) -> Iterator[MkdError]:
+    """Whether the processes divide into replicas of the models."""
+    problems: list[MkdError] = []
+    parallel = config.parallel
+    replica = model_parallel_size(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    collect_error(problems, lambda: data_parallel_size(world_size, replica))
+    yield from problems
+
+
+def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+    """Whether the global batch divides over processes and micro-batches, and fits an interleaved schedule."""
+    problems: list[MkdError] = []
+    batch = collect_error(problems, lambda: BatchPlan.from_config(config, world_size))
+    yield from problems
+    pipeline = config.parallel.pipeline_model_parallel_size
+    stages = (
+        collect_error([], lambda: _virtual_stages(config, models)) or 1
+    )  # `check_layouts` reports the error
+    if batch is not None and stages > 1 and batch.num_microbatches % pipeline:
+        below = batch.num_microbatches // pipeline * pipeline
+        sizes = [n * batch.micro_batch_size * batch.data_parallel for n in (below, below + pipeline) if n]
+        yield UsageError(
+            f"{batch.num_microbatches} micro-batches of each data-parallel rank are not a multiple of "
+            f"pipeline-model-parallel-size {pipeline}",
+            "the interleaved schedule runs micro-batches in groups of the pipeline's size",
+            f"use --global-batch-size {' or '.join(map(str, sizes))}",
+            code="microbatches-not-divisible",
+        )
+
+
+def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+    """Whether context parallelism can split the heads of models with sliding-window attention."""
+    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    for role, shape, *_ in models:
+        groups = shape.padded_query_groups(tensor) // tensor
+        if shape.sliding_window is not None and groups % context:
+            yield UsageError(
+                f"the {role}'s {groups} key/value heads of a process are not divisible by context-parallel-size {context}",
+                f"it attends to a window of {shape.sliding_window} tokens: context parallelism then trades tokens for heads",
+                "lower --context-parallel-size or --tensor-model-parallel-size",
+                code="heads-not-divisible",
+            )
+
+
+def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+    """Whether tensor parallelism can split the models' MLPs. Heads and vocabularies are padded, so they always fit."""
+    parallel = config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
+    common = math.gcd(*(model.shape.ffn_hidden_size for model in models))
+    dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
+    fitting = [size for size in dividing if world_size % (size * others) == 0] or dividing
+    for role, shape, *_ in models:
+        if shape.ffn_hidden_size % tensor:
+            yield UsageError(
+                f"the {role}'s ffn_hidden_size {shape.ffn_hidden_size} is not divisible by tensor-model-parallel-size {tensor}",
+                "every tensor-parallel process holds the same number of MLP channels",
+                f"use --tensor-model-parallel-size {fitting[-1]}",
+                code="ffn-not-divisible",
+            )
+
+
+def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+    """Whether each model's layers can be split over the stages, as given or evenly."""
+    problems: list[MkdError] = []
+    stages = collect_error(problems, lambda: _virtual_stages(config, models))
+    if stages is not None and config.parallel.pipeline_layout == "even":
+        for model in models:
+            collect_error(problems, lambda model=model: one_layout(config, model, stages))
+    yield from problems
+
+
+def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
+    """Whether `--pipeline-layout auto` finds a split of all models. Needs the shapes of all, and settings without a problem."""
+    problems: list[MkdError] = []
+    if config.parallel.pipeline_layout == "auto":
+        student, *teachers = (model.shape for model in models)
+        collect_error(
+            problems, lambda: layouts_of(config, student, teachers, virtual_stages(config, student))
+        )
+    yield from problems
+
+
+def _virtual_stages(config: Config, models: Sequence[PlannedModel]) -> int:
+    """Return the virtual stages of each pipeline rank. While the student's shape is unknown, only its setting counts."""
+    if models and models[0].role == "student":
+        return virtual_stages(config, models[0].shape)
+    return config.parallel.num_virtual_stages_per_pipeline_rank or 1

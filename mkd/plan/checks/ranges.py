@@ -1,0 +1,118 @@
+"""Check the range of every number by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from mkd.config.options import Option, settings
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+
+# The options that the checks of layouts, batches and packs calculate with.
+SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
+STAGES = (
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+BATCH = ("micro_batch_size", "global_batch_size")
+PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
+
+READ_BY_A_MODEL = (
+    *SHARDS,
+    *STAGES,
+    "seq_length",
+    "micro_batch_size",
+    "seed",
+    "num_workers",
+    "max_bad_records",
+    "characters_per_sample",
+    "kd_temperature",
+    "teacher_temperature",
+    "distributed_timeout_minutes",
+    "expert_model_parallel_size",
+)
+"""Numbers that a model needs which runs alone, without training."""
+
+_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
+_PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
+_LARGEST = 2**62  # sums with other settings still fit 64 bits
+_RANGES = {
+    "device_memory_gib": ("above 0", lambda x: x > 0),
+    "distributed_timeout_minutes": ("above 0 and at most a million", lambda x: 0 < x <= 1e6),
+    "distributed_timeout_seconds_after_init": ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7),
+    **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
+    **dict.fromkeys(
+        ("kd_ratio", "kd_jsd_beta", "kd_mixed_kl_weight", "teacher_jsd_beta", "teacher_mixed_kl_weight"),
+        _PROPORTION,
+    ),
+    "train_iters": ("at most a trillion", lambda x: x <= 10**12),
+    "eval_interval": ("0 (never) or more", lambda x: x >= 0),
+    "eval_iters": ("0 (never) or more", lambda x: x >= 0),
+    "exit_duration_in_mins": ("above 0", lambda x: x > 0),
+    "num_workers": ("0 or more", lambda x: x >= 0),
+    "lr": ("0 or more", lambda x: x >= 0),
+    "min_lr": ("0 or more", lambda x: x >= 0),
+    "lr_warmup_iters": ("0 or more", lambda x: x >= 0),
+    "lr_warmup_fraction": ("from 0 to below 1", lambda x: 0 <= x < 1),
+    "weight_decay": ("0 or more", lambda x: x >= 0),
+    "clip_grad": ("0 (never) or more", lambda x: x >= 0),
+    "adam_beta1": ("from 0 to below 1", lambda x: 0 <= x < 1),
+    "adam_beta2": ("from 0 to below 1", lambda x: 0 <= x < 1),
+    "adam_eps": ("above 0", lambda x: x > 0),
+    "ckpt_step": ("0 or more", lambda x: x >= 0),
+    "seed": ("0 or more", lambda x: x >= 0),
+    "profile_step_start": ("0 or more", lambda x: x >= 0),
+    "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
+    "max_bad_records": ("0 or more", lambda x: x >= 0),
+    **dict.fromkeys(
+        (
+            *SHARDS,
+            *STAGES,
+            *BATCH,
+            *PACKS,
+            "exit_interval",
+            "recompute_num_layers",
+            "lr_decay_iters",
+            "lr_wsd_decay_iters",
+            "save_interval",
+            "save_retain_interval",
+            "keep_checkpoints",
+            "log_interval",
+            "max_non_finite_skips",
+            "characters_per_sample",
+            "xtoken_top_k",
+        ),
+        ("1 or more", lambda x: x >= 1),
+    ),
+    "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
+}
+"""Option -> (what it must be, whether a value is that). Settings that are not given (None) are not checked."""
+
+
+def check_ranges(config: Config, options: Collection[str] | None = None) -> Iterator[UsageError]:
+    """Whether every number is in its range, or each of `options`."""
+    for option, value, wanted in _out_of_range(config):
+        if options is not None and option.name not in options:
+            continue
+        yield UsageError(
+            f"{option.label} {value} must be {wanted}",
+            f"{option.label}: {option.help}",
+            f"change {option.place}",
+            code="value-out-of-range",
+        )
+
+
+def options_out_of_range(config: Config) -> set[str]:
+    """Return the names of the options that `check_ranges` reports."""
+    return {option.name for option, *_ in _out_of_range(config)}
+
+
+def _out_of_range(config: Config) -> Iterator[tuple[Option, int | float, str]]:
+    """Yield (option, value, what it must be)."""
+    for option, value in settings(config):
+        wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
+        if isinstance(value, int) and value > _LARGEST:
+            wanted, is_fine = "at most 2^62", lambda x: False
+        if value is not None and not is_fine(value):
+            yield option, value, wanted

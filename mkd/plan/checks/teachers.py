@@ -1,0 +1,249 @@
+"""Check the student, the teachers and the settings of the distillation loss."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from mkd.config.models import teacher_names
+from mkd.config.schema import Config, KDConfig, TeacherConfig, XTokenConfig
+from mkd.errors import UsageError
+from mkd.plan.checks.no_effect import no_effect
+
+_XTOKEN_LOSSES = {
+    "top_k": ("partition_kl",),
+    "relaxed_map": ("gold", "h_kl"),
+    "projection": ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl"),
+}
+"""Cross-tokenizer setting -> the losses that read it."""
+
+
+def check_models(config: Config) -> Iterator[UsageError]:
+    """Whether there is a student and, if the loss needs them, teachers with distinct names and usable weights."""
+    if not (config.student.hf or config.student.load):
+        yield UsageError(
+            "no student is given",
+            "there is nothing to train",
+            "give --student-hf DIR or --student-load CKPT",
+            code="student-missing",
+        )
+    teachers, ratio = config.teachers, config.kd.kd_ratio
+    if ratio == 0:  # plain training loads no teacher
+        return
+    if not any(map(_has_model, teachers)):
+        yield UsageError(
+            f"no teacher is given, but kd-ratio is {ratio}",
+            "the distillation loss needs the teacher's logits",
+            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain training",
+            code="teacher-missing",
+        )
+        return
+    for index, teacher in enumerate(teachers):
+        if not _has_model(teacher):
+            yield UsageError(
+                f"teachers[{index}] names no model",
+                "every entry is a teacher of its own",
+                "give its hf or load, or remove it",
+                code="teacher-without-model",
+            )
+    yield from _stored(config)
+    yield from _names(config)
+    yield from _weights(config)
+
+
+def _has_model(teacher: TeacherConfig) -> bool:
+    return bool(teacher.hf or teacher.load or teacher.topk)
+
+
+def _stored(config: Config) -> Iterator[UsageError]:
+    """What stored top-k log-probabilities cannot do, each thing once for all teachers that would have to."""
+    places = {
+        i: f"teachers[{i}].topk" if i else "--teacher-topk"
+        for i, one in enumerate(config.teachers)
+        if one.topk
+    }
+    stored = {place: config.teachers[i] for i, place in places.items()}
+    if stored and len(config.teachers) > 1:
+        yield UsageError(
+            f"{_given(stored)}, and {len(config.teachers)} teachers",
+            "stored log-probabilities take the place of the only teacher",
+            "give hf or load instead, or keep one teacher alone",
+            code="stored-teacher-not-alone",
+        )
+    related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
+    if related:
+        yield UsageError(
+            f"{_given(related)} for a teacher with xtoken settings",
+            "it stores probabilities of the student's tokens, and this teacher has other ones",
+            "run this teacher from its hf or load, or remove xtoken",
+            code="stored-teacher-with-xtoken",
+        )
+    divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
+    for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
+        yield UsageError(
+            f"kd-divergence {divergence} cannot be computed from "
+            + " and ".join(place for place, one in divergences.items() if one == divergence),
+            "of the ids outside the teacher's top-k only their total is stored, which suffices for forward_kl alone",
+            "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
+            code="stored-teacher-divergence",
+        )
+    if any(teacher.residency == "host" for teacher in stored.values()):
+        yield no_effect("teacher-residency host", "a stored teacher has no weights", "remove it")
+
+
+def _given(places: Collection[str]) -> str:
+    return f"{' and '.join(places)} {'is' if len(places) == 1 else 'are'} given"
+
+
+def _names(config: Config) -> Iterator[UsageError]:
+    for name, count in Counter(teacher_names(config.teachers)).items():
+        if count > 1:
+            yield UsageError(
+                f"{count} teachers have the name {name}",
+                "metrics of each teacher carry its name",
+                "give every one its own name",
+                code="teacher-names-equal",
+            )
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield UsageError(
+                f"teacher name {name!r} is not a plain word",
+                "it becomes part of the names of metrics, kd_loss/NAME",
+                "use letters, digits and . _ -",
+                code="teacher-name-not-valid",
+            )
+
+
+def _weights(config: Config) -> Iterator[UsageError]:
+    kd, weights = config.kd, [teacher.weight for teacher in config.teachers]
+    if len(weights) == 1:
+        if weights != [1]:
+            yield UsageError(
+                f"teachers[0].weight is {weights[0]}",
+                "a single teacher has the whole weight",
+                "remove it; --kd-ratio sets the share of distillation in the loss",
+                code="teacher-weight-of-single",
+            )
+        return
+    if not any(weights):
+        yield UsageError(
+            f"the weights of all {len(weights)} teachers are 0",
+            "weights are divided by their sum",
+            "give weights above 0",
+            code="teacher-weights-all-zero",
+        )
+        return
+    for index, weight in enumerate(weights):
+        if weight <= 0:
+            yield UsageError(
+                f"teachers[{index}].weight {weight} must be above 0",
+                "a teacher without weight would run for nothing, and one below 0 would be unlearnt",
+                "give a weight above 0, or remove this teacher",
+                code="teacher-weight-not-positive",
+            )
+        elif weight != 1 and kd.selects_teacher:
+            why = "teacher-combination select takes the best teacher of each pack whole"
+            yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
+
+
+def check_objective(config: Config) -> Iterator[UsageError]:
+    """Settings of the loss that contradict each other, or that the rest of the configuration leaves without effect."""
+    yield from _combination(config)
+    yield from _divergences(config)
+    for index, teacher in enumerate(config.teachers):
+        if teacher.xtoken is not None and config.kd.kd_ratio > 0:
+            yield from _xtoken(config, teacher, teacher.xtoken, f"teachers[{index}]")
+    kd, stored = config.kd, any(teacher.topk for teacher in config.teachers)
+    if kd.kd_fp32_logits and not config.training.bf16:
+        yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
+    elif kd.kd_fp32_logits and (stored or not kd.kd_fused_head):
+        yield no_effect(
+            "kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it"
+        )
+    if stored and not kd.kd_fused_head:
+        yield no_effect("no-kd-fused-head", "a stored teacher has no head to fuse", "remove it")
+    elif not kd.kd_fused_head and (
+        len(config.teachers) > 1 or any(teacher.xtoken for teacher in config.teachers)
+    ):
+        yield UsageError(
+            "no-kd-fused-head needs one teacher, with the student's tokenizer",
+            "several teachers, and chunks of another tokenizer, are compared by the fused head only",
+            "remove --no-kd-fused-head",
+            code="unfused-head-unsupported",
+        )
+
+
+def _combination(config: Config) -> Iterator[UsageError]:
+    """How several teachers work together."""
+    kd, default = config.kd, KDConfig()
+    if kd.teacher_combination != default.teacher_combination and len(config.teachers) < 2:
+        yield no_effect(
+            f"teacher-combination {kd.teacher_combination}", "there are no several teachers", "remove it"
+        )
+    if kd.teacher_weighting != default.teacher_weighting:
+        setting = f"teacher-weighting {kd.teacher_weighting}"
+        if len(config.teachers) < 2:
+            yield no_effect(setting, "there are no several teachers", "remove it")
+        elif kd.teacher_combination != "weighted_sum":
+            why = f"teacher-combination is {kd.teacher_combination}"
+            yield no_effect(setting, why, "use --teacher-combination weighted_sum")
+    elif kd.teacher_weighting_temperature != default.teacher_weighting_temperature:
+        setting = f"teacher-weighting-temperature {kd.teacher_weighting_temperature}"
+        yield no_effect(setting, "teacher-weighting is static", "add --teacher-weighting ce")
+    if not kd.averages_teachers or len(config.teachers) < 2:
+        return
+    for index, teacher in enumerate(config.teachers):
+        if teacher.xtoken is not None:
+            yield UsageError(
+                f"teacher-combination average, but teachers[{index}] has xtoken settings",
+                "probabilities of different tokens have no mean",
+                "use --teacher-combination weighted_sum",
+                code="average-of-different-tokens",
+            )
+        for field in ("temperature", "divergence", "jsd_beta", "mixed_kl_weight"):
+            if getattr(teacher, field) is not None:
+                why = "teacher-combination average makes one divergence from all teachers"
+                yield no_effect(
+                    f"teachers[{index}].{field} {getattr(teacher, field)}", why, f"set kd_{field} in kd:"
+                )
+
+
+def _divergences(config: Config) -> Iterator[UsageError]:
+    """Divergences and parameters of them that nobody uses."""
+    kd, default = config.kd, KDConfig()
+    used = {_divergence(config, teacher) for teacher in config.teachers} or {kd.kd_divergence}
+    if kd.kd_divergence != default.kd_divergence and kd.kd_divergence not in used:
+        setting = f"kd-divergence {kd.kd_divergence}"
+        yield no_effect(setting, "every teacher has its own divergence, or the xtoken loss uld", "remove it")
+    for divergence, field in (("jsd", "jsd_beta"), ("mixed_kl", "mixed_kl_weight")):
+        name, inherited = f"kd_{field}", not config.teachers and kd.kd_divergence == divergence
+        for index, teacher in enumerate(config.teachers):
+            value, own = getattr(teacher, field), _divergence(config, teacher)
+            inherited |= own == divergence and value is None
+            if value is not None and own != divergence:
+                why = f"its divergence is {own}" if own else "its xtoken loss uld is no divergence"
+                yield no_effect(f"teachers[{index}].{field} {value}", why, f"add divergence: {divergence}")
+        if getattr(kd, name) != getattr(default, name) and not inherited:
+            setting = f"{name.replace('_', '-')} {getattr(kd, name)}"
+            yield no_effect(
+                setting, f"no divergence {divergence} reads it", f"add --kd-divergence {divergence}"
+            )
+
+
+def _divergence(config: Config, teacher: TeacherConfig) -> str | None:
+    """What is minimised for a teacher; None for uld, a distance of sorted probabilities."""
+    if teacher.xtoken is not None and teacher.xtoken.loss == "uld":
+        return None
+    return teacher.divergence or config.kd.kd_divergence
+
+
+def _xtoken(config: Config, teacher: TeacherConfig, xtoken: XTokenConfig, path: str) -> Iterator[UsageError]:
+    """Settings of one cross-tokenizer teacher."""
+    if xtoken.loss == "uld" and teacher.divergence is not None:
+        why = "its xtoken loss uld is a distance of sorted probabilities"
+        yield no_effect(f"{path}.divergence {teacher.divergence}", why, "choose another xtoken loss")
+    for field, losses in _XTOKEN_LOSSES.items():
+        value = getattr(xtoken, field)
+        if value != getattr(XTokenConfig(), field) and xtoken.loss not in losses:
+            why = f"its loss is {xtoken.loss}"
+            yield no_effect(f"{path}.xtoken.{field} {value}", why, f"use loss {' or '.join(losses)}")

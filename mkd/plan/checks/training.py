@@ -1,0 +1,76 @@
+"""Check the length of a run, its learning-rate schedule and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+
+
+def check_length(config: Config) -> Iterator[UsageError]:
+    """Whether the run has a step."""
+    if config.training.train_iters < 1:
+        yield UsageError(
+            f"train-iters is {config.training.train_iters}",
+            "a run needs at least one step",
+            "give --train-iters N",
+            code="train-iters-missing",
+        )
+
+
+def check_schedule(config: Config) -> Iterator[UsageError]:
+    """Whether warm-up and decay of the learning rate fit each other."""
+    settings = config.optimizer
+    decay_iters = settings.lr_decay_iters or config.training.train_iters
+    if settings.min_lr > settings.lr > 0:
+        yield UsageError(
+            f"min-lr {settings.min_lr} is above lr {settings.lr}",
+            "lr decays down to min-lr",
+            "lower --min-lr",
+            code="min-lr-above-lr",
+        )
+    if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
+        yield UsageError(
+            f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction {settings.lr_warmup_fraction} exclude "
+            "each other",
+            "both set the length of the warm-up",
+            "give one of them",
+            code="warmup-given-twice",
+        )
+    elif 0 < decay_iters <= settings.lr_warmup_iters:
+        yield UsageError(
+            f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations",
+            "the learning rate would never start to decay",
+            "lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters",
+            code="warmup-not-below-decay",
+        )
+    if settings.lr_decay_style == "WSD" and settings.lr_wsd_decay_iters is None:
+        yield UsageError(
+            "lr-decay-style WSD needs lr-wsd-decay-iters",
+            "it is the length of the last phase",
+            "give --lr-wsd-decay-iters N",
+            code="wsd-without-decay-iters",
+        )
+
+
+def check_recomputation(config: Config) -> Iterator[UsageError]:
+    """Whether full recomputation has all of its settings, and nothing else has them."""
+    training = config.training
+    given = [
+        name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None
+    ]
+    if training.recompute_granularity == "full" and len(given) < 2:
+        yield UsageError(
+            "recompute-granularity full needs recompute-method and recompute-num-layers",
+            "they select the layers to recompute",
+            "add for example --recompute-method uniform --recompute-num-layers 1",
+            code="recompute-full-incomplete",
+        )
+    if training.recompute_granularity != "full" and given:
+        yield UsageError(
+            f"{' and '.join(given).replace('_', '-')} would have no effect",
+            "only recompute-granularity full recomputes whole layers",
+            "add --recompute-granularity full, or remove them",
+            code="setting-without-effect",
+        )

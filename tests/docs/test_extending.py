@@ -1,0 +1,92 @@
+"""Every recipe of docs/extending.md, applied to a copy of the tree as a reader would, then checked by its own command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "extending.md"
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass
+class Recipe:
+    """One `## Add ...` section: what it changes, and the command that shows that the change works."""
+
+    changes: list[tuple[str, str, str]] = field(default_factory=list)  # (kind, file, text)
+    check: str = ""
+
+    @property
+    def product_files(self) -> set[str]:
+        return {file for _, file, _ in self.changes if file.startswith("mkd/")}
+
+
+def read_recipes() -> dict[str, Recipe]:
+    """Return the recipes by title."""
+    recipes = {}
+    for section in re.split(r"^## Add ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        recipe = recipes[section.split("\n", 1)[0]] = Recipe()
+        for kind, file, text in BLOCK.findall(section):
+            if kind == "bash":
+                recipe.check = text
+            else:
+                recipe.changes.append((kind, file, text))
+    return recipes
+
+
+RECIPES = read_recipes()
+
+
+def apply(root: Path, kind: str, file: str, text: str) -> None:
+    """Write a new file, or apply a diff whose old lines stand in the file exactly once."""
+    path = root / file
+    if kind != "diff":
+        assert not path.exists(), f"{file} exists: the recipe should show a diff"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    for hunk in re.split(r"^@@.*\n", text, flags=re.M):
+        if hunk.strip():
+            old = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " -")
+            new = "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in " +")
+            content = path.read_text(encoding="utf-8")
+            assert content.count(old) == 1, f"{file} holds these lines {content.count(old)} times:\n{old}"
+            path.write_text(content.replace(old, new), encoding="utf-8")
+
+
+def test_the_page_has_a_recipe_for_every_plug():
+    kinds = ("divergence", "model family", "record kind", "metric", "kind of teacher")
+    assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_works_on_a_copy_of_the_tree(title, tmp_path):
+    recipe = RECIPES[title]
+    assert recipe.changes and recipe.check
+    for folder in ("mkd", "tools", "tests", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pretrain_kd.py", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    for change in recipe.changes:
+        apply(tmp_path, *change)
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", "-euc", recipe.check],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,0 +1,100 @@
+"""The groups that follow from the axes are Megatron's; a second context runs a model at another layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mkd.parallel.axes import ABSENT, AXES, SPANS, STAGES, grid_groups
+from mkd.parallel.context import ParallelContext
+from mkd.platform import detect
+from tests.tiny_models import make_model
+
+LAYOUTS_OF_4 = (
+    {"tensor_parallel": 2, "pipeline_parallel": 2},
+    {"context_parallel": 2, "tensor_parallel": 2},
+    {"pipeline_parallel": 4},
+    {"context_parallel": 2},
+)
+
+
+def test_every_group_of_megatron_has_a_span():
+    from dataclasses import fields
+
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    assert {field.name for field in fields(ProcessGroupCollection)} == {*SPANS, *STAGES, *ABSENT}
+    assert {axis for span in SPANS.values() for axis in span} == set(AXES)
+
+
+def test_grid_groups_by_hand():
+    sizes = {"tp": 2, "cp": 1, "dp": 3, "pp": 2}
+    assert grid_groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert grid_groups(sizes, ["dp"]) == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert grid_groups(sizes, ["tp", "pp"]) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert grid_groups(sizes, []) == [[rank] for rank in range(12)]
+
+
+def members(context: ParallelContext) -> dict[str, list[int] | None]:
+    """Return the global ranks of each group of a context, by field."""
+    groups = {field: getattr(context.groups, field) for field in (*SPANS, *STAGES, *ABSENT)}
+    return {field: group and dist.get_process_group_ranks(group) for field, group in groups.items()}
+
+
+def both_members(layout: dict[str, int]) -> tuple[dict, dict]:
+    """Return the members of Megatron's groups at `layout` and of a second context's at the same layout."""
+    first = ParallelContext.create(detect(), **layout)
+    second = first.with_layout(**layout)
+    places = [{name: (axis.rank, axis.size) for name, axis in one.axes.items()} for one in (first, second)]
+    assert places[0] == places[1]
+    found = members(first), members(second)
+    second.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_4, ids=str)
+def test_groups_are_those_of_megatron(layout, ranks):
+    for megatron, ours in ranks.run(both_members, 4, layout):
+        assert ours == megatron
+
+
+def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) -> np.ndarray:
+    """Return log-likelihoods of a model under `first`, or under a `second` context created beside it."""
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
+    from mkd.evaluation.requests import Request
+    from mkd.evaluation.scores import RequestBatches, log_likelihoods
+    from mkd.models.builder import build_chunks
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+
+    context = ParallelContext.create(detect(), **first)
+    if second is not None:
+        context = context.with_layout(**second)
+    shape = ModelShape.from_hf_dir(folder)
+    layout = PipelineLayout.even(shape.num_layers, context.pp.size)
+    models = build_chunks(shape, layout, ModelOptions(), context)
+    place = dict(tp_rank=context.tp.rank, tp_size=context.tp.size)
+    for model in models:
+        load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=model.first_layer, **place)
+    ids = torch.randint(shape.vocab_size, (6, 16), generator=torch.Generator().manual_seed(0)).numpy()
+    requests = [Request(row, row[-9:], False) for row in ids.astype(np.int32)]
+    batches = RequestBatches.of(requests, context, micro_batch_size=1, seq_length=16, pad_id=0)
+    return log_likelihoods(models, batches)
+
+
+TENSOR, CONTEXT, PIPELINE = {"tensor_parallel": 2}, {"context_parallel": 2}, {"pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(TENSOR, {}), (TENSOR, CONTEXT), (TENSOR, PIPELINE), (PIPELINE, TENSOR)],
+    ids=["tp-dp", "tp-cp", "tp-pp", "pp-tp"],
+)
+def test_a_model_under_a_second_context_equals_one_under_the_first(first, second, ranks, tmp_path):
+    folder = str(make_model(tmp_path / "model", "qwen3"))
+    expected = ranks.run(scores, 2, folder, second, None)
+    for alone, beside in zip(expected, ranks.run(scores, 2, folder, first, second), strict=True):
+        assert np.array_equal(alone, beside)

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.checks.problems import find_problems
+
+BASE = ["--student-hf", "s", "--data-path", "d.jsonl", "--train-iters", "10", "--seq-length", "64"]
+TWO = "[{hf: a}, {hf: b}]"
+
+
+@pytest.fixture
+def problems(tmp_path):
+    def check(teachers: str, *argv: str):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"teachers: {teachers}\n", encoding="utf-8")
+        errors = find_problems(load_config([*BASE, "--config", str(path), *argv]).config, 1)
+        assert all(error.exit_code == 64 and error.what and error.why and error.do for error in errors)
+        return errors
+
+    return check
+
+
+@pytest.fixture
+def problem(problems):
+    def check(*args: str):
+        (error,) = problems(*args)
+        return error
+
+    return check
+
+
+def test_sound_teachers(problems):
+    assert (
+        problems("[{hf: a}]")
+        == problems(TWO)
+        == problems("[{hf: x/a, xtoken: {}}, {load: y/a}, {hf: z}]")
+        == []
+    )
+    assert (
+        problems("[{hf: a, weight: 3}, {hf: b, weight: 0.5, xtoken: {loss: gold, relaxed_map: true}}]") == []
+    )
+    assert problems("[{hf: a, divergence: jsd, jsd_beta: 0.1, temperature: 2}, {hf: b}]") == []
+    assert problems(TWO, "--teacher-weighting", "ce", "--teacher-weighting-temperature", "0.5") == []
+    assert (
+        problems(TWO, "--teacher-combination", "average")
+        == problems(TWO, "--teacher-combination", "select")
+        == []
+    )
+    assert problems("[{hf: a, weight: 2}, {hf: b}]", "--teacher-combination", "average") == []
+
+
+def test_no_model(problem):
+    assert problem("[{name: a}]").code == problem("[{}, {}]").code == "teacher-missing"
+    error = problem("[{hf: a}, {name: b}]")
+    assert error.code == "teacher-without-model" and error.what.startswith("teachers[1] ")
+
+
+def test_plain_training_reads_no_teacher(problems):
+    assert problems(TWO, "--kd-ratio", "0") == []
+    assert problems("[{hf: a, xtoken: {loss: uld, top_k: 3}}]", "--kd-ratio", "0") == [], "no teacher is read"
+
+
+@pytest.mark.parametrize(
+    ("teachers", "code", "named"),
+    [
+        ("[{hf: a, weight: 0.5}]", "teacher-weight-of-single", "teachers[0].weight"),
+        ("[{hf: a, weight: 0}, {hf: b}]", "teacher-weight-not-positive", "teachers[0].weight"),
+        ("[{hf: a}, {hf: b, weight: -1}]", "teacher-weight-not-positive", "teachers[1].weight"),
+        ("[{hf: a, weight: 0}, {hf: b, weight: 0}]", "teacher-weights-all-zero", "2 teachers"),
+    ],
+)
+def test_weights(problem, teachers, code, named):
+    error = problem(teachers)
+    assert error.code == code and named in error.what
+
+
+def test_weights_that_nobody_reads(problem, problems):
+    error = problem("[{hf: a}, {hf: b, weight: 2}]", "--teacher-combination", "select")
+    assert error.code == "setting-without-effect" and "select" in error.why
+    assert error.what.startswith("teachers[1].weight 2.0 ")
+    assert problems("[{hf: a}, {hf: b, weight: 2}]", "--teacher-weighting", "entropy") == []
+
+
+def test_names(problem, problems):
+    assert problem("[{hf: a, name: x}, {hf: b, name: x}]").code == "teacher-names-equal"
+    assert problem("[{hf: a, name: x y}]").code == "teacher-name-not-valid"
+    assert problems("[{hf: 'run 1/model'}, {hf: 'run 2/model'}]") == [], (
+        "names that mkd makes are plain and unique"
+    )
+
+
+def test_stored_probabilities(problem, problems):
+    for teachers, place in (
+        ("[{topk: a}, {hf: b}]", "--teacher-topk"),
+        ("[{hf: b}, {topk: a}]", "teachers[1].topk"),
+    ):
+        error = problem(teachers)
+        assert error.code == "stored-teacher-not-alone" and error.what.startswith(f"{place} is given")
+    both = problems("[{topk: a, residency: host}, {topk: b, residency: host}]", "--kd-divergence", "jsd")
+    assert [error.code for error in both] == [
+        "stored-teacher-not-alone",
+        "stored-teacher-divergence",
+        "setting-without-effect",
+    ]
+    assert all("--teacher-topk and teachers[1].topk" in error.what for error in both[:2])
+    assert problem("[{topk: a, xtoken: {}}]").code == "stored-teacher-with-xtoken"
+    assert problem("[{topk: a, residency: host}]").code == "setting-without-effect"
+    assert problem("[{topk: a}]", "--kd-divergence", "jsd").code == "stored-teacher-divergence"
+    error = problem("[{topk: a, divergence: reverse_kl}]")
+    assert error.code == "stored-teacher-divergence" and "reverse_kl" in error.what
+    assert (
+        problems("[{topk: a}]") == problems("[{topk: a}]", "--kd-ratio", "0", "--kd-divergence", "jsd") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("teachers", "flags", "what"),
+    [
+        ("[{hf: a}]", ("--teacher-combination", "select"), "teacher-combination select"),
+        ("[{hf: a}]", ("--teacher-weighting", "ce"), "teacher-weighting ce"),
+        (TWO, ("--teacher-weighting", "ce", "--teacher-combination", "average"), "teacher-weighting ce"),
+        (TWO, ("--teacher-weighting-temperature", "2"), "teacher-weighting-temperature 2.0"),
+        (
+            "[{hf: a}, {hf: b, temperature: 2}]",
+            ("--teacher-combination", "average"),
+            "teachers[1].temperature 2.0",
+        ),
+        (
+            "[{hf: a, divergence: jsd}, {hf: b}]",
+            ("--teacher-combination", "average"),
+            "teachers[0].divergence jsd",
+        ),
+    ],
+)
+def test_settings_of_several_teachers_that_do_nothing(problem, teachers, flags, what):
+    error = problem(teachers, *flags)
+    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
+
+
+def test_an_average_needs_the_same_tokens(problem):
+    error = problem("[{hf: a}, {hf: b, xtoken: {}}]", "--teacher-combination", "average")
+    assert error.code == "average-of-different-tokens" and "teachers[1]" in error.what
+
+
+@pytest.mark.parametrize(
+    ("teacher", "flags", "what"),
+    [
+        ("", ("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3"),
+        ("", ("--kd-jsd-beta", "0.3", "--kd-divergence", "mixed_kl"), "kd-jsd-beta 0.3"),
+        ("", ("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "jsd"), "kd-mixed-kl-weight 0.3"),
+        ("divergence: jsd, jsd_beta: 0.2", ("--kd-jsd-beta", "0.3"), "kd-jsd-beta 0.3"),
+        ("divergence: jsd", ("--kd-divergence", "reverse_kl"), "kd-divergence reverse_kl"),
+        ("jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
+        ("mixed_kl_weight: 0.3, divergence: jsd", (), "teachers[0].mixed_kl_weight 0.3"),
+        ("xtoken: {loss: uld}, jsd_beta: 0.3", (), "teachers[0].jsd_beta 0.3"),
+        ("xtoken: {loss: uld}, divergence: jsd", (), "teachers[0].divergence jsd"),
+        ("xtoken: {loss: uld}", ("--kd-divergence", "jsd"), "kd-divergence jsd"),
+        ("xtoken: {loss: gold, top_k: 3}", (), "teachers[0].xtoken.top_k 3"),
+        ("xtoken: {relaxed_map: true}", (), "teachers[0].xtoken.relaxed_map True"),
+        ("xtoken: {loss: uld, projection: p}", (), "teachers[0].xtoken.projection p"),
+        ("", ("--kd-fp32-logits",), "kd-fp32-logits"),
+        ("", ("--kd-fp32-logits", "--bf16", "--no-kd-fused-head"), "kd-fp32-logits"),
+        ("topk: c", ("--no-kd-fused-head",), "no-kd-fused-head"),
+        ("topk: c", ("--kd-fp32-logits", "--bf16"), "kd-fp32-logits"),
+    ],
+)
+def test_settings_of_the_loss_that_do_nothing(problem, teacher, flags, what):
+    error = problem(f"[{{hf: t, {teacher}}}]", *flags)
+    assert error.code == "setting-without-effect" and error.what.startswith(f"{what} ")
+
+
+@pytest.mark.parametrize(
+    ("teachers", "flags"),
+    [
+        ("[{hf: t}]", ("--kd-jsd-beta", "0.3", "--kd-divergence", "jsd")),
+        ("[{hf: t}]", ("--kd-mixed-kl-weight", "0.3", "--kd-divergence", "mixed_kl")),
+        ("[{hf: t}]", ("--kd-fp32-logits", "--bf16")),
+        ("[{hf: t}, {hf: u, divergence: jsd}]", ("--kd-jsd-beta", "0.3")),
+        ("[{hf: t}, {hf: u, xtoken: {loss: uld}}]", ("--kd-divergence", "jsd")),
+        ("[{hf: t, xtoken: {top_k: 3, projection: p}}]", ("--kd-divergence", "reverse_kl")),
+        ("[{hf: t, xtoken: {loss: h_kl, relaxed_map: true, exact_token_match_only: true}}]", ()),
+    ],
+)
+def test_settings_of_the_loss_that_do_something(problems, teachers, flags):
+    assert problems(teachers, *flags) == []
+
+
+@pytest.mark.parametrize("teachers", ["[{hf: t, xtoken: {}}]", TWO])
+def test_chunks_and_several_teachers_need_the_fused_head(problem, teachers):
+    assert problem(teachers, "--no-kd-fused-head").code == "unfused-head-unsupported"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "path"),
+    [
+        ("temperature: 0", "temperature"),
+        ("temperature: 1e-30", "temperature"),
+        ("divergence: jsd, jsd_beta: 2", "jsd_beta"),
+        ("divergence: mixed_kl, mixed_kl_weight: -1", "mixed_kl_weight"),
+        ("xtoken: {top_k: 0}", "xtoken.top_k"),
+        ("xtoken: {seq_length: 0}", "xtoken.seq_length"),
+    ],
+)
+def test_ranges_of_every_teacher(problem, teacher, path):
+    error = problem(f"[{{hf: t}}, {{hf: u, {teacher}}}]")
+    assert error.code == "value-out-of-range" and error.do.endswith(f" teachers[1].{path}")
+
+
+def test_temperature_of_the_first_teacher_is_yaml_only_too(problem):
+    error = problem("[{hf: t, temperature: 101}]")
+    assert error.code == "value-out-of-range" and error.do.endswith(" teachers[0].temperature")
+    error = problem("[{hf: t}]", "--kd-temperature", "1e-30")
+    assert error.code == "value-out-of-range" and error.do.endswith(" --kd-temperature")
