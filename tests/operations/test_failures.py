@@ -1,4 +1,4 @@
-"""One rank raises, or dies: the others end within seconds, and the one traceback that matters is the first rank's."""
+"""If one rank raises or dies, the others end within seconds, and only its traceback is printed."""
 
 from __future__ import annotations
 

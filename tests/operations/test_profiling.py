@@ -1,4 +1,4 @@
-"""Profiles of some steps, and the files that a run explains itself with."""
+"""Profiles of some steps, memory histories, and the loss card."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
 
 @pytest.mark.parametrize(("iterations", "steps"), [((0, 1, 2, 3), 2), ((2, 3), 1), ((0, 1), 1), ((3, 4), 0)])
 def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
-    """The steps after 1, up to 3: also for a run that resumes between them, or ends before."""
+    """The range is the steps after 1, up to 3, also if a run resumes between them or ends earlier."""
     import torch
 
     log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
@@ -75,7 +75,7 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
 
 
 class Recorder:
-    """CUDA's recorder, which machines without a GPU lack: what it was asked for, and a snapshot that says how much."""
+    """Replaces CUDA's recorder on machines without a GPU; records the calls, and writes their number as a snapshot."""
 
     def __init__(self, monkeypatch):
         import torch
@@ -117,7 +117,7 @@ def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, t
 
 
 def fail_in_build(argv):
-    """What the recorder was asked for in a run whose GPU is too small for its models."""
+    """Return the recorder's calls in a run whose GPU is too small for its models."""
     import torch
 
     from mkd.config.load import load_config
@@ -145,7 +145,7 @@ def test_the_memory_history_of_models_that_do_not_fit(files, ranks):
 
 
 def test_what_cannot_be_profiled_is_said_before_the_run():
-    """On a machine without a GPU."""
+    """Runs on a machine without a GPU."""
     import torch
 
     if torch.cuda.is_available():
