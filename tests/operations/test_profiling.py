@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,30 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
         assert not (tmp_path / "profile").exists()
     else:
         assert operations(tmp_path / "profile" / "trace_rank0.json.gz").count("aten::sinh") == steps
+
+
+def test_phases_are_ranges_for_nsight_systems(tmp_path, monkeypatch):
+    """Only in the profiled steps, one range a phase, all of them closed."""
+    import torch
+
+    from mkd.operations.phases import DATA, EVAL, FORWARD_BACKWARD, OPTIMIZER, Phases
+
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    recorder = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("on"), cudaProfilerStop=lambda: calls.append("off")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: recorder)
+    log = LogConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    phases = Phases(Profiler.from_config(log, tmp_path, rank=0))
+    for iteration in (1, 2, 3):
+        for phase in (DATA, FORWARD_BACKWARD, OPTIMIZER):
+            with phases(phase, iteration):
+                pass
+        assert list(phases.each(EVAL, iteration, "ab")) == ["a", "b"]
+    steps = ["data 2", "end", "forward_backward 2", "end", "optimizer 2", "end", "eval 2", "end", "eval 2"]
+    assert calls in (["on", *steps, "off", "end"], ["on", *steps, "end", "off"])
 
 
 class Recorder:

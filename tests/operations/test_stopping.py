@@ -167,6 +167,35 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
     assert results == [expected, expected]
 
 
+def agreements(finite: list[bool], received: int):
+    """Return what this rank is told if each rank knows whether it is finite, and rank 1 has received a signal."""
+    from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Phases
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+
+    context = ParallelContext.create(detect())
+    stopper = Stopper(context, Signals(received if context.rank == 1 else 0))
+    phases = Phases(stopper)
+    with phases(FORWARD_BACKWARD, 1):
+        time.sleep(0.05)
+    with phases(OPTIMIZER, 1):
+        agreed = stopper.exchange(finite[context.rank])
+    step_s = stopper.step_s
+    time.sleep(0.1)
+    stopper.agreed()  # between steps the clock of a step stands still
+    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.05, stopper.step_s == step_s
+
+
+@pytest.mark.parametrize("finite", [[True, True], [True, False], [False, True]])
+@pytest.mark.parametrize("received", [0, signal.SIGTERM])
+def test_all_ranks_agree_on_a_step(finite, received, ranks):
+    """One exchange tells every rank whether the update is applied and whether the run ends; phases time the step."""
+    answer = (all(finite), "received SIGTERM" if received else None, True, True)
+    assert ranks.run(agreements, 2, finite, int(received)) == [answer, answer]
+
+
 def ends_before_a_first_save(num_bytes, save_s):
     """Return whether a job that ends in 60 s stops (before its first step, after a step of 2 s)."""
     from mkd.operations.signals import Signals
