@@ -21,11 +21,11 @@ export EXIT_CODE_FILE=$scratch/exit_code
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" "${TORCHRUN_OPTIONS[@]}" \
     "$ROOT/launch/rank.sh" "$@" &
 torchrun=$!
-# The first signal to this shell alone is passed on to torchrun; Ctrl-C reaches it anyway. More of them would end torchrun before
-# the processes that are saving, or these while they return 75. Each one interrupts `wait`.
+# Forward the first signal to torchrun; Ctrl-C reaches it anyway. Further signals would end torchrun before the processes that
+# are saving, or these while they return 75. Each signal interrupts `wait`.
 asked=""
 for name in TERM HUP QUIT USR1; do
-    # shellcheck disable=SC2064  # the names of now
+    # shellcheck disable=SC2064  # the current names
     trap "[ -n \"\$asked\" ] || kill -$name $torchrun 2>/dev/null || true; asked=yes" "$name"
 done
 trap : INT

@@ -45,7 +45,7 @@ PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)  # what sbatch reads as it stand
 
 @returns_exit_code
 def main(argv: list[str]) -> int:
-    """Submit, or print the script; returns the exit code."""
+    """Submit the script or print it; return the exit code."""
     own, run = own_flags(argv)
     script = render(own, run)
     if own.dry_run:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this tool, and the command line of the run."""
+    """Split the command line into this tool's options and the run's."""
     parser = FlagParser(
         prog="submit.py",
         description=__doc__.splitlines()[0],
@@ -108,7 +108,7 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def render(own: argparse.Namespace, run: list[str]) -> str:
-    """The batch script: slurm.sbatch with these options and this run. Raises ErrorList with everything that is wrong."""
+    """Return slurm.sbatch with these options and this run. Raises one ErrorList with all problems."""
     config = load_config(run).config
     processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
     options = {
@@ -136,7 +136,7 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
 
 
 def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
-    """`template` with its own #SBATCH lines replaced by these options, the others behind them, and `run` as its arguments."""
+    """Return `template` with its #SBATCH lines replaced by `options`, new ones appended, and `run` as arguments."""
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
         line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
@@ -148,7 +148,7 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
 
 
 def quoted(value: str) -> str:
-    """For a #SBATCH line: nearly as in a shell, but a backslash counts in quotes of either kind, and # begins a comment."""
+    """Quote for a #SBATCH line: as in a shell, but a backslash also counts in quotes, and # begins a comment."""
     if PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -168,7 +168,7 @@ def _can_be_written(options: dict[str, str]) -> list[MkdError]:
 
 
 def _are_options(texts: list[str]) -> list[MkdError]:
-    """Those of --option: well formed, and none that this tool writes and has checked itself."""
+    """Check each --option: it is well formed, and not one that this tool writes and checks itself."""
     problems = []
     for text in texts:
         match = OPTION.fullmatch(text)
@@ -196,7 +196,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
 
 
 def _can_go_on(config: Config) -> list[MkdError]:
-    """A job that is put back into the queue has to find what it has saved."""
+    """Check that a requeued job will find its own checkpoints."""
     save, load = config.checkpoint.save, config.checkpoint.load
     problems = []
     if not save or not load or (ROOT / save).resolve() != (ROOT / load).resolve():
@@ -252,7 +252,7 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
 
 
 def seconds(time: str) -> int | None:
-    """Of a time limit as sbatch reads it: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None where it is none."""
+    """Return the seconds of sbatch's time limit: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None if it is not one."""
     match = TIME.fullmatch(time)
     if not match:
         return None

@@ -1,4 +1,4 @@
-"""launch/submit.py: the batch script that it writes, and the runs that it refuses before they wait in a queue."""
+"""launch/submit.py: the batch script that it writes, and the runs that it refuses before they are queued."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("value", "written"), VALUES.items())
 def test_values_are_quoted_as_sbatch_reads_them(value, written, config, capsys):
-    """tests/test_slurm.py shows sbatch this."""
+    """The real sbatch reads this in tests/test_slurm.py."""
     printed = script(capsys, "--config", config, "--name", value, "--option", f"comment={value}").splitlines()
     assert f"#SBATCH --job-name={written}" in printed and f"#SBATCH --comment={written}" in printed
 
@@ -185,7 +185,7 @@ def test_times_are_read_as_slurm_reads_them(time, expected):
 
 
 def test_without_slurm_and_without_torch(config, tmp_path):
-    """As a program, where no sbatch is found; nothing heavy is imported for that."""
+    """Run it as a program without sbatch; nothing heavy is imported."""
     code = f"import sys; from launch.submit import main; print(main(['--config', {config!r}]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
@@ -193,5 +193,5 @@ def test_without_slurm_and_without_torch(config, tmp_path):
 
 
 def test_no_time_limit_is_one_too(config, capsys):
-    """Slurm's 0: the job is never told to end."""
+    """Slurm's 0 means that the job is never told to end."""
     assert "#SBATCH --time=0\n" in script(capsys, "--config", config, "--time", "0")

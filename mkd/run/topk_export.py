@@ -6,11 +6,10 @@ The teacher runs alone, on the packs that the run's tokenizer and data settings 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from mkd.config.schema import Config
 from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
-from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError
+from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -52,8 +51,6 @@ from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
-
-T = TypeVar("T")
 
 TEACHER = 0  # number of the exported teacher
 
@@ -133,8 +130,8 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
         problems.append(
             UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
         )
-    _add_error(problems, lambda: parse_split(config.data.split))
-    tokenizer = teacher and _add_error(problems, lambda: _open_tokenizer(config, teacher.source))
+    collect_error(problems, lambda: parse_split(config.data.split))
+    tokenizer = teacher and collect_error(problems, lambda: _open_tokenizer(config, teacher.source))
     if tokenizer is not None:
         problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
     paths = data_paths(problems, config)
@@ -152,15 +149,6 @@ def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
     return load_tokenizer(
         data.tokenizer_type, data.tokenizer_model or config.student.hf or str(teacher.assets)
     )
-
-
-def _add_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
-    """Return `compute()`, or None with its error added to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None
 
 
 def _make_folder(out: Path) -> None:

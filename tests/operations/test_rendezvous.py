@@ -1,4 +1,4 @@
-"""What one machine alone cannot do at the start ends all ranks: said by the first rank that has met it, with its exit code."""
+"""A start problem of one machine ends all ranks; the lowest rank that hit it prints it, and all use its exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def start(files, tmp_path):
-    """Start a run of relative paths with each rank on a machine of its own, given the names of what `files` there are there."""
+    """Start a run with relative paths, each rank in a separate folder that holds the files named for it."""
 
     def start_on(*machines: tuple[str, ...]):
         places = [tmp_path / f"machine {rank}" for rank in range(len(machines))]
@@ -72,7 +72,7 @@ def test_what_the_first_machine_alone_has_met(start):
 
 @pytest.mark.slow
 def test_each_problem_is_said_once(start):
-    """Ranks 0 and 1 have met the same one, rank 2 another one besides."""
+    """Ranks 0 and 1 hit the same problem, rank 2 hits that one and another."""
     outputs = [one.output for one in start((), (), ("checkpoints",))]
     assert (
         outputs[0].count("error[data-path-not-found]: --data-path text.jsonl: nothing found\n") == 1

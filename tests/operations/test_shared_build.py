@@ -1,4 +1,4 @@
-"""While rank 0 builds: the others wait for as long as it gets on, and a signal to any of them ends all."""
+"""While rank 0 builds, the others wait as long as it makes progress; a signal to any of them ends all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def files(tmp_path_factory):
 
 
 def long_text(files, megabytes: float):
-    """A file that takes about a third of a second a megabyte, and whether its tokens are being written."""
+    """Return a file that takes a third of a second per megabyte, and a function: are its tokens being written?"""
     texts = (
         f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950))
     )
@@ -34,7 +34,7 @@ def long_text(files, megabytes: float):
 
 
 def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
-    """(what was shared or raised, the seconds since the start, those since this rank's watchdog has last seen progress)."""
+    """Return (what was shared or raised, seconds since the start, seconds since the watchdog last saw progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
     from mkd.operations.phases import Phases
@@ -84,7 +84,7 @@ def test_an_error_is_raised_by_all(ranks):
 
 
 def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
-    """And of none where the folder is damaged: that is for the next start to say."""
+    """If the folder is damaged, the position is 0; the next start reports the damage."""
 
     def position():
         leave_preempted(str(tmp_path), Preempted("received SIGTERM", code="example"))
@@ -109,7 +109,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault("13 data build")
 def test_a_signal_while_data_are_tokenised(files):
-    """Nothing is left behind, no crash is counted, and what an earlier run left in the save folder is replaced."""
+    """No stump remains, no crash is counted, and the marker of an earlier run is replaced."""
     name, is_tokenised = long_text(files, 20)
     folder, told = files / "tokenising", []
     folder.mkdir()
@@ -136,7 +136,7 @@ def test_a_signal_while_data_are_tokenised(files):
 
 @pytest.mark.slow
 def test_a_long_build_is_no_hang(files, tmp_path):
-    """Three times as long as the limit of a phase."""
+    """The build takes three times the limit of a phase."""
     name, _ = long_text(files, 3 * LIMIT_S * 3.2)
     argv = flags(files, "long", "--distributed-timeout-minutes", LIMIT_S / 60, "--data-path", files / name)
     start = time.time()
@@ -146,7 +146,7 @@ def test_a_long_build_is_no_hang(files, tmp_path):
 
 
 def count_workers(argv: list[str]) -> tuple[int, int]:
-    """(exit code, the most processes that tokenised at a time) of a run for which any file is worth a process."""
+    """Run so that any file is worth a process; return (exit code, the most processes tokenising at a time)."""
     import multiprocessing
 
     from mkd.data import encoding
@@ -168,7 +168,7 @@ def count_workers(argv: list[str]) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_run_tokenises_with_the_cores_that_it_has(files, ranks):
-    """And makes the same cache as with one."""
+    """The cache equals that of one process."""
     import os
 
     plain, shared = (files / name for name in ("cache", "cache of several"))

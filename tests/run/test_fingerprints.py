@@ -1,4 +1,4 @@
-"""What a run is made of, in a few bytes: what changes them, what does not, and how a difference is told."""
+"""Fingerprints of a run: what changes them, what does not, and how a difference is reported."""
 
 from __future__ import annotations
 

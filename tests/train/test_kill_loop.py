@@ -1,4 +1,4 @@
-"""A real run that is killed every seven steps: what it has logged of an epoch is each document once."""
+"""A real run that is killed every seven steps logs each document of an epoch once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS, CRASH_EVERY = 24, 7
 
 @pytest.fixture
 def files(tmp_path):
-    """The document with i words has a number of loss tokens of its own, so that the log tells which one a step has seen."""
+    """Each document has a different number of loss tokens, so that the log identifies the document of a step."""
     make_files(tmp_path)
     write_records(tmp_path / "text.jsonl", *({"text": "fox " * i} for i in range(1, DOCUMENTS + 1)))
     return tmp_path

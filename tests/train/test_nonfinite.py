@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN on one rank: no update on any, and models and samples are named."""
+"""If a loss or gradient is NaN on one rank, no rank updates, and the error names models and samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Models that are NaN wherever they read `RARE`, for its embedding is."""
+    """Make models whose outputs are NaN wherever they read `RARE`, because its embedding is NaN."""
     folder = make_files(tmp_path_factory.mktemp("nonfinite"))
     add_tokenizer(make_model(folder / "untied", **{**STUDENT, "tie_word_embeddings": False}))
     texts = [
@@ -56,7 +56,7 @@ def rare_flags(files, run, *more, student="nan student", teacher="teacher"):
 
 
 def steps_of(argv, fault=None):
-    """(records of every step, parameters and optimizer hashed before and after each, samples that have the rare token)."""
+    """Return (hashes of the state before and after every step, rare samples, samples by step, last position)."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config
@@ -114,7 +114,7 @@ def state_hash(run) -> str:
 )
 @pytest.mark.fault(19)
 def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks):
-    """Two data-parallel ranks, of which one has the bad sample."""
+    """One of two data-parallel ranks has the bad sample."""
     run = f"skip {len(more)}"
     argv = rare_flags(files, run, "--non-finite", "skip", *more)
     results = ranks.run(steps_of, 2, argv)
@@ -148,7 +148,7 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
 )
 @pytest.mark.fault(19)
 def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
-    """With tensor parallelism it is that of a replicated norm weight, which no other rank sees."""
+    """With tensor parallelism it is the gradient of a replicated norm weight, which no other rank sees."""
     argv = flags(files, f"gradient {layout}", "--train-iters", 3, "--non-finite", "skip", *layout)
     for hashes, _, _, position in ranks.run(steps_of, 2, argv, "nan@in_step:1:2"):
         assert [hashes[i] == hashes[i + 1] for i in range(3)] == [False, True, False]

@@ -18,7 +18,7 @@ def check_data(config: Config) -> Iterator[MkdError]:
     problems: list[MkdError] = []
     split = collect_error(problems, lambda: parse_split(data.split))
     yield from problems
-    if split is None or not training.eval_interval:
+    if split is None or not training.evaluates:
         return
     if not (data.valid_data_path or split.validation or _eval_tasks(config)):
         yield UsageError(
