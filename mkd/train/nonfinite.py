@@ -125,7 +125,7 @@ def blamed(sums: LossSums) -> list[str]:
     teachers = [name for name, one in sums.teachers.items() if not math.isfinite(one.entropy + one.ce)]
     found = [f"teacher {name}" for name in teachers]
     divergences = [one.kd for name, one in sums.teachers.items() if name not in teachers]
-    if not math.isfinite(sum(divergences, sums.ce)):
+    if not math.isfinite(sum((*divergences, *sums.auxiliary.values()), sums.ce)):
         found.append("the student")
     return found
 
