@@ -51,7 +51,7 @@ class ParallelConfig:
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
-        "virtual stages of each pipeline rank, for interleaving. Another way to give "
+        "virtual stages of each pipeline rank, for interleaving. Alternative to "
         "--num-layers-per-virtual-pipeline-stage (default: no interleaving)",
     )
     pipeline_layout: str = option(
@@ -103,7 +103,7 @@ class KDConfig(KDDivergence):
     kd_ratio: float = option(
         0.5,
         "weight of distillation in the loss, 0 to 1. 0 is plain training and never loads the teacher; "
-        "1 never computes the cross entropy",
+        "training at 1 computes no cross entropy",
     )
     kd_temperature: float = option(
         1.0,
