@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mkd.config.schema import Config
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
