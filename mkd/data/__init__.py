@@ -1,7 +1,7 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
-sources.py              the data flags: blends of paths, splits, raw files and tokenised corpora
-documents.py            the records of a raw file, and the document (ids and loss mask) that each becomes
+sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
+documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
 encoding.py             raw files to encoded documents in worker processes, with texts joined and cut
 drafts.py               names of files that are still being written; removal of abandoned ones

@@ -1,5 +1,6 @@
-"""Which pack is sample k of a training run: a function of k and the seed alone, so that one number is the
-position.
+"""The pack of sample k of a training run: a function of k and the seed alone.
+
+So one number is the position in the data.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class BlendOrder:
         members, ordinals = interleave(self._weights, first, count)
         chosen = np.empty(count, dtype=np.int64)
         for member in np.unique(members):
-            inside = np.flatnonzero(members == member)  # their ordinals are consecutive
+            inside = np.flatnonzero(members == member)  # these have consecutive ordinals
             packs = self._orders[member](int(ordinals[inside[0]]), len(inside))
             chosen[inside] = self._offsets[member] + packs
         return chosen
@@ -64,7 +65,7 @@ def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: 
     """Return `count` packs that represent all data sets, int64, ascending.
 
     They are evenly spaced over all packs or, with `weights`, over each data set. A data set with fewer packs
-    than its share repeats some. Pack numbers are those of BlendOrder.
+    than its share repeats some. Packs are numbered as in BlendOrder.
     """
     if weights is None:
         return np.arange(count) * sum(sizes) // max(count, 1)

@@ -39,9 +39,8 @@ class HeadInput(NamedTuple):
 
 def fused_linear_kd(
     student: HeadInput,
-    teachers: Sequence[
-        HeadInput
-    ],  # frozen, heads as wide as the student's; several count as one; none if kd_ratio is 0
+    # Frozen; heads as wide as the student's. Several count as one; none if kd_ratio is 0.
+    teachers: Sequence[HeadInput],
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
     objective: KDObjective,  # of several teachers: with the smallest of their vocabularies

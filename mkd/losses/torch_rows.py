@@ -173,9 +173,8 @@ def first_maximum(logits: Tensor) -> Tensor:
     if whole < columns:
         largest.append(logits[:, whole:].amax(dim=1, keepdim=True))
     start = torch.cat(largest, dim=1).argmax(dim=1, keepdim=True) * block
-    start.clamp_(
-        max=columns - block
-    )  # the last block may be short: the columns before it in the window are smaller
+    # The last block may be short: the columns before it in the window are smaller.
+    start.clamp_(max=columns - block)
     window = logits.gather(1, start + torch.arange(block, device=logits.device))
     return start + window.argmax(dim=1, keepdim=True)
 

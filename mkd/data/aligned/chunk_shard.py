@@ -1,6 +1,4 @@
-"""The chunks of a row under context parallelism: which rank owns a chunk, and which rows ranks send each
-other for it.
-"""
+"""Chunks of a row under context parallelism: each chunk's owner, and the rows that ranks send each other."""
 
 from __future__ import annotations
 

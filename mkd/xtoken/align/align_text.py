@@ -29,9 +29,8 @@ class AlignedText:
 
     student_ids: np.ndarray  # [n] int64
     teacher_ids: np.ndarray  # [m] int64
-    chunks: (
-        np.ndarray
-    )  # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
+    # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
+    chunks: np.ndarray
 
 
 def align(

@@ -8,11 +8,8 @@ from functools import cache
 import numpy as np
 
 MAX_COMBINATION = 4
-MATCH, GAP, COMBINED = (
-    3.0,
-    -1.5,
-    1.5,
-)  # scores: equal tokens (unequal: -MATCH), a skipped token, each joined token
+# Scores: equal tokens (unequal: -MATCH), a skipped token, each joined token.
+MATCH, GAP, COMBINED = 3.0, -1.5, 1.5
 
 
 def best_path(

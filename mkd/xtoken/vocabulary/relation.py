@@ -58,9 +58,8 @@ class VocabularyRelation:
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
     projection: SparseMatrix  # [student_size, teacher_size]; rows without support: `projection.empty_rows`
     spellings: Spellings
-    student_beginnings: (
-        np.ndarray
-    )  # [student_size] int64: student id of the common token it begins with, or -1
+    # [student_size] int64: student id of the common token it begins with, or -1
+    student_beginnings: np.ndarray
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
