@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Replaces minus infinity where the difference of two of them must stay finite.
+# Replaces minus infinity where a difference of two such values must stay finite.
 LOWEST = -1e30
 
 
@@ -80,8 +80,9 @@ class Normaliser:
         return cls(maximum, total.log(), mass / total, shift)
 
     def mean_centred(self, local_means: Tensor) -> Tensor:
-        """Return the mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred
-        logits [tp, n].
+        """Return the mean of (z - maximum) / T under the softmax, [n].
+
+        `local_means` [tp, n] are the means of each shard's centred logits.
         """
         return (self.share * (local_means + self.shift)).sum(dim=0)
 
