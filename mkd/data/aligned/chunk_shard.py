@@ -21,8 +21,7 @@ def shard_chunks(
 ) -> ChunkBatch:
     """Return the chunks that `rank` of `size` owns: those whose last student predictor it holds.
 
-    Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks take part
-    in it.
+    Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks join it.
     """
     places = _Places(student_cu_seqlens_padded, size)
     owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]
