@@ -209,7 +209,7 @@ def test_an_all_masked_file_is_refused(open_data, write_jsonl):
 
 
 class Ranks:
-    """Return `share` for two threads in place of processes: rank 1 waits for the value of rank 0."""
+    """The function `share` for two threads in place of processes: rank 1 waits for the value of rank 0."""
 
     def __init__(self):
         self.ready, self.value = threading.Event(), None

@@ -131,14 +131,14 @@ class Spellings:
         )
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids, last teacher ids) of the student tokens that the teacher writes after `prefix`.
+        """Return (student ids, last teacher ids) of student tokens that the teacher writes after `prefix`.
 
         The teacher writes such a token as `prefix`, which is not empty, and one more token.
         """
         return self.students.after(prefix)
 
     def many_to_one(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (last student ids, teacher ids) of the teacher tokens that the student writes after `prefix`.
+        """Return (last student ids, teacher ids) of teacher tokens that the student writes after `prefix`.
 
         The student writes such a token as `prefix`, which is not empty, and one more token.
         """
