@@ -172,7 +172,7 @@ class BlendedDataset:
         return replace(member[number], sample_id=index)
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
-        """See PackedDataset."""
+        """Return the same as PackedDataset."""
         member, number = self._place(index)
         return member.documents_of(number)
 

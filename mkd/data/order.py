@@ -80,10 +80,10 @@ def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
     """Return (member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count].
 
     The weights sum to 1. The next sample always comes from the member that is furthest behind its weight.
-    Sample c of a member with weight w is due at (c + 1/2) / w (the method of apportionment of Webster, or
-    Sainte-Lague), and samples come in the order in which they are due. About t +- members/2 samples are due
-    up to t. So the order around sample k follows from the due times around k, without counting from the first
-    sample.
+    Sample c of a member with weight w is due at (c + 1/2) / w, and samples come in the order in which they
+    are due. This is the method of apportionment of Webster, or Sainte-Lague. About t +- members/2 samples are
+    due up to t. So the order around sample k follows from the due times around k, without counting from the
+    first sample.
     """
     slack = len(weights) + 2
     begin = np.floor(weights * max(first - slack, 0) + 0.5).astype(np.int64)

@@ -22,8 +22,8 @@ class Pieces:
     """Parts of documents that fit into a pack, in corpus order. All arrays are int64 [pieces].
 
     Position i of a piece has a label for i < num_labels: the next token of the document. A document of n
-    tokens that is split keeps its n-1 labels, because the last token of a piece still predicts the first
-    token of the next piece.
+    tokens that is split keeps its n-1 labels: the last token of a piece still predicts the first one of the
+    next.
     """
 
     document: np.ndarray

@@ -54,8 +54,8 @@ def fused_linear_kd(
 ) -> KDOutput:
     """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden and weight.
 
-    Logits have the dtype of the hidden states, or fp32 with `fp32_logits` (bf16 logits put an error of about
-    3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as the weighted mean of their
+    Logits have the dtype of the hidden states, or fp32 with `fp32_logits`. bf16 logits put an error of about
+    3e-2 into the gradients, fp32 ones 2e-3. Several teachers count as the weighted mean of their
     probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [chunk_rows, w]
     each.
 

@@ -22,8 +22,9 @@ class KDOutput:
     """Sums over the rows of one micro-batch, each row weighted by its mask.
 
     Divide by the global count for means. Only `loss` has a graph. Apart from the int64 count every field is
-    0-dim in the compute dtype (fp64 for fp64 logits, else fp32), with the same bits on every tensor-parallel
-    rank. None means: not computed for this objective. `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
+    0-dim in the compute dtype: fp64 for fp64 logits, else fp32. Its bits are the same on every
+    tensor-parallel rank. None means: not computed for this objective. `loss == (1 - kd_ratio) * ce + kd_ratio
+    * kd`.
     """
 
     loss: Tensor

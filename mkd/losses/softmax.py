@@ -1,9 +1,9 @@
 """Softmax over a vocabulary that is split across tensor-parallel ranks: the local part and the merge.
 
-The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax (Milakov and
-Gimelshein 2018, section 3). Ranks merge by rescaling to the common maximum. A shard's own softmax times its
-SHARE of the total mass is the global softmax on its columns, so the gradient pass needs one number per row
-and no communication.
+The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax. Source:
+Milakov and Gimelshein 2018, section 3. Ranks merge by rescaling to the common maximum. A shard's own softmax
+times its SHARE of the total mass is the global softmax on its columns. So the gradient pass needs one number
+per row and no communication.
 """
 
 from __future__ import annotations

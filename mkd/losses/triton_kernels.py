@@ -1,9 +1,9 @@
 """Triton kernels over the rows of vocabulary-sharded logits, launched by `triton_rows.py`.
 
-A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns
-(maximum and sums relative to it), so that the loop needs no communication between threads; lanes merge once,
-at the end of the row, by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima
-m' and f = e^((m - m') / T):
+A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns:
+the maximum and sums relative to it. So the loop needs no communication between threads. Lanes merge once, at
+the end of the row, by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima m'
+and f = e^((m - m') / T):
 
     S <- S f + sum e^((z - m') / T)
     C_t <- (C_t + S_t delta) f_t + sum e^((z_t - m_t') / T) d',    delta = (m_t - m_t') - (m_s - m_s')

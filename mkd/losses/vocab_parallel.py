@@ -1,9 +1,9 @@
 """Cross entropy + distillation on logits that are split over the vocabulary.
 
 Communication in forward: one all-gather of [k, n] row statistics over the tensor-parallel group (k <= 13, n
-rows), and one all-reduce of [<= 2, n] for a divergence that needs a second pass. Backward communicates
-nothing. The loss is replicated: each rank's backward gives the gradient of its own columns, with no factor of
-the group's size. Nothing waits for the device.
+rows). A divergence that needs a second pass adds one all-reduce of [<= 2, n]. Backward communicates nothing.
+The loss is replicated: each rank's backward gives the gradient of its own columns, with no factor of the
+group's size. Nothing waits for the device.
 
 Memory: both logits are kept until backward (the teacher's too: they are the target). Temporaries are a few
 blocks of rows, never a [n, w] tensor in the compute dtype. One autograd node loops over the blocks: under

@@ -40,8 +40,9 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
     The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
-    character of an assistant turn, from the end of its generation prompt through its end-of-turn token.
-    Raises DataError if the template refuses the conversation, or if its assistant turns cannot be found.
+    character of an assistant turn. A turn reaches from the end of its generation prompt through its
+    end-of-turn token. Raises DataError if the template refuses the conversation, or if its assistant turns
+    cannot be found.
     """
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)

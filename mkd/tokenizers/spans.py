@@ -50,9 +50,9 @@ def locate(
     """Return the tokens with their spans.
 
     If the pieces join to exactly the text, they give the spans, even inside a character. They also do if only
-    blanks were added, as SentencePiece does before the text and after control tokens. Otherwise (a normalizer
-    changed the text, or a token spells no known bytes) the library's offsets give the spans, and tokens that
-    they do not separate share one.
+    blanks were added, as SentencePiece does before the text and after control tokens. Otherwise a normalizer
+    changed the text, or a token spells no known bytes. Then the library's offsets give the spans, and tokens
+    that they do not separate share one.
     """
     ids = np.asarray(ids, dtype=np.int64)
     starts, ends = np.full((2, len(ids)), -1, dtype=np.int64)

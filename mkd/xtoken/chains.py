@@ -1,9 +1,9 @@
 """partition_kl of chunks with several tokens: divergence over {listed pairs, rest}.
 
-On a side, the pair (u, x) has the score S = exp(b + ln p(u)), where b is the log-probability of the realised
-tokens before the last one. The rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns),
-all summands summed directly. With D, the mean of D under S and the rest, and background g = D_rest - mean,
-the gradient by z / T of a side's rows is
+On a side, the pair (u, x) has the score S = exp(b + ln p(u)). b is the log-probability of the realised tokens
+before the last one. The rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all
+summands summed directly. With D, the mean of D under S and the rest, and background g = D_rest - mean, the
+gradient by z / T of a side's rows is
 
     last row, column u of a pair:  S_u D_u + p_u ((1 - e^b) D_rest - mean);   other columns:  p_j g
     prefix row, realised column:  -(1 - p) g;                                 other columns:  p_j g

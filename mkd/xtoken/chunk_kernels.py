@@ -3,9 +3,9 @@
 `chunk_triton_passes.py` launches them.
 
 Columns have codes: 0 is a column without a row of the model, OTHER is a row without a twin, COMMON is a
-common token, whose twin is in the same column of the other model. The support of a row are its common
-columns, with top-k only those where the teacher's logit is not below `lowest`. Lanes, tiles and the running
-softmax are those of `losses/triton_kernels.py`.
+common token. The twin of a common token is in the same column of the other model. The support of a row are
+its common columns, with top-k only those where the teacher's logit is not below `lowest`. Lanes, tiles and
+the running softmax are those of `losses/triton_kernels.py`.
 """
 
 from __future__ import annotations

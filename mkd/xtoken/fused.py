@@ -135,7 +135,7 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     """Return the most rows of a slice.
 
     partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that
-    size in the compute dtype at once, and the dense ones those of all ranks.
+    size in the compute dtype at once. The dense losses have those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1

@@ -64,7 +64,7 @@ def test_a_change_that_keeps_size_and_time_of_a_file_is_seen(open_data, texts, t
 
 
 def ids_of(open_data, path, content):
-    """Document 7 of the file has other content."""
+    """Return the ids of document 7 of the file with this content."""
     Path(path).write_bytes(content)
     return open_data(path)[0].members[0].store.document(7)[0].tolist()
 

@@ -21,7 +21,7 @@ LAYOUTS = ((2, 2), (4, 1), (1, 4), (1, 8), (8, 1))  # (data-parallel ranks, pack
 
 @pytest.fixture
 def members(make_store):
-    """23 and 10 packs."""
+    """Return members of 23 and 10 packs."""
     options = dict(seq_length=8, vocab_size=1000, pad_id=0)
     stores = [make_store([[i + 100 * m] * 6 for i in range(n)], name=f"m{m}") for m, n in enumerate((23, 10))]
     return [PackedDataset(store, **options) for store in stores]

@@ -20,7 +20,7 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_se
 
 @pytest.fixture
 def dataset(make_store):
-    """23 packs in two members, mixed 3:1."""
+    """Return 23 packs in two members, mixed 3:1."""
     members = [
         PackedDataset(
             make_store([[i + 100 * m] * 6 for i in range(n)], name=f"m{m}"),

@@ -29,7 +29,7 @@ FRAGMENTS = [
 
 @pytest.fixture(params=["byte level", "llama", "tiktoken"])
 def lossless(request, tmp_path):
-    """Tokenizers that can spell any bytes."""
+    """Return tokenizers that can spell any bytes."""
     if request.param == "tiktoken":
         pytest.importorskip("tiktoken")
         return open_tokenizer(write_ranks(tmp_path))

@@ -51,7 +51,7 @@ def targets(
 def rows_of(
     text: str, model, student, teacher, relation: VocabularyRelation
 ) -> list[tuple[int, list[float]]]:
-    """Yield (kind, the columns of the table) of each chunk of a text but its first."""
+    """Return (kind, the columns of the table) of each chunk of a text but its first."""
     aligned = align(student, teacher, text)
     with torch.no_grad():
         log_p = model(torch.from_numpy(aligned.teacher_ids)[None]).logits[0].log_softmax(dim=1)

@@ -176,7 +176,7 @@ class Supports:
     """The support of a chunk: the pairs of last tokens that are its candidates. Picklable, for workers."""
 
     def __init__(self, spellings: Spellings | None):
-        """Without spellings the support of a chunk is its realised pair alone."""
+        """Keep `spellings`; without them the support of a chunk is its realised pair alone."""
         self._spellings = spellings
         self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
 
@@ -229,8 +229,8 @@ def summarise_teacher(
 ) -> str:
     """Return a line of sizes and proportions.
 
-    A loss token is in no chunk if its chunk has a token without loss, lacks a predictor on one side, or finds
-    no room in the teacher's pack.
+    A loss token is in no chunk in three cases: its chunk has a token without loss, lacks a predictor on one
+    side, or does not fit into the teacher's pack.
     """
     tokens = sum(int(part.lengths.sum()) for part in parts)
     kinds = np.bincount(

@@ -1,9 +1,9 @@
 """Alignment by dynamic programming over token texts, as published cross-tokenizer systems do it.
 
 Source: X-Token (arXiv 2605.21699). Tokens are written in one canonical form. Trigrams that occur once in both
-sequences are anchors. Between anchors the best path is searched, with +3 for equal tokens, -3 for unequal
-ones, -1.5 for a skipped token, and +1.5 k for k tokens that spell one. Then runs of mismatches are merged,
-and cut again where both sides spell the same.
+sequences are anchors. Between anchors the best path is searched. It scores +3 for equal tokens, -3 for
+unequal ones, -1.5 for a skipped token, and +1.5 k for k tokens that spell one. Then runs of mismatches are
+merged, and cut again where both sides spell the same.
 
 Two things differ from the published form. The canonical form of a token is the bytes that it spells: all ways
 in which vocabularies write blanks and bytes amount to that. And the work is bounded: a stretch between

@@ -54,8 +54,8 @@ def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
     """Return bytes -> the one token that spells them, over all tokens that have bytes.
 
-    If several ids have the same bytes (the byte token <0x41> and the piece "A"), it is the one that the
-    tokenizer itself writes, else the first.
+    Several ids may have the same bytes, such as the byte token <0x41> and the piece "A". Then it is the one
+    that the tokenizer itself writes, else the first.
     """
     found: dict[bytes, int] = {}
     for token_id, piece in enumerate(tokenizer.token_bytes):

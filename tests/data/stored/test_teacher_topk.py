@@ -28,7 +28,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def dataset(make_store):
-    """About 40 packs of documents with masks."""
+    """Return about 40 packs of documents with masks."""
     random = np.random.default_rng(0)
     documents = [random.integers(0, VOCAB, size=random.integers(2, 16)) for _ in range(80)]
     masks = [(random.random(len(ids)) < 0.7).astype(np.uint8) for ids in documents]
