@@ -23,8 +23,9 @@ MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes o
 TABLE_ROWS_PER_READ = 256  # rows of a parquet or arrow file held in memory at a time
 
 Row = bytes | Mapping | DataError
-"""A raw record: a line of JSON, a row of a table, {"text": bytes} for a line of text, or why a row has no
-values.
+"""A raw record, or the reason why a row has no values.
+
+A record is a line of JSON, a row of a table, or {"text": bytes} for a line of text.
 """
 
 
@@ -63,7 +64,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of one record; `loss[i] == 1` means that token i counts as a label (predicted at token i-1)."""
+    """The tokens of one record; `loss[i] == 1` means that token i counts as a label (predicted at i-1)."""
 
     ids: np.ndarray  # [n] int32
     loss: np.ndarray  # [n] uint8
@@ -100,10 +101,10 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 
 
 def parse_row(row: Row) -> Record:
-    """Return the record in a raw row. Raises DataError for anything else; the caller adds file and line to
-    it.
+    """Return the record in a raw row.
 
-    A text may have any length; see `encoding.cut_texts`.
+    A text may have any length; see `encoding.cut_texts`. Raises DataError for anything else; the caller adds
+    file and line to it.
     """
     if isinstance(row, DataError):
         raise row
@@ -125,11 +126,11 @@ def parse_row(row: Row) -> Record:
 
 
 def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Document:
-    """Return the tokens and loss mask of a record; if `append_eod`, end texts and completions with the EOS
-    token.
+    """Return the tokens and loss mask of a record.
 
-    Text: loss everywhere. Messages: the chat template's ids, loss on assistant turns. Prompt and completion:
-    loss on the completion and its EOS; only the prompt has the tokenizer's BOS.
+    If `append_eod`, texts and completions end with the EOS token. Text: loss everywhere. Messages: the chat
+    template's ids, loss on assistant turns. Prompt and completion: loss on the completion and its EOS; only
+    the prompt has the tokenizer's BOS.
     """
     if record.kind == MESSAGES:
         ids, loss = tokenizer.apply_chat_template(record.values[0])
@@ -201,8 +202,9 @@ def _arrow_batches(pa, source) -> Iterator:
 
 
 def _batch_rows(batch) -> Iterator[Row]:
-    """Yield the rows of a record batch; a row whose string column holds invalid UTF-8 is yielded as a
-    DataError.
+    """Yield the rows of a record batch.
+
+    A row whose string column holds invalid UTF-8 is yielded as a DataError.
     """
     try:
         rows = batch.to_pylist()
@@ -373,7 +375,8 @@ def _check_size(kind: str, values: tuple) -> None:
     size = sum(len(text) for text in texts if isinstance(text, str))
     if size > MAX_CHARACTERS:
         raise DataError(
-            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} of {size} characters, more than "
+            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} "
+            f"of {size} characters, more than "
             f"{MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",
