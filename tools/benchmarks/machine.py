@@ -38,7 +38,8 @@ class Machine:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def describe(self) -> str:
-        return f"{self.name}, torch {torch.__version__}, {str(self.dtype)[6:]}, {self.rounds} rounds, seed {self.seed}"
+        versions = f"torch {torch.__version__}, {str(self.dtype)[6:]}"
+        return f"{self.name}, {versions}, {self.rounds} rounds, seed {self.seed}"
 
 
 def copy_bandwidth(machine: Machine) -> float:
