@@ -1,4 +1,4 @@
-"""How runs end: everything is ended, in order, and what is said of what was saved is true."""
+"""Check how runs end: everything is closed, in order, and the messages about saves are true."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files(tmp_path_factory):
 
 
 def begin(cleanup: Cleanup, failing=()) -> list:
-    """Actions 1, 2 and 3, which note what they are told; those of `failing` then fail."""
+    """Add actions 1, 2 and 3, which note what they are told; those in `failing` then fail."""
     told = []
 
     def action(number):
