@@ -1,4 +1,4 @@
-"""The fault table: every row has a test, and says what came of it."""
+"""Check the fault table: every row has a test, and shows its result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_row_has_a_test():
 
 
 def table(folder: Path, text: str) -> tuple[int, dict[str, list[str]], str]:
-    """(exit code, {row: other cells}, all that was printed) of pytest with the plugin on one file."""
+    """Run pytest with the plugin on one file; return (exit code, {row: other cells}, output)."""
     (folder / "test_example.py").write_text(text)
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""The launch scripts: they parse, they train, and the exit code of pretrain_kd.py comes through torchrun."""
+"""Check the launch scripts: they parse, train, and pass pretrain_kd.py's exit code through torchrun."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
+    """Return (exit code, stdout, stderr)."""
     try:
         stdout, stderr = process.communicate(timeout=400)
     finally:
@@ -86,7 +86,10 @@ def test_local_returns_the_exit_code_of_the_training(files):
 
 @pytest.mark.fault(13)
 def test_a_signal_to_local_reaches_the_training(files, tmp_path):
-    """A stand-in for Python that is a training which saves at SIGUSR1: every process gets the signal, and time to end."""
+    """A stand-in for Python acts as a training that saves at SIGUSR1.
+
+    Every process gets the signal, and time to end.
+    """
     python = program(
         tmp_path / "python",
         f'case "$1" in *pretrain_kd.py) ;; *) exec {sys.executable} "$@";; esac\n'
@@ -102,7 +105,7 @@ def test_a_signal_to_local_reaches_the_training(files, tmp_path):
 
 
 def assert_saved_its_last_step(process, save, number):
-    """It was asked to be started again, by `number`."""
+    """Check that the run saved because of the signal `number`, and asked to be restarted."""
     code, _, stderr = finish(process)
     assert code == 75, stderr
     assert json.loads((save / "PREEMPTED").read_text())["reason"] == f"received {number.name}"
@@ -115,7 +118,7 @@ def assert_saved_its_last_step(process, save, number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.slow
 def test_a_signal_that_comes_three_times(number, files):
-    """All of them in a torchrun would end it, or the processes while they return 75."""
+    """If torchrun got all three signals, it would end, or the processes would while they return 75."""
     save = files / f"three times {number.name}"
     process = start(
         "local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2"
@@ -142,7 +145,7 @@ def test_a_signal_during_a_save(files):
 
 
 def wait_for(*paths: Path, size: int = 0) -> None:
-    """Until the files are there, with so many bytes at least."""
+    """Wait until the files exist, with at least `size` bytes."""
     deadline = time.monotonic() + 60
     while not all(path.exists() and path.stat().st_size >= size for path in paths):
         assert time.monotonic() < deadline
@@ -151,9 +154,10 @@ def wait_for(*paths: Path, size: int = 0) -> None:
 
 @pytest.fixture
 def slurm(tmp_path):
-    """The environment of a batch job of one machine; `srun` runs its command here, `scontrol` writes down what is asked.
+    """Return the environment of a batch job on one machine.
 
-    STATE is that of the job. The real Slurm is in test_slurm.py.
+    `srun` runs its command here, and `scontrol` writes down its arguments. STATE is the state of the job. The
+    real Slurm is in test_slurm.py.
     """
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -181,7 +185,7 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
     ("training_ends_with", "environment", "is_requeued"),
     [
         (75, {}, True),
-        (75, {"STATE": "COMPLETING"}, False),  # cancelled by somebody, or requeued by Slurm itself
+        (75, {"STATE": "COMPLETING"}, False),  # cancelled by a user, or requeued by Slurm itself
         (75, {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}, False),
         (76, {}, False),
     ],
@@ -189,7 +193,7 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
 def test_slurm_requeues_a_preempted_job_and_no_other(
     training_ends_with, environment, is_requeued, slurm, tmp_path
 ):
-    """75 is the exit code of a run that was stopped by a signal and has saved."""
+    """A run that was stopped by a signal and has saved exits with 75."""
     python = program(
         tmp_path / "python",
         f'case "$1" in *pretrain_kd.py) exit {training_ends_with};; esac; exec {sys.executable} "$@"',
@@ -208,7 +212,8 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
     programs = tmp_path / "programs"
     name, _, only = busy.partition(" ")
     answer = (programs / name).read_text().partition("\n")[2]
-    failing = f"[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] || {{ touch {tmp_path}/failed$$; exit 1; }}"
+    failing = f"[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] "
+    failing += f"|| {{ touch {tmp_path}/failed$$; exit 1; }}"
     program(programs / name, f'case "$*" in {only}*) {failing};; esac\n{answer}')
     program(programs / "sleep", "exit 0")
     python = program(
@@ -222,7 +227,10 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path):
-    """To a training that saves; or to a Python that is still starting up, knows no signal yet, and dies of it."""
+    """The warning reaches a training that saves.
+
+    It also reaches a Python that is still starting, has no handler yet, and dies of it.
+    """
     save = "trap 'sleep 1; echo 75 >$EXIT_CODE_FILE; exit 1' USR1; touch started; while :; do sleep 0.1; done"
     die = "touch started; exec sleep 60"
     python = program(tmp_path / "python", save if is_training else die)

@@ -1,4 +1,7 @@
-"""A real Slurm on this machine (Debian's slurmctld, slurmd, slurm-client, munge): runs that it warns, preempts and cancels."""
+"""Test runs under a real Slurm on this machine: warned, preempted and cancelled.
+
+Needs Debian's slurmctld, slurmd, slurm-client and munge.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from tests.train.saved_state import saved_state
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 CYCLES = 3
-CONTROLLER_S = 30  # that a busy controller may take to answer
-RESTART_DELAY_S = (
-    5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
-)
-LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
+CONTROLLER_S = 30  # time that a busy controller may take to answer
+# Slurm waits this long after the end of a job before it restarts it (default: 120 s)
+RESTART_DELAY_S = 5
+LIMIT_MIN, LEAD_S = 2, 40  # limit of a start of the job; Slurm then warns between 50 and 80 s after the start
 SETTINGS = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -58,7 +60,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Slurm:
-    """One machine with a controller, reached through the variable SLURM_CONF."""
+    """Machine with a controller, reached through the variable SLURM_CONF."""
 
     settings: Path
 
@@ -69,7 +71,7 @@ class Slurm:
         ).stdout
 
     def environment(self) -> dict[str, str]:
-        """That of a user who is about to start CPU runs of two processes."""
+        """Return the environment of a user who is about to start CPU runs of two processes."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -84,12 +86,12 @@ class Slurm:
         }
 
     def submit(self, argv: list[str], output: Path, *options: object) -> str:
-        """Start a run by launch/submit.py; returns the number of the job."""
+        """Start a run by launch/submit.py; return the job's number."""
         own = ("--gpus-per-node", 0, "--cpus-per-task", 1, "--option", f"output={output}", *options)
         return self.ask(sys.executable, ROOT / "launch" / "submit.py", *own, *argv).split()[-1]
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of it: JobState, Restarts, ExitCode, ...; a controller that is busy is asked again."""
+        """Return a job's fields (JobState, Restarts, ExitCode, ...); ask a busy controller again."""
         deadline = time.monotonic() + CONTROLLER_S
         while True:
             try:
@@ -125,10 +127,11 @@ def is_ready(slurm: Slurm) -> bool:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    """A Slurm of our own: its folder, its ports, its key; gone at the end."""
+    """Yield a private Slurm with its folder, ports and key; remove it at the end."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
-            f"Slurm is not installed, no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+            f"Slurm is not installed, no {' '.join(missing)}: "
+            "apt-get install slurmctld slurmd slurm-client munge"
         )
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
@@ -178,13 +181,16 @@ def files(tmp_path_factory):
 
 
 def run_flags(files: Path, run: str, *more: object) -> list[str]:
-    """A run that goes on from its own checkpoints; only signals make it save, and its learning rate knows no end."""
+    """Return flags of a run that resumes from its own checkpoints.
+
+    Only signals make it save, and its learning rate does not depend on the last step.
+    """
     save = files / run
     return flags(files, run, "--save", save, "--load", save, "--lr-decay-style", "constant", *more)
 
 
 def steps_of(files: Path, run: str) -> int:
-    """The last step that is logged."""
+    """Return the last step that is logged."""
     lines = read_metrics(files / run) if (files / run / "metrics.jsonl").exists() else []
     return lines[-1]["iteration"] if lines else 0
 
@@ -226,12 +232,15 @@ def test_the_script_is_one_that_slurm_takes(slurm, files):
 
 @pytest.mark.fault(15)
 def test_warned_three_times_before_its_time_limit(slurm, files):
-    """The run has no last step until it was started again three times; it then ends as one that was never stopped."""
+    """The run has no last step until it has restarted three times.
+
+    It then ends like one that was never stopped.
+    """
     output, settings = files / "warned.out", files / "length.yaml"
     settings.write_text("train_iters: 1000000\n")
     argv = [*run_flags(files, "warned"), "--config", str(settings)]
     at = argv.index("--train-iters")
-    del argv[at : at + 2]  # the file says it
+    del argv[at : at + 2]  # the file sets it
     job = slurm.submit(argv, output, "--time", LIMIT_MIN, "--signal-lead-s", LEAD_S)
     saved = [0]
     for cycle in range(1, CYCLES + 1):
@@ -245,9 +254,8 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
         assert slurm.job(job)["JobState"] != "TIMEOUT"
     assert saved == sorted(set(saved)), "every start has got on"
     last = saved[-1] + 10
-    settings.write_text(
-        f"train_iters: {last}\n"
-    )  # before the job starts again, RESTART_DELAY_S after its end
+    # before the job restarts, RESTART_DELAY_S after its end
+    settings.write_text(f"train_iters: {last}\n")
     wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 60 * LIMIT_MIN, "the end")
     assert slurm.job(job)["ExitCode"] == "0:0" and slurm.job(job)["Restarts"] == str(CYCLES)
     assert [line["iteration"] for line in read_metrics(files / "warned")] == list(range(1, last + 1))

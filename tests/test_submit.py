@@ -1,4 +1,4 @@
-"""launch/submit.py: the batch script that it writes, and the runs that it refuses before they wait in a queue."""
+"""Check launch/submit.py: the batch script that it writes, and the runs that it refuses to queue."""
 
 from __future__ import annotations
 
@@ -76,9 +76,8 @@ def test_the_script_is_the_template_with_the_options_and_the_run(config, capsys)
         f"set -- --config '{config}' --lr 2e-3",
     ]
     first_command = next(index for index, line in enumerate(written) if line and not line.startswith("#"))
-    assert not [
-        line for line in written[first_command:] if line.startswith("#SBATCH")
-    ]  # Slurm would not read them
+    # Slurm would not read them
+    assert not [line for line in written[first_command:] if line.startswith("#SBATCH")]
 
 
 def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):
@@ -144,7 +143,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("value", "written"), VALUES.items())
 def test_values_are_quoted_as_sbatch_reads_them(value, written, config, capsys):
-    """tests/test_slurm.py shows sbatch this."""
+    """tests/test_slurm.py shows that sbatch accepts this."""
     printed = script(capsys, "--config", config, "--name", value, "--option", f"comment={value}").splitlines()
     assert f"#SBATCH --job-name={written}" in printed and f"#SBATCH --comment={written}" in printed
 
@@ -185,13 +184,14 @@ def test_times_are_read_as_slurm_reads_them(time, expected):
 
 
 def test_without_slurm_and_without_torch(config, tmp_path):
-    """As a program, where no sbatch is found; nothing heavy is imported for that."""
-    code = f"import sys; from launch.submit import main; print(main(['--config', {config!r}]), 'torch' in sys.modules)"
+    """Run it as a program without sbatch; it imports nothing heavy."""
+    code = "import sys; from launch.submit import main; "
+    code += f"print(main(['--config', {config!r}]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ended.stdout == "1 False\n" and ended.stderr.startswith("error[sbatch-missing]: ")
 
 
 def test_no_time_limit_is_one_too(config, capsys):
-    """Slurm's 0: the job is never told to end."""
+    """In Slurm 0 means that the job is never told to end."""
     assert "#SBATCH --time=0\n" in script(capsys, "--config", config, "--time", "0")

@@ -55,9 +55,9 @@ def test_what_fails_at_the_end_of_a_good_run_is_its_error(capsys):
 
 
 def stopped(argv, in_step):
-    """A run that gets SIGTERM before its first step, or in it.
+    """Run until SIGTERM before the first step, or in it.
 
-    (Text of the lock when training is over, text when all is, the error with which it ended.)
+    Return (text of the lock after training, text after everything, the error with which the run ended).
     """
     from pathlib import Path
 
@@ -97,7 +97,7 @@ def stopped(argv, in_step):
 
 
 def test_what_is_said_of_what_was_saved(files, ranks):
-    """And the folder is the run's until it has ended."""
+    """The messages about saves are true, and the folder is locked until the run has ended."""
 
     def end_of(run, in_step, *more):
         ((held, released, said),) = ranks.run(stopped, 1, flags(files, run, *more), in_step)
@@ -116,15 +116,15 @@ def test_what_is_said_of_what_was_saved(files, ranks):
     saved = (f"iteration 1 is saved in {save / 'iter_0000001'}", f"{again}, with --load {save}")
     assert end_of("save", True, *go_on) == saved and (save / "iter_0000001").is_dir()
     assert end_of("save", False, *go_on) == saved
-    back = end_of("save", False, *go_on, "--ckpt-step", 1)  # once is enough
+    back = end_of("save", False, *go_on, "--ckpt-step", 1)  # one rewind is enough
     assert back == (saved[0], f"{again}, without --ckpt-step, with --load {save}")
-    for step in ((), ("--ckpt-step", 1)):  # which a start from another folder still needs
+    for step in ((), ("--ckpt-step", 1)):  # a start from another folder still needs --ckpt-step
         assert end_of("other", False, "--save", other, "--load", save, *step) == (saved[0], again)
     assert not list(other.glob("iter_*")) and (other / "PREEMPTED").exists()
 
 
 def test_a_run_whose_export_failed_is_not_done(files, ranks):
-    """Started again, it exports, and is done."""
+    """Restarted, the run exports and is done."""
     save, exported = files / "export", files / "export hf"
     (exported / "config.json" / "in the way").mkdir(parents=True)
     argv = flags(files, "export", "--save", save, "--load", save, "--export-hf", exported)
@@ -140,7 +140,7 @@ def test_a_run_whose_export_failed_is_not_done(files, ranks):
 
 
 def phases_of_publishing(argv):
-    """Phases of the watchdog in which the run asked whether a save in the background can be published."""
+    """Return the watchdog's phases in which the run asked if a background save can be published."""
     from mkd.config.load import load_config
     from mkd.operations.watchdog import Watchdog
     from mkd.platform import detect

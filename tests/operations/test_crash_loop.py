@@ -1,4 +1,4 @@
-"""A run that crashes in the same step every time it is started is ended for good; other ends do not count."""
+"""Check that a run that crashes in the same step at every start is stopped; other ends do not count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 
 def crash_in(folder, step, config=None):
-    """A run that gets to `step` and is not heard of again."""
+    """Simulate a run that reaches `step` and then disappears."""
     CrashCounter.start(folder, config or Config()).reached(step)
 
 
@@ -33,7 +33,7 @@ def crash_in(folder, step, config=None):
 def test_three_crashes_of_one_step(tmp_path):
     for _ in range(3):
         crash_in(tmp_path, 7)
-    for _ in range(2):  # until somebody changes something
+    for _ in range(2):  # until something changes
         with pytest.raises(CrashLoop, match="the last 3 runs in .* all crashed in step 7") as caught:
             CrashCounter.start(tmp_path, Config())
         assert caught.value.exit_code == 76 and str(tmp_path / RUNNING) in caught.value.do
@@ -69,7 +69,7 @@ def test_a_marker_that_cannot_be_read_is_none(content, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault(16)
 def test_the_command_stops_with_76(files, tmp_path):
-    """Real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
+    """Use real processes: killed, failed, killed, each in step 3, after the checkpoint of step 2."""
     save = tmp_path / "save"
     argv = flags(files, "loop", "--train-iters", 6, "--save", save, "--load", save, "--save-interval", 2)
     codes = []
@@ -97,7 +97,7 @@ def test_the_command_stops_with_76(files, tmp_path):
     ids=repr,
 )
 def test_which_ends_are_crashes(error, is_crash, tmp_path):
-    """Those with exit code 1; what was refused or told to end was not."""
+    """Ends with exit code 1 are crashes; refused runs and runs told to end are not."""
     for _ in range(3):
         counter = CrashCounter.start(tmp_path, Config())
         counter.reached(7)

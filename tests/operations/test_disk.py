@@ -1,4 +1,4 @@
-"""The room that must be on a disk before a run begins."""
+"""Check the space that must be free on a disk before a run begins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(folder, train_iters=100, bf16=True, **checkpoint) -> Config:
     ("present", "checkpoint", "count"),
     [
         (0, {}, 1),
-        (0, {"save_interval": 10}, 1),  # all stay: nobody knows how often people make room
+        (0, {"save_interval": 10}, 1),  # all stay: it is unknown how often people delete some
         (0, {"save_interval": 10, "keep_checkpoints": 3}, 4),
         (2, {"save_interval": 10, "keep_checkpoints": 3}, 2),
         (3, {"save_interval": 10, "keep_checkpoints": 3}, 1),
@@ -69,7 +69,7 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
     ],
 )
 def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
-    """Of a run that goes on those to come, however many there are already."""
+    """A resumed run counts the checkpoints that it will save, however many exist already."""
     if start:
         (tmp_path / f"iter_{start:07d}").mkdir()
     assert checkpoints_to_stay(settings(tmp_path / "other", load=str(tmp_path), **checkpoint)) == count

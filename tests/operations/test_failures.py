@@ -1,4 +1,4 @@
-"""One rank raises, or dies: the others end within seconds, and the one traceback that matters is the first rank's."""
+"""Check that all ranks end within seconds of a failure, and that only the first rank's traceback is shown."""
 
 from __future__ import annotations
 

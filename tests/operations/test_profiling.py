@@ -1,4 +1,4 @@
-"""Profiles of some steps, and the files that a run explains itself with."""
+"""Check profiles of some steps, and the files that explain a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
 
 @pytest.mark.parametrize(("iterations", "steps"), [((0, 1, 2, 3), 2), ((2, 3), 1), ((0, 1), 1), ((3, 4), 0)])
 def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
-    """The steps after 1, up to 3: also for a run that resumes between them, or ends before."""
+    """The range is the steps after 1, up to 3, also for a run that resumes within it or ends before it."""
     import torch
 
     log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
@@ -74,7 +74,10 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
 
 
 class Recorder:
-    """CUDA's recorder, which machines without a GPU lack: what it was asked for, and a snapshot that says how much."""
+    """Replace CUDA's recorder, which machines without a GPU lack.
+
+    It notes what it was asked for, and its snapshot says how much.
+    """
 
     def __init__(self, monkeypatch):
         import torch
@@ -95,7 +98,11 @@ class Recorder:
     ("iterations", "error", "calls"),
     [
         (5, None, ["on", "written", "off"]),  # when the steps are done
-        (5, RuntimeError(), ["on", "written", "written", "off"]),  # the failure after them replaces that
+        (
+            5,
+            RuntimeError(),
+            ["on", "written", "written", "off"],
+        ),  # the failure's snapshot replaces the steps'
         (5, Preempted("", code="example"), ["on", "written", "off"]),
         (2, RuntimeError(), ["on", "written", "off"]),
         (0, RuntimeError(), ["on", "written", "off"]),
@@ -116,7 +123,7 @@ def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, t
 
 
 def fail_in_build(argv):
-    """What the recorder was asked for in a run whose GPU is too small for its models."""
+    """Return what the recorder was asked for in a run whose GPU is too small for its models."""
     import torch
 
     from mkd.config.load import load_config
@@ -144,7 +151,7 @@ def test_the_memory_history_of_models_that_do_not_fit(files, ranks):
 
 
 def test_what_cannot_be_profiled_is_said_before_the_run():
-    """On a machine without a GPU."""
+    """Without a GPU, settings that cannot be profiled are reported before the run."""
     import torch
 
     if torch.cuda.is_available():

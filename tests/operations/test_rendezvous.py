@@ -1,4 +1,7 @@
-"""What one machine alone cannot do at the start ends all ranks: said by the first rank that has met it, with its exit code."""
+"""Check that a problem of one machine at the start ends all ranks.
+
+The first rank with the problem reports it, with its exit code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def start(files, tmp_path):
-    """Start a run of relative paths with each rank on a machine of its own, given the names of what `files` there are there."""
+    """Start a run with relative paths, each rank on a separate machine.
+
+    Each argument names the files of `files` that exist on one machine.
+    """
 
     def start_on(*machines: tuple[str, ...]):
         places = [tmp_path / f"machine {rank}" for rank in range(len(machines))]
@@ -42,7 +48,8 @@ def test_a_file_that_one_machine_does_not_have(start):
         "  why: looked for a file of this name\n"
         "  do:  check the path\n"
     )
-    said = "error[peer-cannot-start]: stopped because rank 1 cannot start: --data-path text.jsonl: nothing found\n"
+    said = "error[peer-cannot-start]: stopped because rank 1 cannot start: "
+    said += "--data-path text.jsonl: nothing found\n"
     assert said in first.output and "Traceback" not in first.output + second.output
 
 
@@ -72,7 +79,7 @@ def test_what_the_first_machine_alone_has_met(start):
 
 @pytest.mark.slow
 def test_each_problem_is_said_once(start):
-    """Ranks 0 and 1 have met the same one, rank 2 another one besides."""
+    """Ranks 0 and 1 have the same problem; rank 2 has another one besides."""
     outputs = [one.output for one in start((), (), ("checkpoints",))]
     assert (
         outputs[0].count("error[data-path-not-found]: --data-path text.jsonl: nothing found\n") == 1
@@ -93,6 +100,7 @@ def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch)
     error = ErrorList([UsageError("what", "why", "do", code="example"), UsageError("more", code="example")])
     assert end_of_rank(error, FailureReports(1, 2), Rendezvous(1, 2)) == USAGE
     assert (
-        capsys.readouterr().err
-        == "rank 1: error: 2 problems:\n[1] error[example]: what\n  why: why\n  do:  do\n[2] error[example]: more\n"
+        capsys.readouterr().err == "rank 1: error: 2 problems:\n"
+        "[1] error[example]: what\n  why: why\n  do:  do\n"
+        "[2] error[example]: more\n"
     )

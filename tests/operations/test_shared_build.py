@@ -1,4 +1,4 @@
-"""While rank 0 builds: the others wait for as long as it gets on, and a signal to any of them ends all."""
+"""Check that ranks wait while rank 0 builds and makes progress, and that a signal to any rank ends all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.operations.test_stopping import run_and_signal
 from tests.train.command import flags, make_files, run_main, write_records
 from tests.train.processes import run_processes
 
-LIMIT_S = 9.0  # of a phase without progress
+LIMIT_S = 9.0  # limit of a phase without progress
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,10 @@ def files(tmp_path_factory):
 
 
 def long_text(files, megabytes: float):
-    """A file that takes about a third of a second a megabyte, and whether its tokens are being written."""
+    """Return the name of a file, and a function that tells if its tokens are being written.
+
+    Tokenising takes about a third of a second per megabyte.
+    """
     texts = (
         f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950))
     )
@@ -34,7 +37,7 @@ def long_text(files, megabytes: float):
 
 
 def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
-    """(what was shared or raised, the seconds since the start, those since this rank's watchdog has last seen progress)."""
+    """Return (result or error, seconds since the start, seconds since this rank's watchdog saw progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
     from mkd.operations.phases import Phases
@@ -84,7 +87,7 @@ def test_an_error_is_raised_by_all(ranks):
 
 
 def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
-    """And of none where the folder is damaged: that is for the next start to say."""
+    """Without a position if the folder is damaged: the next start reports that."""
 
     def position():
         leave_preempted(str(tmp_path), Preempted("received SIGTERM", code="example"))
@@ -98,7 +101,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
     )
     (tmp_path / "iter_0000004").mkdir()
     saved = {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}
-    state = saved | {"fingerprints": {"data.seq_length": 32}}  # as of before tokens were counted
+    state = saved | {"fingerprints": {"data.seq_length": 32}}  # written before tokens were counted
     (tmp_path / "iter_0000004" / "mkd.json").write_text(json.dumps(state))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     assert position() == saved | {"consumed_tokens": 512} | reason
@@ -109,7 +112,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault("13 data build")
 def test_a_signal_while_data_are_tokenised(files):
-    """Nothing is left behind, no crash is counted, and what an earlier run left in the save folder is replaced."""
+    """No files stay, no crash is counted, and an earlier run's marker in the save folder is replaced."""
     name, is_tokenised = long_text(files, 20)
     folder, told = files / "tokenising", []
     folder.mkdir()
@@ -136,7 +139,7 @@ def test_a_signal_while_data_are_tokenised(files):
 
 @pytest.mark.slow
 def test_a_long_build_is_no_hang(files, tmp_path):
-    """Three times as long as the limit of a phase."""
+    """The build takes three times as long as the limit of a phase."""
     name, _ = long_text(files, 3 * LIMIT_S * 3.2)
     argv = flags(files, "long", "--distributed-timeout-minutes", LIMIT_S / 60, "--data-path", files / name)
     start = time.time()
@@ -146,7 +149,10 @@ def test_a_long_build_is_no_hang(files, tmp_path):
 
 
 def count_workers(argv: list[str]) -> tuple[int, int]:
-    """(exit code, the most processes that tokenised at a time) of a run for which any file is worth a process."""
+    """Return (exit code, largest number of concurrent tokenising processes) of a run.
+
+    Any file counts as large enough for a process.
+    """
     import multiprocessing
 
     from mkd.data import encoding
@@ -168,7 +174,7 @@ def count_workers(argv: list[str]) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_run_tokenises_with_the_cores_that_it_has(files, ranks):
-    """And makes the same cache as with one."""
+    """Several processes make the same cache as one."""
     import os
 
     plain, shared = (files / name for name in ("cache", "cache of several"))

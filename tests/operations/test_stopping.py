@@ -1,4 +1,4 @@
-"""Runs that are told to end: by a signal to any rank, by their own clock, by the end of a Slurm job."""
+"""Check runs that are told to end: by a signal to any rank, by --exit-duration, by the end of a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def run_and_signal(
     to_group=False,
     until_gone=False,
 ):
-    """(exit code or -signal of each process, output of rank 0) of a long run that gets a signal once it has printed `after`.
+    """Send a signal to a long run once it has printed `after`, or once the function `after` is true.
 
-    Or, where `after` is a function, once that is true.
-    The signal goes to the last rank alone, or to all processes and their data workers; once, or again and again.
+    Return (exit code or -signal of each process, output of rank 0). The signal goes to the last rank alone,
+    or to all processes and their data workers; it is sent once, or repeatedly.
     """
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
     argv += ["--num-workers", "1"] if to_group else []
@@ -78,7 +78,7 @@ def run_and_signal(
         pytest.param(
             signal.SIGUSR1, True, "iteration        1/", marks=[pytest.mark.fault(13, 14), pytest.mark.slow]
         ),
-        pytest.param(  # or data are built
+        pytest.param(  # or while data are built
             signal.SIGINT, False, "CPU platform", marks=[pytest.mark.fault("13 first step"), pytest.mark.slow]
         ),
     ],
@@ -103,7 +103,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 @pytest.mark.fault(13)
 def test_signals_that_go_on_until_the_process_is_gone(files, number):
-    """The exit code has been decided before the interpreter ends: none of them changes it."""
+    """Signals cannot change the exit code between its choice and the interpreter's end."""
     run = f"{number.name} until gone"
     codes, output = run_and_signal(files, run, number, processes=1, until_gone=True)
     assert codes == [75] and "preempted: received" in output, output[-2000:]
@@ -136,7 +136,7 @@ def test_the_next_start_goes_on_and_is_done(files, ranks):
 
 
 def answers(end_in_s: float, minutes: float | None, received: int):
-    """What both ranks are told when rank 1 alone knows of the end or has received a signal."""
+    """Return what both ranks are told when rank 1 alone knows of the end or has received a signal."""
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
@@ -168,7 +168,7 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
 
 
 def ends_before_a_first_save(num_bytes, save_s):
-    """Whether a job that ends in 60 s stops: (before its first step, after one of 2 s)."""
+    """Return if a job that ends in 60 s stops: (before its first step, after one of 2 s)."""
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
@@ -187,13 +187,10 @@ def ends_before_a_first_save(num_bytes, save_s):
     ("num_bytes", "save_s", "expected"),
     [
         (0, 0.0, (False, False)),  # no --save
-        (
-            24e9,
-            0.0,
-            (False, True),
-        ),  # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        (24e9, 0.0, (False, True)),
         (5e9, 0.0, (False, False)),
-        (24e9, 5.0, (False, False)),  # one was timed
+        (24e9, 5.0, (False, False)),  # one save was timed
     ],
 )
 def test_the_first_save_of_a_start_needs_time_too(num_bytes, save_s, expected, ranks):

@@ -1,4 +1,4 @@
-"""A real run that is killed every seven steps: what it has logged of an epoch is each document once."""
+"""Kill a real run every seven steps: over an epoch it logs each document once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ DOCUMENTS, CRASH_EVERY = 24, 7
 
 @pytest.fixture
 def files(tmp_path):
-    """The document with i words has a number of loss tokens of its own, so that the log tells which one a step has seen."""
+    """Give the document with i words its own number of loss tokens.
+
+    The log then tells which document a step has seen.
+    """
     make_files(tmp_path)
     write_records(tmp_path / "text.jsonl", *({"text": "fox " * i} for i in range(1, DOCUMENTS + 1)))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN on one rank: no update on any, and models and samples are named."""
+"""Check NaN losses and gradients on one rank: no rank updates, and models and samples are named."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.reported import reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
 
-RARE = "@"  # in one document, so in one pack
+RARE = "@"  # occurs in one document, so in one pack
 RARE_DOCUMENT = 40
 STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Models that are NaN wherever they read `RARE`, for its embedding is."""
+    """Make models that are NaN wherever they read `RARE`, because its embedding is NaN."""
     folder = make_files(tmp_path_factory.mktemp("nonfinite"))
     add_tokenizer(make_model(folder / "untied", **{**STUDENT, "tie_word_embeddings": False}))
     texts = [
@@ -56,7 +56,10 @@ def rare_flags(files, run, *more, student="nan student", teacher="teacher"):
 
 
 def steps_of(argv, fault=None):
-    """(records of every step, parameters and optimizer hashed before and after each, samples that have the rare token)."""
+    """Return (records of every step, state hashes, samples that have the rare token).
+
+    The hashes cover parameters and optimizer before and after each step.
+    """
     import torch.distributed as dist
 
     from mkd.config.load import load_config
@@ -114,7 +117,7 @@ def state_hash(run) -> str:
 )
 @pytest.mark.fault(19)
 def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks):
-    """Two data-parallel ranks, of which one has the bad sample."""
+    """One of two data-parallel ranks has the bad sample."""
     run = f"skip {len(more)}"
     argv = rare_flags(files, run, "--non-finite", "skip", *more)
     results = ranks.run(steps_of, 2, argv)
@@ -148,7 +151,7 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
 )
 @pytest.mark.fault(19)
 def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
-    """With tensor parallelism it is that of a replicated norm weight, which no other rank sees."""
+    """With tensor parallelism the gradient is that of a replicated norm weight, which no other rank sees."""
     argv = flags(files, f"gradient {layout}", "--train-iters", 3, "--non-finite", "skip", *layout)
     for hashes, _, _, position in ranks.run(steps_of, 2, argv, "nan@in_step:1:2"):
         assert [hashes[i] == hashes[i + 1] for i in range(3)] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Runs that meet one fault after the other, and are started again each time, end as a run that met none: bit for bit."""
+"""Check that runs restarted after every fault end like a run without faults, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clean(files):
-    """{number of steps: what the last checkpoint of an undisturbed run holds}, each run once."""
+    """Return a function of a number of steps that returns the last checkpoint of an undisturbed run.
+
+    Each run is made once.
+    """
     runs = {}
 
     def get(steps: int) -> dict[str, str]:
@@ -40,7 +43,7 @@ def clean(files):
 
 
 def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
-    """Train for `steps` with each of `faults` in turn; what the last checkpoint holds."""
+    """Train for `steps` with each of `faults` in turn; return the last checkpoint's contents."""
     save = files / run
     more = (
         "--train-iters",
@@ -66,7 +69,7 @@ def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
 
 
 def place(chance: random.Random, step: int) -> str:
-    """A point of `step`, and a rank that comes by there: `point:rank:step`."""
+    """Return a point of `step`, and a rank that passes it: `point:rank:step`."""
     rank = chance.randrange(RANKS)
     points = IN_A_STEP
     if step % SAVE_EVERY == 0:
@@ -85,7 +88,7 @@ def test_kill_9_at_20_random_steps(files, clean):
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("seed", range(5))
 def test_soak(seed, files, clean):
-    """Of every kind that ends a run at once; those that hang are in test_watchdog.py."""
+    """Faults are of every kind that ends a run at once; test_watchdog.py has those that hang."""
     chance = random.Random(seed)
     faults = []
     for start in range(0, SOAK_STEPS - FAULT_EVERY, FAULT_EVERY):

@@ -1,4 +1,4 @@
-"""Losses that stand out are flagged, noise and the fall of a young run are not."""
+"""Check that losses that stand out are flagged; noise and the fall of a young run are not."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def files(tmp_path_factory):
 
 
 def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]:
-    """A loss that falls from 10 to 2, with multiplicative noise whose tails are heavier than a normal distribution's."""
+    """Return losses that fall from 10 to 2, with multiplicative noise of heavier tails than normal."""
     generator = random.Random(seed)
     losses = []
     for step in range(steps):
-        wide = generator.gauss(0, 1) / math.sqrt(
-            generator.gammavariate(3, 1 / 3)
-        )  # Student's t, 6 degrees of freedom
+        # Student's t, 6 degrees of freedom
+        wide = generator.gauss(0, 1) / math.sqrt(generator.gammavariate(3, 1 / 3))
         losses.append((2 + 8 * math.exp(-step / 60)) * math.exp(noise * max(-4.0, min(4.0, wide))))
     return losses
 
@@ -58,7 +57,10 @@ def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
 
 
 def train_with_a_broken_weight(argv, step):
-    """A run whose final norm is made 40 times larger for one step; what it prints, and this rank's samples of that step."""
+    """Run with the final norm made 40 times larger for one step.
+
+    Return the output, and this rank's samples of that step.
+    """
     from mkd.config.load import load_config
     from mkd.operations.console import console
     from mkd.platform import detect
@@ -90,7 +92,7 @@ def train_with_a_broken_weight(argv, step):
 
 @pytest.mark.fault(21)
 def test_a_real_run_flags_its_spike_alone_and_names_the_samples(files, ranks):
-    """Of both data-parallel ranks, and the documents that they are made of."""
+    """The samples are those of both data-parallel ranks, with the documents that they are made of."""
     results = ranks.run(train_with_a_broken_weight, 2, flags(files, "spike", "--train-iters", 60), 41)
     lines, (output, _) = read_metrics(files / "spike"), results[0]
     flagged = {line["iteration"]: line["loss_spikes"] for line in lines if "loss_spikes" in line}

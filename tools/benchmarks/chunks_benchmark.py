@@ -25,7 +25,7 @@ from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
 
 GEMMS = "bare GEMMs"
-# The gradients of these losses are signs of sorted values. Rounding to bf16 flips them, so the gate uses fp32.
+# The gradients of these losses are signs of sorted values. Rounding to bf16 flips them: the gate uses fp32.
 SORTED = ("gold", "uld")
 # Kind -> (fraction of the chunks, student tokens, teacher tokens), as measured on Python sources and
 # documentation: SmolLM2 teaches a student with Mistral's tokenizer.
