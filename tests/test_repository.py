@@ -69,7 +69,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch
 
 @cache
 def repository_files() -> list[Path]:
-    """Return the files of a clean clone: no build products, no runs, and only .ci and .github of hidden ones."""
+    """Return the files of a clean clone: no build products or runs; of hidden files only .ci and .github."""
     skipped = re.compile(
         r"(^\.(?!(ci|github|pre-commit-config\.yaml)$))|^(runs|build|dist|__pycache__)$|\.egg-info$"
     )

@@ -320,7 +320,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="ci")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="only make --data there")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make --data in this folder and stop")
     parser.add_argument(
         "--data", type=Path, help="folder with text, tokenizer and cache (default: made below --work)"
     )
