@@ -16,7 +16,7 @@ def files(tmp_path_factory):
 
 
 def begin(cleanup: Cleanup, failing=()) -> list:
-    """Add actions 1, 2 and 3, which note what they are told; those in `failing` then fail."""
+    """Add actions 1, 2 and 3, which note what they are told; those in `failing` then raise."""
     told = []
 
     def action(number):

@@ -12,7 +12,7 @@ from mkd.operations.phases import DATA, EVAL, INIT, Follower, Phases
 
 
 class Diary(Follower):
-    """Follower that writes down everything that it is told."""
+    """Follower that records every announcement."""
 
     def __init__(self):
         self.pages = []

@@ -20,7 +20,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
-# of documents with padding: required by CP4, the table's largest context parallelism
+# documents with padding have multiples of it: required by CP4, the table's largest context parallelism
 SPAN_MULTIPLE = 8
 TOLERANCE = 1e-5
 

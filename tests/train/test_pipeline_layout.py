@@ -47,7 +47,7 @@ def test_layouts_train_like_one_process(layout, world_size, files, ranks, one_pr
 
 
 def test_auto_splits_what_even_refuses(files, ranks):
-    """Three layers of the teacher go on two stages; the start shows both splits and their cost."""
+    """The teacher's three layers go on two stages; the start shows both splits and their cost."""
     argv = flags(files, "dry", "--dry-run", *PP2, "--pipeline-layout", "auto")
     first, _ = run_main(ranks, argv, world_size=2)
     assert first.exit_code == 0, first.stderr

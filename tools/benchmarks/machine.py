@@ -18,7 +18,7 @@ class Machine:
     """Device and settings of a benchmark."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations and logits
+    dtype: torch.dtype  # dtype of activations and logits
     rounds: int  # timed calls of each arm
     seed: int
     compile: bool  # also time torch.compile of the plain losses (needs a compiler)
