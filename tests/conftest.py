@@ -1,13 +1,12 @@
-"""Fixtures that every test folder shares."""
+"""Define the fixtures that every test folder shares."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # several ranks share few cores: before torch starts its threads
+# several ranks share few cores; set this before torch starts its threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -18,7 +17,7 @@ from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks():
-    """The pool of gloo ranks, shared by the whole session."""
+    """Yield the pool of gloo ranks, shared by the whole session."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -26,7 +25,7 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """Folder of the real SmolLM2-135M-Instruct, fetched once; tests that use it are marked `download`."""
+    """Return the folder of the real SmolLM2-135M-Instruct, fetched once; its tests are marked `download`."""
     try:
         return fetch_smollm2(tmp_path_factory.mktemp("smollm2"))
     except subprocess.CalledProcessError:
@@ -35,14 +34,14 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpu_ranks():
-    """The pool of ranks with a GPU each."""
+    """Yield the pool of ranks with one GPU each."""
     pool = RankPool(on_gpus=True)
     yield pool
     pool.close()
 
 
 def starts_processes(item: pytest.Function) -> bool:
-    """Return whether a test uses a pool of ranks, or its file starts processes."""
+    """Return True if a test uses a pool of ranks, or if its file starts processes."""
     starters = ("subprocess", "run_processes")
     return not {"ranks", "gpu_ranks"}.isdisjoint(item.fixturenames) or any(
         hasattr(item.module, name) for name in starters
@@ -51,7 +50,7 @@ def starts_processes(item: pytest.Function) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not ranks"` selects
 def pytest_collection_modifyitems(items):
-    """Mark tests that start processes; skip `gpu` tests where there is no GPU, `slow` ones unless MKD_SLOW=1."""
+    """Mark tests that start processes; skip `gpu` tests without a GPU, and `slow` ones unless MKD_SLOW=1."""
     for item in filter(starts_processes, items):
         item.add_marker(pytest.mark.ranks)
     if os.environ.get("MKD_SLOW") != "1":

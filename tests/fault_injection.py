@@ -35,7 +35,7 @@ ERRNOS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 
 class Injector(Follower):
-    """Fails where the text of `VARIABLE` says."""
+    """Inject a fault where the text of `VARIABLE` says."""
 
     def __init__(self, text: str):
         self.text = text
@@ -113,8 +113,10 @@ def _followed_by(announce, method):
 
 
 def poison_next_step() -> None:
-    """Make the gradient that the first vector of the last model part gets in this step NaN, on this rank
-    alone."""
+    """Make one gradient NaN in this step, on this rank alone.
+
+    It is the gradient that the first vector of the last model part gets.
+    """
     from mkd.train.optimizer import StudentOptimizer
 
     zero_grad = StudentOptimizer.zero_grad

@@ -1,7 +1,11 @@
-"""The fault table, a pytest plugin: `make faults`, or `python -m pytest -p tests.faults -m fault [tests/...]`.
+"""Print the fault table, as a pytest plugin.
 
-A test names the faults that it covers with `@pytest.mark.fault(3)` or `@pytest.mark.fault("13 save", 14)`; at the end each row
-of `ROWS` is printed with what was seen of it. Cases of a row that could hide each other are rows of their own.
+    make faults
+    python -m pytest -p tests.faults -m fault [tests/...]
+
+A test names the faults that it covers with `@pytest.mark.fault(3)` or `@pytest.mark.fault("13 save", 14)`. At
+the end each row of `ROWS` is printed with its result. Cases of a row that could hide each other are separate
+rows.
 """
 
 from __future__ import annotations
@@ -51,15 +55,15 @@ ROWS = {
     35: ("all loss tokens masked", "contribute nothing; all data: refused"),
     36: ("soak: a random fault every 15 steps", "same hash, 5 seeds"),
 }
-"""{row: (fault, what is expected)}, the acceptance page in short."""
+"""{row: (fault, what is expected)}, a short form of the acceptance page."""
 
 
 @dataclass
 class Seen:
-    """What came of the tests of one row."""
+    """Results of the tests of one row."""
 
     counts: Counter = field(default_factory=Counter)  # {passed, failed, skipped: number of cases}
-    reasons: set = field(default_factory=set)  # of skips
+    reasons: set = field(default_factory=set)  # reasons of skips
     duration_s: float = 0.0
 
     def verdict(self) -> str:
@@ -76,7 +80,7 @@ class Seen:
 
 
 def pytest_itemcollected(item):
-    """The rows travel with the reports, so that the table is whole where workers run the tests."""
+    """Store the rows in the reports, so that the table is complete if workers run the tests."""
     rows = list(dict.fromkeys(row for mark in item.iter_markers("fault") for row in mark.args))
     if unknown := [row for row in rows if row not in ROWS]:
         raise ValueError(f"{item.nodeid}: no such row of the fault table: {unknown}")
@@ -90,7 +94,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def table(stats: dict[str, list]) -> list[str]:
-    """The lines of the table, from pytest's {outcome: reports}."""
+    """Return the lines of the table, from pytest's {outcome: reports}."""
     seen = defaultdict(Seen)
     for outcome, reports in stats.items():
         for report in reports:
@@ -108,7 +112,7 @@ def table(stats: dict[str, list]) -> list[str]:
 
 
 def _add(seen: Seen, outcome: str, report) -> None:
-    """`outcome` is "" for a set-up or tear-down that went well, which only takes time."""
+    """Add a report. `outcome` is "" for a set-up or tear-down without errors, which only adds time."""
     seen.duration_s += report.duration
     if outcome in ("passed", "failed", "skipped"):
         seen.counts[outcome] += 1

@@ -1,7 +1,10 @@
-"""One fixed run of every kind, and the SHA-256 of its losses: `python -m tests.fixed_runs [--work DIR] [--only KIND ...]`.
+"""Run one fixed run of every kind, and print the SHA-256 of its losses.
 
-A refactoring must not change a bit of any of them. Run it before and after on the same machine with the same `--work`, whose
-models and text are made once. Everything goes through the command line, so that the script outlives what it measures.
+    python -m tests.fixed_runs [--work DIR] [--only KIND ...]
+
+A refactoring must not change a bit of any of them. Run it before and after on the same machine with the same
+`--work`, whose models and text are made once. Everything goes through the command line, so that the script
+outlives the code that it measures.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("step_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "teacher_share", "peak_memory_gib")
-"""Keys of metrics.jsonl that no run repeats."""
+"""Keys of metrics.jsonl whose values differ in every run."""
 
 STUDENT = dict(family="qwen3", seed=1, num_hidden_layers=4, tie_word_embeddings=True)
 TEACHER = dict(family="llama", seed=2, num_hidden_layers=8, hidden_size=72)
 OTHER = dict(family="mistral", seed=3, num_hidden_layers=4)
 FOREIGN = dict(family="llama", seed=4, num_hidden_layers=4, vocab_size=420)
-COMMON = "--seq-length 64 --global-batch-size 8 --train-iters 4 --lr 1e-3 --eval-interval 2 --split 90,10,0 --seed 7"
+COMMON = (
+    "--seq-length 64 --global-batch-size 8 --train-iters 4 --lr 1e-3 --eval-interval 2 "
+    "--split 90,10,0 --seed 7"
+)
 
 KINDS: dict[str, tuple[int, str]] = {  # name -> (processes, flags)
     "same_tokens_tp2_pp2_vpp2": (
         4,
-        "--teacher-hf {teacher} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
-        "--num-virtual-stages-per-pipeline-rank 2 --kd-temperature 2",
+        "--teacher-hf {teacher} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--sequence-parallel --num-virtual-stages-per-pipeline-rank 2 --kd-temperature 2",
     ),
     "jsd_dp2": (
         2,
@@ -48,7 +54,7 @@ KINDS: dict[str, tuple[int, str]] = {  # name -> (processes, flags)
 
 
 def make_files(work: Path) -> None:
-    """Models, tokenizers and text below `work`, where they are not yet."""
+    """Make models, tokenizers and text below `work` that are missing."""
     from tests.tiny_models import add_tokenizer, make_model
 
     if (work / "text.jsonl").exists():
@@ -76,7 +82,7 @@ def write_two_teachers(work: Path) -> None:
 
 
 def run_kind(kind: str, work: Path) -> str:
-    """SHA-256 of the losses of a fresh run."""
+    """Return the SHA-256 of the losses of a fresh run."""
     log, processes = work / "runs" / kind, KINDS[kind][0]
     shutil.rmtree(log, ignore_errors=True)
     save = log / "save"
@@ -96,7 +102,7 @@ def run_kind(kind: str, work: Path) -> str:
 
 
 def command(words: list[str], processes: int) -> None:
-    """Run a script of this checkout on so many processes; its output is shown only where it fails."""
+    """Run a script of this checkout on `processes` processes; show its output only if it fails."""
     torchrun = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         if processes > 1
@@ -116,7 +122,7 @@ def command(words: list[str], processes: int) -> None:
 
 
 def digest(metrics: Path) -> str:
-    """Hash of every record without what is measured."""
+    """Return the hash of every record without measured values."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     kept = [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

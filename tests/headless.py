@@ -21,7 +21,7 @@ HELP_ARGUMENTS = ("help", "description", "epilog")  # of argparse and of options
 
 
 def headless_texts() -> list[tuple[str, str]]:
-    """Return (place, first line) of every offender: `mkd/run/loop.py:12`, or the name of an option or metric."""
+    """Return (place, first line) of every offender: `mkd/run/loop.py:12`, or an option's or metric's name."""
     texts = [*_written_texts(), *_registered_texts()]
     return [(place, text.strip().splitlines()[0]) for place, text in texts if HEADLESS.match(text)]
 

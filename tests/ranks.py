@@ -1,4 +1,7 @@
-"""A pool of ranks for tests: processes start once and serve many tests (importing torch and Megatron takes seconds)."""
+"""Provide a pool of ranks for tests: processes start once and serve many tests.
+
+Importing torch and Megatron takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RANKS_PER_GPU = int(
-    os.environ.get("MKD_RANKS_PER_GPU", "1")
-)  # more: layouts of many ranks on few GPUs, slower
+# more than 1: layouts of many ranks on few GPUs, slower
+RANKS_PER_GPU = int(os.environ.get("MKD_RANKS_PER_GPU", "1"))
 
 
 def skip_unless_gpus_take(ranks: int) -> None:
-    """Skip the test that calls this where the machine has too few GPUs."""
+    """Skip the calling test if the machine has too few GPUs."""
     import pytest
     import torch
 
@@ -29,13 +31,13 @@ def skip_unless_gpus_take(ranks: int) -> None:
 
 
 class RanksDidNotMeet(AssertionError):
-    """The process group did not come up: the function was called on no rank."""
+    """Raised if the process group did not form: no rank called the function."""
 
 
 class RankPool:
-    """`run(function, world_size, *args)` calls a module-level function on ranks 0 .. world_size-1 and returns the results.
+    """Call a module-level function on ranks 0 .. world_size-1: `run(function, world_size, *args)`.
 
-    Ranks are CPU processes that talk through gloo; with `on_gpus` each has a GPU of its own, or its share of one
+    Ranks are CPU processes that talk through gloo. With `on_gpus` each has a separate GPU, or a share of one
     (MKD_RANKS_PER_GPU), and they talk through NCCL.
     """
 
@@ -44,11 +46,11 @@ class RankPool:
         self._workers: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
 
     def run(self, function, world_size: int, *args) -> list:
-        """Results of `function(*args)` by rank, with torch.distributed initialised for `world_size` ranks.
+        """Return the results of `function(*args)` by rank, with torch.distributed initialised.
 
-        A failing rank raises AssertionError with the tracebacks; if one has ended or does not answer, and always on GPUs,
-        the pool starts afresh. Where the ranks did not even meet, because some other process was at a port of theirs, it
-        does so once by itself.
+        A failing rank raises AssertionError with the tracebacks. If a rank has ended or does not answer, and
+        always on GPUs, the pool restarts. If the ranks did not even meet, because another process used one of
+        their ports, the pool restarts by itself once.
         """
         try:
             return self._run(function, world_size, args)
@@ -86,7 +88,7 @@ class RankPool:
             is_whole = (
                 answered and not did_not_meet and all(process.is_alive() for process, _ in self._workers)
             )
-            if self.on_gpus or not is_whole:  # an error on a GPU may have spoilt its context
+            if self.on_gpus or not is_whole:  # an error on a GPU may have corrupted its context
                 self.close()
             texts = [f"rank {rank} of {world_size} failed:\n{text}" for rank, text in failures.items()]
             raise (RanksDidNotMeet if did_not_meet else AssertionError)(
@@ -115,7 +117,7 @@ class RankPool:
 
 
 def _serve(pipe, index: int, on_gpu: bool) -> None:
-    """Body of one worker: answer calls until the pipe closes."""
+    """Run one worker: answer calls until the pipe closes."""
     sys.path.insert(0, str(REPOSITORY))
     if on_gpu:
         os.environ["LOCAL_RANK"] = str(index)

@@ -13,6 +13,6 @@ def reported_codes(stderr: str) -> list[str]:
 
 
 def reported_text(stderr: str) -> str:
-    """Return what follows the first `error[CODE]: ` or `error: `; libraries may have printed warnings before it."""
+    """Return the text after the first `error[CODE]: ` or `error: `; libraries may print warnings before."""
     found = _REPORT.search(stderr)
     return stderr[found.end() :] if found else ""

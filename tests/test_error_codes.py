@@ -1,4 +1,4 @@
-"""The base of all errors: codes, reports, copies, lists."""
+"""Check the base of all errors: codes, reports, copies, lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_place_comes_before_the_text_of_a_copy():
     ],
 )
 def test_errors_travel_between_processes(error):
-    """Worker processes and other ranks send their errors pickled; everything that they say arrives."""
+    """Worker processes and other ranks send their errors pickled; all fields arrive."""
     error.on_all_ranks = True
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is type(error) and arrived.report() == error.report()

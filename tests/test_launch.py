@@ -151,9 +151,10 @@ def wait_for(*paths: Path, size: int = 0) -> None:
 
 @pytest.fixture
 def slurm(tmp_path):
-    """The environment of a batch job of one machine; `srun` runs its command here, `scontrol` writes down what is asked.
+    """Return the environment of a batch job on one machine.
 
-    STATE is that of the job. The real Slurm is in test_slurm.py.
+    `srun` runs its command here, and `scontrol` writes down its arguments. STATE is the state of the job. The
+    real Slurm is in test_slurm.py.
     """
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -181,7 +182,7 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
     ("training_ends_with", "environment", "is_requeued"),
     [
         (75, {}, True),
-        (75, {"STATE": "COMPLETING"}, False),  # cancelled by somebody, or requeued by Slurm itself
+        (75, {"STATE": "COMPLETING"}, False),  # cancelled by a user, or requeued by Slurm itself
         (75, {"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}, False),
         (76, {}, False),
     ],
@@ -208,7 +209,8 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
     programs = tmp_path / "programs"
     name, _, only = busy.partition(" ")
     answer = (programs / name).read_text().partition("\n")[2]
-    failing = f"[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] || {{ touch {tmp_path}/failed$$; exit 1; }}"
+    failing = f"[ $(ls {tmp_path}/failed* 2>/dev/null | wc -l) -ge {failures} ] "
+    failing += f"|| {{ touch {tmp_path}/failed$$; exit 1; }}"
     program(programs / name, f'case "$*" in {only}*) {failing};; esac\n{answer}')
     program(programs / "sleep", "exit 0")
     python = program(

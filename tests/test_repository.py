@@ -69,7 +69,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".sbatch
 
 @cache
 def repository_files() -> list[Path]:
-    """Return the files of a clean clone, without build products, runs and hidden files other than .ci and .github."""
+    """Return the files of a clean clone: no build products or runs; of hidden files only .ci and .github."""
     skipped = re.compile(
         r"(^\.(?!(ci|github|pre-commit-config\.yaml)$))|^(runs|build|dist|__pycache__)$|\.egg-info$"
     )
@@ -131,7 +131,7 @@ def test_no_path_of_one_machine():
 
 
 def test_texts_start_with_a_verb_or_a_noun():
-    """Docstrings and help texts never open with Of, That of, Those of, Not so, What or Whether."""
+    """Check that docstrings and help texts never open with Of, That of, Those of, Not so, What or Whether."""
     found = headless_texts()
     counts = count_by_folder([place for place, _ in found])
     grown = {folder for folder, count in counts.items() if count > MAX_HEADLESS.get(folder, 0)}
@@ -165,7 +165,7 @@ def test_tests_mirror_the_package():
 
 
 def test_names_of_product_files_are_unique():
-    """An editor's quick-open finds a file by its name alone."""
+    """Check that an editor's quick-open finds a file by its name alone."""
     names = Counter(
         path.name
         for path in python_files()
@@ -175,7 +175,7 @@ def test_names_of_product_files_are_unique():
 
 
 def test_every_package_is_found_by_setup():
-    """A folder of modules without __init__.py would be missing from an installed mkd."""
+    """Check that no folder of modules lacks __init__.py: an installed mkd would miss it."""
     folders = {path.parent for path in python_files() if path.is_relative_to(ROOT / "mkd")}
     assert not [name(folder) for folder in folders if not (folder / "__init__.py").is_file()]
 
@@ -198,7 +198,7 @@ def test_readme_map_points_at_real_places():
 
 
 def test_every_error_has_a_code():
-    """A missing `code=` would be a TypeError in the moment when a user needs the error."""
+    """Check that every error passes `code=`: the user would get a TypeError instead of the error."""
     classes = {
         key for key, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)
     }

@@ -1,4 +1,7 @@
-"""A real Slurm on this machine (Debian's slurmctld, slurmd, slurm-client, munge): runs that it warns, preempts and cancels."""
+"""Test runs under a real Slurm on this machine: warned, preempted and cancelled.
+
+Needs Debian's slurmctld, slurmd, slurm-client and munge.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from tests.train.saved_state import saved_state
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 CYCLES = 3
-CONTROLLER_S = 30  # that a busy controller may take to answer
-RESTART_DELAY_S = (
-    5  # Slurm waits so long after the end of a job before it starts it again, 120 s unless told otherwise
-)
-LIMIT_MIN, LEAD_S = 2, 40  # of a start of the job; Slurm warns between 50 and 80 s after the start then
+CONTROLLER_S = 30  # time that a busy controller may take to answer
+# Slurm waits this long after the end of a job before it restarts it (default: 120 s)
+RESTART_DELAY_S = 5
+LIMIT_MIN, LEAD_S = 2, 40  # limit of a start of the job; Slurm then warns between 50 and 80 s after the start
 SETTINGS = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -128,7 +130,8 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     """Run a private Slurm with a folder, ports and a key of its own; remove it at the end."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
-            f"Slurm is not installed, no {' '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+            f"Slurm is not installed, no {' '.join(missing)}: "
+            "apt-get install slurmctld slurmd slurm-client munge"
         )
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as their users, and needs to be root for that")
@@ -231,7 +234,7 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
     settings.write_text("train_iters: 1000000\n")
     argv = [*run_flags(files, "warned"), "--config", str(settings)]
     at = argv.index("--train-iters")
-    del argv[at : at + 2]  # the file says it
+    del argv[at : at + 2]  # the file sets it
     job = slurm.submit(argv, output, "--time", LIMIT_MIN, "--signal-lead-s", LEAD_S)
     saved = [0]
     for cycle in range(1, CYCLES + 1):
@@ -245,9 +248,8 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
         assert slurm.job(job)["JobState"] != "TIMEOUT"
     assert saved == sorted(set(saved)), "every start has got on"
     last = saved[-1] + 10
-    settings.write_text(
-        f"train_iters: {last}\n"
-    )  # before the job starts again, RESTART_DELAY_S after its end
+    # before the job restarts, RESTART_DELAY_S after its end
+    settings.write_text(f"train_iters: {last}\n")
     wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 60 * LIMIT_MIN, "the end")
     assert slurm.job(job)["ExitCode"] == "0:0" and slurm.job(job)["Restarts"] == str(CYCLES)
     assert [line["iteration"] for line in read_metrics(files / "warned")] == list(range(1, last + 1))

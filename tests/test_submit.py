@@ -76,9 +76,8 @@ def test_the_script_is_the_template_with_the_options_and_the_run(config, capsys)
         f"set -- --config '{config}' --lr 2e-3",
     ]
     first_command = next(index for index, line in enumerate(written) if line and not line.startswith("#"))
-    assert not [
-        line for line in written[first_command:] if line.startswith("#SBATCH")
-    ]  # Slurm would not read them
+    # Slurm would not read them
+    assert not [line for line in written[first_command:] if line.startswith("#SBATCH")]
 
 
 def test_the_script_is_bash_and_has_the_run_as_its_arguments(config, capsys):

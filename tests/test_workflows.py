@@ -1,4 +1,4 @@
-"""The files that GitHub reads: workflows run targets that exist, forms ask for what a report needs."""
+"""Check the files that GitHub reads: workflows run existing targets, forms ask what a report needs."""
 
 from __future__ import annotations
 

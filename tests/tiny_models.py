@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of every supported family, made with transformers in seconds."""
+"""Make tiny random Hugging Face checkpoints of every supported family with transformers, in seconds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FAMILIES = {
 
 
 def config_class(name: str) -> type:
-    """transformers' configuration of a `...ForCausalLM`; of a family with images, that of its text model."""
+    """Return the configuration class of a `...ForCausalLM`; for a family with images, its text model's."""
     return getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
 
 
@@ -103,10 +103,10 @@ def make_model(
     shard_size: str = "100KB",
     **sizes,
 ) -> Path:
-    """Save a random model of `family` in `folder`, sharded; `sizes` override `SIZES`. Returns the folder.
+    """Save a random model of `family` in `folder`, sharded, and return the folder.
 
-    Norm weights and biases are random too: a model whose norms are all one hides mapping errors. Matrices are `scale` times
-    their usual size.
+    `sizes` override `SIZES`. Norm weights and biases are random too: a model whose norms are all one hides
+    mapping errors. Matrices are `scale` times their usual size.
     """
     name, options = FAMILIES[family]
     config = config_class(name)(**{**SIZES, **options, **sizes})
@@ -125,7 +125,10 @@ def make_model(
 def add_tokenizer(
     folder: Path, vocab_size: int = 300, text: str = "the quick brown fox jumps over the lazy dog. "
 ) -> Path:
-    """Save a byte-level BPE tokenizer with <|endoftext|> as EOS in a model's folder; the same text gives the same tokenizer."""
+    """Save a byte-level BPE tokenizer with <|endoftext|> as EOS in a model's folder.
+
+    The same text gives the same tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

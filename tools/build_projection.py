@@ -52,8 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--projection",
         type=Path,
         metavar="FILE",
-        help="file with a matrix to use instead of building one: an earlier --output, or the published dense form "
-        "(.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])",
+        help="file with a matrix to use instead of building one: an earlier --output, or the published dense "
+        "form (.pt, .safetensors or .npz with indices and likelihoods [student vocabulary, k])",
     )
     add(
         "--stages",
@@ -164,8 +164,8 @@ def lines(figures: dict) -> Iterator[str]:
     shown = ", ".join(map(str, figures["empty_row_ids"][:SHOWN_ROWS]))
     more = ", ..." if figures["empty_rows"] > SHOWN_ROWS else ""
     yield (
-        f"rows without support: {figures['empty_rows']}, {figures['empty_rows_with_bytes']} of them with bytes"
-        + (f" (ids {shown}{more})" if shown else "")
+        f"rows without support: {figures['empty_rows']}, "
+        f"{figures['empty_rows_with_bytes']} of them with bytes" + (f" (ids {shown}{more})" if shown else "")
     )
     yield f"built in {figures['build_time_s']:.1f} s, peak memory {figures['peak_memory_gib']:.2f} GiB"
 

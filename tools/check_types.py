@@ -1,9 +1,10 @@
-"""Check types with mypy: strict packages have no error, and no other package has more errors than the ratchet allows.
+"""Check types with mypy: strict packages have no errors, others no more than the ratchet allows.
 
     python tools/check_types.py [--update]
 
-tools/mypy_ratchet.txt lists the errors allowed in each package; a package that is not in it is strict. After errors were
-fixed, `--update` writes the lower numbers. Exit code 0 when every package keeps its limit, 1 when one does not.
+tools/mypy_ratchet.txt lists the errors allowed in each package; a package that is not in it is strict. After
+errors were fixed, `--update` writes the lower numbers. The exit code is 0 if every package keeps its limit,
+1 if one does not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALWAYS_STRICT = frozenset({"config", "errors", "log", "tokenizers"})
 
 
 def package_of(line: str) -> str | None:
-    """Return the package that a line of mypy's output reports an error in, if it does."""
+    """Return the package in which a line of mypy's output reports an error, or None."""
     match = ERROR.match(line)
     return match.group(1) if match else None
 

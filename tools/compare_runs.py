@@ -123,7 +123,7 @@ def relative(a: float, b: float) -> float:
 def best(key: str, a: list[float], b: list[float]) -> tuple[float, float] | None:
     """Return the best value of each run, or None if the key has no direction.
 
-    Keys of tasks end, and keys of teachers begin, with the name that decides the direction.
+    The name that decides the direction is the end of a task's key, and the beginning of a teacher's.
     """
     names = {key, key.partition("/")[0], key.rpartition("/")[2]}
     if not names & set(HAS_BEST):
@@ -170,9 +170,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"no value differs by more than {args.eps:g}, relative to its size")
         return EXIT_DONE
     first = min(parted, key=lambda one: one.first_difference)
-    print(
-        f"first difference above {args.eps:g}: {first.split} {first.key} at iteration {first.first_difference}"
-    )
+    place = f"{first.split} {first.key} at iteration {first.first_difference}"
+    print(f"first difference above {args.eps:g}: {place}")
     return 1
 
 

@@ -47,11 +47,11 @@ def run_tool(name: str, parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args()
     from mkd.platform import detect
 
-    detect()  # before Megatron is imported, whose remarks it quiets
+    detect()  # before Megatron is imported, to silence its warnings
     try:
         import_module(f"mkd.convert.{name}").run(**vars(args))
     except MkdError as error:
-        error.on_all_ranks = True  # it comes from files that all of them read
+        error.on_all_ranks = True  # the error comes from files that all of them read
         raise
 
 

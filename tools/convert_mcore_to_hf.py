@@ -1,10 +1,9 @@
-"""Convert a Megatron distributed checkpoint to a Hugging Face folder: weights, index, configuration,
-tokenizer.
+"""Convert a Megatron distributed checkpoint to a Hugging Face folder.
 
-Every checkpoint of mkd holds its configuration and tokenizer; for others give the model's folder to
---reference-hf. One process converts any model that fits in its memory; under torchrun the parallel sizes
-split the model. They may differ from those of the run that saved the checkpoint, and do not change the
-result.
+The folder holds weights, index, configuration and tokenizer. Every checkpoint of mkd holds its configuration
+and tokenizer; for others give the model's folder to --reference-hf. One process converts any model that fits
+in its memory; under torchrun the parallel sizes split the model. They may differ from those of the run that
+saved the checkpoint, and do not change the result.
 
     python tools/convert_mcore_to_hf.py --load CKPT --hf-out DIR
 """

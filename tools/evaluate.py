@@ -86,7 +86,7 @@ def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
         )
     from mkd.platform import detect
 
-    platform = detect()  # before Megatron is imported, whose remarks it quiets
+    platform = detect()  # before Megatron is imported, to silence its warnings
     from mkd.evaluation.tasks import read_tasks
     from mkd.operations.console import LOG, console
     from mkd.run.one_model import evaluate_student

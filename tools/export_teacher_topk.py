@@ -1,5 +1,4 @@
-"""Export a teacher's top-k log-probabilities once, to train from them with `pretrain_kd.py --teacher-topk
-DIR`.
+"""Export a teacher's top-k log-probabilities once, to train from with `pretrain_kd.py --teacher-topk DIR`.
 
     python tools/export_teacher_topk.py --out DIR --k 128 --teacher-hf TEACHER --student-hf STUDENT \\
         --data-path ...
@@ -52,7 +51,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=256,
         metavar="N",
-        help="packs per file. An interruption loses at most one file on each data-parallel rank (default: 256)",
+        help="packs per file. An interruption loses at most one file on each data-parallel rank "
+        "(default: 256)",
     )
     return parser.parse_known_args(argv)
 
@@ -75,7 +75,7 @@ def export(args: argparse.Namespace, rest: list[str], rank: int) -> None:
         )
     from mkd.platform import detect
 
-    platform = detect()  # before Megatron is imported, whose remarks it quiets
+    platform = detect()  # before Megatron is imported, to silence its warnings
     from mkd.operations.console import LOG, console
     from mkd.run.topk_export import ExportSettings, export_teacher
 

@@ -20,7 +20,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_smollm2(out_dir: Path) -> Path:
-    """Write the model to `out_dir` and return that; do nothing if config.json, written last, already exists."""
+    """Write the model to `out_dir` and return that.
+
+    Do nothing if config.json, which is written last, already exists.
+    """
     if (out_dir / "config.json").exists():
         return out_dir
     with tempfile.TemporaryDirectory() as folder:

@@ -102,7 +102,10 @@ def build_parser() -> argparse.ArgumentParser:
 def aligned_records(
     args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[tuple[int, AlignedText]]:
-    """Yield (row number, alignment) of the first records of a file. Raises MkdError that names file and row."""
+    """Yield (row number, alignment) of the first records of a file.
+
+    Raises MkdError that names file and row.
+    """
     from mkd.data.documents import parse_row, read_rows
 
     for number, row in islice(read_rows(args.input), args.limit):

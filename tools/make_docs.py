@@ -36,7 +36,7 @@ FIRST_FLAGS = (  # chosen by hand: what a first real run sets
     "--save",
     "--load",
 )
-DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # what applies where the default is None
+DEFAULT_IN_HELP = re.compile(r" \(default: ([^()]*)\)$")  # the value that applies if the default is None
 _FILE_NAMES = {
     "flags": "docs/flags.md",
     "metrics": "docs/metrics.md",

@@ -1,5 +1,4 @@
-"""Make a shallower student from a teacher: keep evenly spaced decoder layers and everything outside the
-layers.
+"""Make a shallower student from a teacher: keep evenly spaced decoder layers, and everything else.
 
 The result is a Hugging Face folder of the same family, width and tokenizer, ready for --student-hf.
 """
@@ -37,7 +36,7 @@ def picked_layers(num_teacher_layers: int, num_student_layers: int) -> list[int]
 
 def make_student(teacher_dir: Path, out_dir: Path, num_layers: int) -> list[int]:
     """Write the student folder, and return the teacher layers that it consists of."""
-    from safetensors import safe_open  # with torch it takes seconds, which --help need not wait for
+    from safetensors import safe_open  # imported here: with torch it takes seconds, and --help must not wait
     from safetensors.torch import save_file
 
     from mkd.checkpoint.hf.hf_assets import HFAssets

@@ -50,9 +50,9 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=whole_number,
         default=DOCUMENT_LENGTH,
         metavar="N",
-        help=f"tokens of a typical document, for the cost of attention (default: {DOCUMENT_LENGTH}). A run "
-        "with "
-        "--pipeline-layout auto assumes the default; for other documents, give it the layouts printed here",
+        help=f"tokens of a typical document, for the cost of attention (default: {DOCUMENT_LENGTH}). "
+        "A run with --pipeline-layout auto assumes the default; for other documents, give it the layouts "
+        "printed here",
     )
     if "--help" in argv:
         parser.print_help()

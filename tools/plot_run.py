@@ -21,7 +21,7 @@ from mkd.errors import DataError, UsageError, returns_exit_code  # noqa: E402
 from mkd.log.metrics import find_metric  # noqa: E402
 from mkd.log.records import TRAIN, curve, read_records  # noqa: E402
 
-KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # default; those that a run has are drawn
+KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # default; a run draws those that it has
 PICTURES = (".png", ".jpg", ".svg", ".pdf")
 STYLES = ((TRAIN, "-"), ("valid", "o--"))
 

@@ -31,8 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
-        "Every line of a .txt file that is not blank is a document; see --characters-per-sample",
+        help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and "
+        "completion. Every line of a .txt file that is not blank is a document; see --characters-per-sample",
     )
     add(
         "--output-prefix",
@@ -103,7 +103,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
             do="use 1 or more",
             code="characters-per-sample-below-one",
         )
-    # Not by the workers, who import this file.
+    # not in the workers, which import this file
     from mkd.platform import prepare_for_files
 
     prepare_for_files()
@@ -111,7 +111,7 @@ def preprocess(args: argparse.Namespace) -> StoreSummary:
     from mkd.tokenizers.load import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
-    workers = 0 if args.workers == 1 else args.workers  # a single worker needs no process of its own
+    workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
     return build_store(
         args.input,
         args.output_prefix,

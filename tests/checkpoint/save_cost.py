@@ -1,8 +1,11 @@
-"""What the proof of a checkpoint costs: `python -m tests.checkpoint.save_cost [--megabytes 256] [--folder DIR] [--turns 41]`.
+"""Measure the cost of a checkpoint's proof.
 
-Median seconds of saves by one rank and by two, of the same saves without fsync and without hashing too, and of Megatron's
-own writer, which waits for the disk as well. All in turns, forwards and backwards, so that what else the machine does
-meets all alike. A disk's speed drifts by more than a proof costs, so its share is taken within a turn: the median over turns.
+    python -m tests.checkpoint.save_cost [--megabytes 256] [--folder DIR] [--turns 41]
+
+Print median seconds of saves by one rank and by two ranks. Compare them with the same saves without fsync,
+without fsync and hashing, and by Megatron's own writer, which also waits for the disk. Saves take turns,
+forwards and backwards, so that other load on the machine affects all alike. A disk's speed drifts by more
+than a proof costs. The proof's share is therefore computed within each turn; the median over turns is shown.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ def without_fsync():
 
 
 def ours(context, folder, state, patches=()):
-    """One save by mkd, with parts of the proof left out."""
+    """Save with mkd, with parts of the proof left out."""
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch())
@@ -49,7 +52,7 @@ def ours(context, folder, state, patches=()):
 
 
 def megatrons(context, folder, state):
-    """The same by Megatron's own writer, which waits for the disk but hashes nothing."""
+    """Save with Megatron's own writer, which waits for the disk but hashes nothing."""
     if context.rank == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -65,7 +68,7 @@ ARMS = {
 
 
 def seconds_of(save, context, folder, megabytes) -> float:
-    """Of one save in a new folder, begun when the disk has no work left."""
+    """Return the seconds of one save in a new folder, started when the disk has no work left."""
     rows = megabytes * 10**6 // ROW_BYTES // TENSORS
     state = {str(i): sharded_tensor(context, str(i), i, rows) for i in range(TENSORS)}
     if context.rank == 0:
@@ -78,7 +81,7 @@ def seconds_of(save, context, folder, megabytes) -> float:
 
 
 def measure(context, folder, megabytes, turns) -> dict[str, list[float]]:
-    """s of each save of each arm, in turns, and of verifications."""
+    """Return the seconds of each save of each arm, in turns, and of verifications."""
     seconds = {name: [] for name in (*ARMS, "verified")}
     for turn in range(turns):
         for name in (ARMS, reversed(ARMS))[turn % 2]:
@@ -86,19 +89,22 @@ def measure(context, folder, megabytes, turns) -> dict[str, list[float]]:
         start = time.monotonic()
         verify(folder / "proven" / "iter_0000001", context, print)
         seconds["verified"].append(time.monotonic() - start)
-    for process in multiprocessing.active_children():  # Megatron's writer leaves one behind
+    for process in multiprocessing.active_children():  # Megatron's writer leaves a process behind
         process.terminate()
     return seconds
 
 
 def seconds_by_arm(ranks: int, folder: Path, megabytes: int, turns: int = TURNS) -> dict[str, list[float]]:
-    """s of each turn, as rank 0 sees them: a save ends when all have written."""
+    """Return the seconds of each turn, measured on rank 0: a save ends when all ranks have written."""
     (_, seconds), *_ = run_forked(ranks, measure, folder / str(ranks), megabytes, turns, timeout_s=900)
     return seconds
 
 
 def share_of_proof(seconds: dict[str, list[float]]) -> float:
-    """Hashing and fsync, as a share of the time of a save: the median over turns. `seconds` as of `seconds_by_arm`."""
+    """Return the share of hashing and fsync in the time of a save: the median over turns.
+
+    `seconds` is the result of `seconds_by_arm`.
+    """
     return median(
         1 - bare / proven
         for proven, bare in zip(seconds["proven"], seconds["without hashing too"], strict=True)
@@ -108,8 +114,9 @@ def share_of_proof(seconds: dict[str, list[float]]) -> float:
 def line(ranks: int, megabytes: int, seconds: dict[str, list[float]]) -> str:
     proven, unsynced, bare, others, verified = (median(seconds[name]) for name in (*ARMS, "verified"))
     return (
-        f"{ranks} x {megabytes} MB: saved in {proven:.3f} s, without fsync in {unsynced:.3f} s, without hashing too in "
-        f"{bare:.3f} s: hashing and fsync {share_of_proof(seconds):.1%}; by Megatron in {others:.3f} s: "
+        f"{ranks} x {megabytes} MB: saved in {proven:.3f} s, without fsync in {unsynced:.3f} s, "
+        f"without hashing too in {bare:.3f} s: hashing and fsync {share_of_proof(seconds):.1%}; "
+        f"by Megatron in {others:.3f} s: "
         f"{proven / others:.2f} of it; verified in {verified:.3f} s"
     )
 
@@ -119,12 +126,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--megabytes", type=int, default=256, help="of tensors, a rank (default: %(default)s)"
+        "--megabytes", type=int, default=256, help="megabytes of tensors per rank (default: %(default)s)"
     )
-    parser.add_argument(
-        "--folder", type=Path, help="where to save: on the disk that is meant (default: that of TMPDIR)"
-    )
-    parser.add_argument("--turns", type=int, default=TURNS, help="saves of each kind (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: that of TMPDIR)")
+    parser.add_argument("--turns", type=int, default=TURNS, help="saves of each arm (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for ranks in (1, 2):

@@ -1,4 +1,4 @@
-"""Plain reading of a Hugging Face folder, independent of mkd."""
+"""Read a Hugging Face folder plainly, independent of mkd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a saved model, by name."""
+    """Return every tensor of a saved model, by name."""
     return {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Which checkpoint a path and a step name."""
+"""Check which checkpoint a path and a step name."""
 
 from __future__ import annotations
 

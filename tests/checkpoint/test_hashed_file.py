@@ -1,4 +1,4 @@
-"""Files that are hashed while the disk takes them: the bytes, what describes them, and disks that do not play along."""
+"""Check files that are hashed while they are written: contents, description, and disks that fail."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_direct(descriptor):
 
 @pytest.fixture
 def direct_path(tmp_path):
-    """A folder whose file system lets bytes past the page cache."""
+    """Return a folder whose file system supports O_DIRECT; skip the test without one."""
     try:
         os.close(os.open(tmp_path / "tried", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
@@ -89,7 +89,7 @@ def test_the_bytes_go_past_the_page_cache_where_the_file_system_lets_them(direct
 
 
 def refuse(descriptor_of):
-    """Of a function of `os`, one that refuses with EINVAL whatever goes past the page cache."""
+    """Wrap a function of `os` so that it refuses every direct write (O_DIRECT) with EINVAL."""
 
     def refusing(function):
         def refused(first, second, *more):
@@ -133,7 +133,7 @@ def test_a_slow_disk_that_takes_a_part_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("answer", [OSError(errno.ENOSPC, "full"), 0], ids=["an error", "nothing written"])
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_disk_that_fails_under_a_tensor(tmp_path, monkeypatch, answer, failing):
-    """Whichever block fails, the file does: there are no later bytes in it, threads and descriptors have ended."""
+    """If any block fails, the file fails: no later bytes are written; threads and descriptors end."""
     places = []
 
     def fails(descriptor, block, place, pwrite=os.pwrite):
@@ -168,7 +168,7 @@ def test_an_error_that_the_caller_passes_over_ends_the_file_all_the_same(tmp_pat
 
 
 def test_what_the_disk_refuses_is_raised(tmp_path):
-    """A limit on the size of files, met in the second buffer: by a later write, or in the end."""
+    """Reach the limit on the size of files in the second buffer: by a later write, or at the end."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (BUFFER_BYTES, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""An export to Hugging Face that is killed before any of its changes to the folder leaves no half model."""
+"""Check that an export killed before any of its changes to the folder leaves no half model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = ("open", "os.rename", "os.remove", "os.truncate")  # audit events of P
 
 
 def export_and_die(context, source, out, shard_bytes, changes):
-    """Export `source` to `out`, killed before the change of number `changes` to that folder."""
+    """Export `source` to `out`; kill the process before its change number `changes` to that folder."""
     left = changes
 
     def count(event, arguments):
@@ -52,7 +52,7 @@ def equal(found, expected):
 
 
 def what_is_in(folder, models):
-    """The name of the model that `folder` holds; None where readers refuse it. Anything else fails."""
+    """Return the name of the model that `folder` holds, or None if readers refuse it. Anything else fails."""
     try:
         HFCheckpoint(folder)
     except MkdError:
@@ -64,7 +64,7 @@ def what_is_in(folder, models):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """{name: folder} of two models of one shape."""
+    """Return {name: folder} of two models of one shape."""
     folder = tmp_path_factory.mktemp("models")
     return {name: make_model(folder / name, "llama", seed=seed) for seed, name in enumerate(("old", "new"))}
 
@@ -79,7 +79,7 @@ def models(tmp_path_factory):
     ],
 )
 def test_killed_before_every_change(shard_bytes, step, models, tmp_path):
-    """What is left is the old model, none at all, or the new one, in this order; and the next export does not mind."""
+    """The folder holds the old model, none, or the new one, in this order; the next export succeeds."""
     tensors = {name: all_tensors(folder) for name, folder in models.items()}
     before = tmp_path / "before"
     assert run_forked(1, export_and_die, models["old"], before, shard_bytes, -1) == [(0, None)]

@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else made runs nothing: whatever a pickle in it asks for is refused by name."""
+"""Check that a foreign checkpoint runs no code: whatever a pickle in it asks for is refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.checkpoint.tiny_saves import choose, copy, run_forked, save
 
 
 class Crafted:
-    """Pickles as a call of `function(*arguments)`, which unpickling makes."""
+    """Pickle as a call of `function(*arguments)`, which unpickling would make."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -37,12 +37,12 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A private copy of the one checkpoint."""
+    """Return a private copy of the one checkpoint."""
     return copy(saved, tmp_path / "save") / "iter_0000001"
 
 
 def attacks(trace):
-    """What would leave the file `trace` if it were run, by the name that must be in the refusal."""
+    """Return objects that would write the file `trace` if run, by the name that the refusal must contain."""
     touch = f"open({str(trace)!r}, 'w').close()"
     return {
         "posix.system": Crafted(os.system, f"touch {trace}"),
@@ -62,7 +62,7 @@ NAMES = tuple(attacks("trace"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.fault(30)
 def test_metadata_may_not_call(name, protocol, folder, tmp_path):
-    """Row 30. As the whole file, and hidden in an attribute of a real one, which protocol 0 cannot write."""
+    """Row 30: a call as the whole file, or in an attribute of a real one (impossible in protocol 0)."""
     trace = tmp_path / "trace"
     metadata = read_metadata(folder)
     metadata.planner_data = attacks(trace)[name]
@@ -78,7 +78,7 @@ def test_metadata_may_not_call(name, protocol, folder, tmp_path):
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.fault(30)
 def test_torch_files_may_not_call(is_zip, name, folder, tmp_path):
-    """Row 30. The common file, and the byte entry of a shard, in both formats of `torch.save`."""
+    """Row 30: a call in the common file and in the byte entry of a shard, both formats of `torch.save`."""
     trace = tmp_path / "trace"
     content = io.BytesIO()
     torch.save({"step": attacks(trace)[name]}, content, _use_new_zipfile_serialization=is_zip)
@@ -134,7 +134,7 @@ def test_metadata_of_another_kind(content, folder):
 
 @pytest.mark.fault(30)
 def test_a_crafted_checkpoint_with_a_fitting_manifest(folder, tmp_path):
-    """Row 30. A manifest proves that nothing has changed since it was written, not who has written it."""
+    """Row 30: a manifest proves that nothing changed since it was written, not who wrote it."""
     trace = tmp_path / "trace"
     (folder / ".metadata").write_bytes(pickle.dumps(attacks(trace)["posix.system"]))
     entries = seal(folder, [path.name for path in folder.iterdir() if path.name != MANIFEST_FILE])
@@ -145,7 +145,7 @@ def test_a_crafted_checkpoint_with_a_fitting_manifest(folder, tmp_path):
 
 
 def test_absurd_sizes_in_a_torch_file(folder):
-    """A zip that claims more than it holds."""
+    """A zip file claims to be larger than it is."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({}, protocol=2))

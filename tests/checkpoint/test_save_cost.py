@@ -1,4 +1,7 @@
-"""What the proof of a checkpoint may cost: a tenth of a save, and a save no more than Megatron's own, which proves nothing."""
+"""Check the cost of a checkpoint's proof.
+
+It takes at most a tenth of a save, and a save takes no longer than Megatron's own, which proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from tests.checkpoint.save_cost import line, seconds_by_arm, share_of_proof
 
-MEGABYTES = 256  # a rank
+MEGABYTES = 256  # per rank
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One writer a save folder: a second one is told who the first is, and a dead one holds nobody up."""
+"""Check that a save folder has one writer: a second one learns who the first is; a dead one blocks nobody."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lock_and_die(context, directory):
 
 @pytest.mark.fault(33)
 def test_second_writer_is_refused(tmp_path):
-    """Row 33. Every rank of the second run is told who the first is."""
+    """Row 33: every rank of the second run is told who the first is."""
     first = WriterLock.take(tmp_path)
     outcomes = run_forked(2, lock, tmp_path)
     for _, (text, seconds) in outcomes:
@@ -68,12 +68,12 @@ def test_text_of_a_lock_need_not_make_sense(text, tmp_path):
         ({"pid": 2**22 + 1}, None, True),  # no such process
         (SELF, None, False),
         ({"host": "another"}, None, False),
-        ({"host": "another", "slurm_job": "7"}, "7", True),  # the same job, started again on another machine
+        ({"host": "another", "slurm_job": "7"}, "7", True),  # the same job, restarted on another machine
         ({"host": "another", "slurm_job": "7"}, "8", False),
     ],
 )
 def test_without_locks_of_the_file_system_the_text_decides(holder, job, is_free, tmp_path, monkeypatch):
-    """Some network file systems have no locks; none is at hand, so their answer is put in its place."""
+    """Some network file systems have no locks. None is available here, so their answer is simulated."""
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")

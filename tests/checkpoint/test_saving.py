@@ -1,4 +1,4 @@
-"""Whatever stops a save, the pointer names a whole checkpoint, and what one rank meets all ranks are told."""
+"""Check that a stopped save leaves the pointer on a whole checkpoint, and that all ranks learn why."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_layout_of_a_save(tmp_path):
 
 
 def test_megatron_reads_it(tmp_path):
-    """The files are what Megatron's own loader expects."""
+    """Megatron's own loader reads the files."""
     run_forked(2, save, tmp_path, 3)
     ((_, loaded), _) = run_forked(2, load_with_megatron, str(tmp_path / "iter_0000003"))
     assert loaded == (3.0, 3)
@@ -62,14 +62,14 @@ def load_with_megatron(context, folder):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """Folder with iteration 1, saved by two ranks."""
+    """Return a folder with iteration 1, saved by two ranks."""
     folder = tmp_path_factory.mktemp("first")
     run_forked(2, save, folder, 1)
     return folder
 
 
 def choose_save_choose(context, directory, iteration):
-    """What the run after a killed one finds, and what the run after that finds."""
+    """Return what the run after a killed one finds, and what the run after that finds."""
     found = choose(context, directory)
     save(context, directory, iteration)
     return found, choose(context, directory)
@@ -80,7 +80,7 @@ def choose_save_choose(context, directory, iteration):
 )
 @pytest.mark.fault(3)
 def test_killed_at_any_point(rank, point, first, tmp_path):
-    """Row 3. A kill leaves the old or the new checkpoint, and the next run saves over what is left."""
+    """Row 3: a kill leaves the old or the new checkpoint, and the next run saves over the rest."""
     folder = copy(first, tmp_path / "save")
     outcomes = run_forked(1 + rank, save, folder, 2, fault=f"kill@{point}:{rank}:2")
     assert outcomes[rank][0] == -signal.SIGKILL
@@ -93,7 +93,7 @@ def test_killed_at_any_point(rank, point, first, tmp_path):
 @pytest.mark.parametrize("point", ["before_manifest", "before_pointer"])
 @pytest.mark.fault(3)
 def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
-    """A run that went back saves the same iteration: it is there at any time, as it was or as it is."""
+    """A run that was rewound saves an iteration again: the old or the new one exists at any time."""
     folder = copy(first, tmp_path / "save")
     assert run_forked(1, save, folder, 1, fault=f"kill@{point}")[0][0] == -signal.SIGKILL
     assert run_forked(1, choose, folder) == [(0, ("iter_0000001", 1, []))]
@@ -111,7 +111,7 @@ def test_killed_while_an_iteration_is_saved_again(point, first, tmp_path):
 )
 @pytest.mark.fault(9)
 def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_path):
-    """Row 9."""
+    """Row 9: an error on one rank is raised by all."""
     tmp_path = copy(first, tmp_path / "save")
     outcomes = run_forked(2, save, tmp_path, 2, fault=f"{kind}@{point}:{rank}:2")
     texts = {text for _, (text, _) in outcomes}
@@ -130,7 +130,7 @@ def test_an_error_on_one_rank_is_raised_by_all(kind, point, rank, first, tmp_pat
 
 @pytest.mark.fault(8)
 def test_full_disk(tmp_path):
-    """Row 8, on a file system that really has no room for a second checkpoint."""
+    """Row 8: a file system that really has no room for a second checkpoint."""
     with small_disk(tmp_path / "disk", "450k") as disk:
         if disk is None:
             pytest.skip("mounting a tmpfs is not allowed here")
@@ -146,16 +146,14 @@ def save_on_a_broken_disk(context, directory, *iterations):
     def broken(descriptor, block, place):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    os.pwrite, hashed_file.BUFFER_BYTES = (
-        broken,
-        hashed_file.ALIGNMENT,
-    )  # of this process, which ends with the save
+    # set in the process that saves, which then ends
+    os.pwrite, hashed_file.BUFFER_BYTES = broken, hashed_file.ALIGNMENT
     return save(context, directory, *iterations)
 
 
 @pytest.mark.fault(9)
 def test_a_broken_disk_is_named(first, tmp_path):
-    """Row 9, where torch.save is in between, whose own error says something else."""
+    """Row 9: the disk's error is named even if torch.save replaces it with its own."""
     folder = copy(first, tmp_path / "save")
     for _, (text, _) in run_forked(2, save_on_a_broken_disk, folder, 2):
         assert os.strerror(errno.EIO) in text and "earlier checkpoints are unchanged" in text
@@ -170,7 +168,7 @@ def save_with_file_limit(context, directory, *iterations):
 
 @pytest.mark.fault(8)
 def test_file_limit(tmp_path):
-    """Row 8, by the limit of a process on its files: permitted everywhere. Nobody is sent to make room."""
+    """Row 8: a process's limit on its files, which needs no rights. The error does not ask to free space."""
     run_forked(1, save, tmp_path, 1)
     ((_, (text, _)),) = run_forked(1, save_with_file_limit, tmp_path, 2)
     assert (
@@ -181,7 +179,7 @@ def test_file_limit(tmp_path):
 
 
 def save_in_background(context, directory):
-    """All of the state changes right after the call, and again while it is written."""
+    """Change all of the state right after the call, and again while it is written."""
     state = sharded(context, 7) | {"groups": [{"lr": 7.0}]}
     started = new_save(context, directory, 7).start(state, copied=True)
     state["w"].data.fill_(-1)
@@ -196,14 +194,14 @@ def save_in_background(context, directory):
 
 @pytest.mark.fault(10)
 def test_background_save_has_the_values_of_its_step(tmp_path):
-    """Row 10."""
+    """Row 10: a save in the background holds the values of its step."""
     assert run_forked(2, save_in_background, tmp_path) == [(0, (7, [{"lr": 7.0}], "iter_0000007"))] * 2
 
 
 @pytest.mark.parametrize("fault, code", [("kill@mid_shard", -signal.SIGKILL), ("error@mid_shard", 0)])
 @pytest.mark.fault(11)
 def test_background_writer_that_dies(fault, code, first, tmp_path):
-    """Row 11. The thread lives in the training process: it fails alone, or is killed with it."""
+    """Row 11: the writing thread lives in the training process; it fails alone, or is killed with it."""
     folder = copy(first, tmp_path / "save")
     assert run_forked(1, save_in_background, folder, fault=fault)[0][0] == code
     assert (folder / POINTER).read_text() == "1\n" and run_forked(1, choose, folder)[0][1][:2] == (
@@ -236,7 +234,7 @@ def test_retention(newest, interval, kept, tmp_path):
 
 @pytest.mark.fault(12)
 def test_retention_counts_whole_checkpoints_only(tmp_path):
-    """Row 12. Torn directories, before and after, never push out the last one that is whole."""
+    """Row 12: damaged folders, older and newer, never push out the last whole checkpoint."""
     run_forked(1, save, tmp_path, 1, 2, 3, 8, 9)
     (tmp_path / "iter_0000003" / "common.pt").unlink()
     (tmp_path / "iter_0000008" / "manifest.json").write_text("{")

@@ -1,4 +1,4 @@
-"""A run continues from what was saved or from nothing: damage of any kind is seen, named, and passed over."""
+"""Check that a run resumes from a whole checkpoint or not at all: damage is seen, named and passed over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_FLIPS = 200
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Folder with iterations 1 and 2, saved by two ranks."""
+    """Return a folder with iterations 1 and 2, saved by two ranks."""
     folder = tmp_path_factory.mktemp("two")
     assert [code for code, _ in run_forked(2, save, folder, 1, 2)] == [0, 0]
     return folder
@@ -28,12 +28,12 @@ def two(tmp_path_factory):
 
 @pytest.fixture
 def folder(two, tmp_path):
-    """A private copy, to damage."""
+    """Return a private copy, to damage."""
     return copy(two, tmp_path / "save")
 
 
 def chosen(folder, step=None, world_size=1):
-    """`choose` on new ranks, by rank; (text, seconds) where it raises."""
+    """Return `choose` on new ranks, by rank; (text, seconds) if it raises."""
     outcomes = run_forked(world_size, choose, folder, step)
     assert all(code == 0 for code, _ in outcomes)
     return [answer for _, answer in outcomes]
@@ -44,7 +44,7 @@ def chosen(folder, step=None, world_size=1):
 )
 @pytest.mark.fault(4)
 def test_pointer_that_leads_nowhere(content, folder):
-    """Row 4. What the pointer of iteration 2 can become. `2` without its line break is still the pointer."""
+    """Row 4: damage to the pointer of iteration 2. `2` without its line break is still valid."""
     if content is None:
         (folder / POINTER).unlink()
     else:
@@ -60,12 +60,12 @@ def test_pointer_that_leads_nowhere(content, folder):
 
 @pytest.mark.fault(4)
 def test_no_checkpoint_is_whole(folder):
-    """Row 4. Every rank is told, in the same words, and nobody starts anew by accident."""
+    """Row 4: every rank gets the same words, and nobody starts from scratch by accident."""
     for name in (NEWEST, OLDER):
         (folder / name / "common.pt").write_bytes(b"")
     (first, _), (second, _) = chosen(folder, world_size=2)
     assert first == second and f"{folder} holds no checkpoint that is whole" in first and NEWEST in first
-    assert "choose another --save" in first  # this one is refused without --load
+    assert "choose another --save" in first  # without --load this folder is refused
     assert CheckpointError.exit_code == 66
 
 
@@ -86,7 +86,7 @@ def test_empty_and_absent_folders_are_a_start(tmp_path):
 
 
 def damage_and_choose(context, directory, damages):
-    """What is chosen after each of (file, kind, place) of damage to the newest checkpoint, which is then repaired."""
+    """Return the choice after each (file, kind, place) of damage to the newest checkpoint; then repair it."""
     found = []
     for name, kind, place in damages:
         path = directory / NEWEST / name
@@ -116,7 +116,7 @@ def files_of(folder):
 
 @pytest.mark.fault(5)
 def test_any_flipped_bit_is_seen(folder):
-    """Row 5. 200 random bits: ten or more in every file, the manifest included."""
+    """Row 5: 200 random bits, ten or more in every file, the manifest included."""
     generator, files = random.Random(0), files_of(folder)
     names = [*(name for name in files for _ in range(10)), *generator.choices(list(files), k=NUM_FLIPS)][
         :NUM_FLIPS
@@ -130,7 +130,7 @@ def test_any_flipped_bit_is_seen(folder):
 
 @pytest.mark.fault(6)
 def test_files_that_are_cut_empty_or_gone_are_named(folder):
-    """Row 6."""
+    """Row 6: files that are cut, empty or missing."""
     damages = [
         (name, *damage)
         for name, size in files_of(folder).items()
@@ -145,7 +145,7 @@ def test_files_that_are_cut_empty_or_gone_are_named(folder):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "common.pt", STATE_FILE])
 @pytest.mark.fault(6)
 def test_files_of_two_steps_are_not_mixed(name, folder):
-    """Row 6. Their sizes are the same."""
+    """Row 6: files of two steps, of the same size, are not mixed."""
     assert (folder / OLDER / name).stat().st_size == (folder / NEWEST / name).stat().st_size
     shutil.copyfile(folder / OLDER / name, folder / NEWEST / name)
     ((went_on_from, value, said),) = chosen(folder)
@@ -155,7 +155,7 @@ def test_files_of_two_steps_are_not_mixed(name, folder):
 @pytest.mark.parametrize("name", [MANIFEST_FILE, "__0_0.distcp", "__1_0.distcp", "common.pt"])
 @pytest.mark.fault(7)
 def test_what_one_rank_reads_all_are_told(name, folder):
-    """Row 7. A manifest is read by rank 0 alone, and every other file by one of the ranks."""
+    """Row 7: rank 0 alone reads a manifest, and one of the ranks reads each other file."""
     path = folder / NEWEST / name
     path.write_bytes(path.read_bytes()[:-20])
     start = time.monotonic()
@@ -165,7 +165,7 @@ def test_what_one_rank_reads_all_are_told(name, folder):
 
 
 def test_without_a_manifest(folder):
-    """An older checkpoint, or another engine's, is taken with a note, but never as a substitute."""
+    """A checkpoint without a manifest is accepted with a note, but never as a substitute."""
     (folder / NEWEST / MANIFEST_FILE).unlink()
     state = (folder / NEWEST / STATE_FILE).read_text().replace(',\n "manifest": "manifest.json"', "")
     (folder / NEWEST / STATE_FILE).write_text(state)
@@ -180,7 +180,7 @@ def test_without_a_manifest(folder):
 
 
 def test_a_replaced_checkpoint_is_found(folder):
-    """A kill between the two renames of a save of the same iteration."""
+    """A kill between the two renames of a save of the same iteration loses nothing."""
     (folder / NEWEST).rename(folder / f"{NEWEST}.replaced")
     ((name, value, said),) = chosen(folder)
     assert (name, value) == (f"{NEWEST}.replaced", 2) and f"{folder / NEWEST} is missing" in said[0]

@@ -1,4 +1,7 @@
-"""Checkpoints of one small tensor, saved by the real code on gloo ranks that may be killed, forked from a clean process."""
+"""Save checkpoints of one small tensor with the real code, on gloo ranks that may be killed.
+
+Ranks are forked from a clean process.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,18 @@ from mkd.parallel.context import ParallelContext
 from mkd.platform import Platform, cpu
 from tests.fault_injection import fault as injected
 
-ROWS = 512  # of 64 fp32 values, a rank
+ROWS = 512  # rows of 64 fp32 values, per rank
 
 
 def run_forked(world_size, function, *args, fault=None, timeout_s=60):
-    """(exit code, answer) by rank of `function(context, *args)`; the answer of an MkdError is the error, and its seconds."""
-    fork = multiprocessing.get_context(
-        "forkserver"
-    )  # a fork of this process has its locks, but not the threads that hold them
-    fork.set_forkserver_preload(
-        [__name__]
-    )  # without effect, and ranks start slowly, if something else has started the server
+    """Return (exit code, answer) by rank of `function(context, *args)`.
+
+    After an MkdError the answer is the error, and its seconds.
+    """
+    # a fork of this process would have its locks, but not the threads that hold them
+    fork = multiprocessing.get_context("forkserver")
+    # without effect if something else has started the server; ranks then start slowly
+    fork.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as store:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
@@ -83,13 +87,13 @@ def _rank(rank, world_size, store, pipe, fault, function, args):
 
 
 def sharded_tensor(context, name, value, rows=ROWS):
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     tensor = torch.full((rows, 64), float(value) + context.rank)
     return ShardedTensor.from_rank_offsets(name, tensor, (0, context.rank, context.world_size))
 
 
 def sharded(context, value):
-    """A state of one tensor, and of an object that every rank has one of."""
+    """Return a state of one tensor, and one object per rank."""
     return {
         "w": sharded_tensor(context, "w", value),
         "rng": ShardedObject("rng", {"cpu": torch.get_rng_state()}, (context.world_size,), (context.rank,)),
@@ -103,7 +107,7 @@ def new_save(context, directory, iteration, retention=None):
 
 
 def save(context, directory, *iterations, retention=None):
-    """Save the iterations one after the other; the tensor's value is the iteration's number. Returns the last folder."""
+    """Save the iterations in turn; the tensor's value is the iteration. Return the last folder."""
     for iteration in iterations:
         folder = (
             new_save(context, directory, iteration, retention)
@@ -115,14 +119,14 @@ def save(context, directory, *iterations, retention=None):
 
 
 def choose(context, directory, step=None):
-    """(name of the folder to continue from, value saved in it, what was said), after full verification."""
+    """Verify fully; return (name of the folder to resume from, value saved in it, messages)."""
     said = []
     folder = choose_checkpoint(Path(directory), step, context, said.append)
     return folder and folder.name, folder and value_in(folder), said
 
 
 def value_in(folder):
-    """The first element of the tensor that a checkpoint holds."""
+    """Return the first element of the tensor that a checkpoint holds."""
     stored = read_metadata(folder).storage_data
     place = next(place for index, place in stored.items() if index.fqn == "w" and not any(index.offset))
     with open(folder / place.relative_path, "rb") as file:
@@ -131,13 +135,13 @@ def value_in(folder):
 
 
 def copy(source, folder):
-    """A private copy of a folder of checkpoints, to damage."""
+    """Return a private copy of a folder of checkpoints, to damage."""
     return shutil.copytree(source, folder)
 
 
 @contextmanager
 def small_disk(folder, size):
-    """A file system of `size` (as in `mount -o size=`) at `folder`; None where mounting is not allowed."""
+    """Yield a file system of `size` (as in `mount -o size=`) at `folder`; None if mounting is forbidden."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True

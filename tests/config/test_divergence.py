@@ -1,4 +1,4 @@
-"""The declarations of the divergences agree with the flags and keys, and a teacher's settings override the common ones."""
+"""Check that divergences agree with flags and keys, and that a teacher's settings override common ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_ends_are_other_divergences_without_a_parameter():
         (TeacherConfig(jsd_beta=0.0), DivergenceSettings("jsd", 0.0)),
         (TeacherConfig(divergence="reverse_kl"), DivergenceSettings("reverse_kl")),
         (TeacherConfig(divergence="mixed_kl"), DivergenceSettings("mixed_kl", 0.5)),
-        (TeacherConfig(divergence="skewed_reverse_kl", skew_alpha=0.2), DivergenceSettings("skewed_reverse_kl", 0.2)),
+        (
+            TeacherConfig(divergence="skewed_reverse_kl", skew_alpha=0.2),
+            DivergenceSettings("skewed_reverse_kl", 0.2),
+        ),
     ],
 )  # fmt: skip
 def test_a_teacher_overrides_the_common_settings(teacher, wanted):

@@ -7,17 +7,19 @@ from mkd.config.flags import build_parser, known_flags, parse_command_line
 
 PUBLIC_CONTRACT = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
---num-virtual-stages-per-pipeline-rank --context-parallel-size --expert-model-parallel-size --sequence-parallel
---use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size --global-batch-size
---seq-length --train-iters --lr --min-lr --lr-decay-style --lr-warmup-iters --weight-decay --clip-grad --adam-beta1
---adam-beta2 --adam-eps --bf16 --seed --data-path --valid-data-path --split --tokenizer-type --tokenizer-model --save
---load --save-interval --ckpt-step --eval-interval --eval-iters --log-interval --tensorboard-dir
---recompute-granularity --recompute-method --recompute-num-layers --exit-duration-in-mins --exit-interval
---distributed-timeout-minutes --num-workers --student-hf --teacher-hf --student-load --teacher-load --kd-ratio
---kd-temperature --kd-temperature-scaling --kd-divergence --teacher-pipeline-layout --student-pipeline-layout
---xtoken-loss --xtoken-alignment --xtoken-seq-length --xtoken-projection --xtoken-top-k --xtoken-exact-token-match-only
---xtoken-relaxed-map --no-xtoken-reasoning --teacher-residency --teacher-combination --teacher-weighting
---teacher-weighting-temperature --optimizer-residency --characters-per-sample --eval-multiple-choice --eval-completions
+--num-virtual-stages-per-pipeline-rank --context-parallel-size --expert-model-parallel-size
+--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--micro-batch-size --global-batch-size --seq-length --train-iters --lr --min-lr --lr-decay-style
+--lr-warmup-iters --weight-decay --clip-grad --adam-beta1 --adam-beta2 --adam-eps --bf16 --seed
+--data-path --valid-data-path --split --tokenizer-type --tokenizer-model --save --load --save-interval
+--ckpt-step --eval-interval --eval-iters --log-interval --tensorboard-dir --recompute-granularity
+--recompute-method --recompute-num-layers --exit-duration-in-mins --exit-interval
+--distributed-timeout-minutes --num-workers --student-hf --teacher-hf --student-load --teacher-load
+--kd-ratio --kd-temperature --kd-temperature-scaling --kd-divergence --teacher-pipeline-layout
+--student-pipeline-layout --xtoken-loss --xtoken-alignment --xtoken-seq-length --xtoken-projection
+--xtoken-top-k --xtoken-exact-token-match-only --xtoken-relaxed-map --no-xtoken-reasoning
+--teacher-residency --teacher-combination --teacher-weighting --teacher-weighting-temperature
+--optimizer-residency --characters-per-sample --eval-multiple-choice --eval-completions
 --eval-num-fewshot --export-hf --dry-run --pack --overlong --append-eod --no-append-eod --no-shuffle
 """
 

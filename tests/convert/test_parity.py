@@ -1,4 +1,4 @@
-"""What two sets of logits are compared by; the comparison of real models is in tools/test_convert.py."""
+"""Check the figures that compare two sets of logits; tools/test_convert.py compares real models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from mkd.convert.parity import Parity, random_documents
 
 def test_parity_figures():
     reference = torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 3.0]])
-    same = Parity.from_logits(
-        reference, reference + 1.0
-    )  # a constant shift changes logits, not probabilities
+    # a constant shift changes logits, not probabilities
+    same = Parity.from_logits(reference, reference + 1.0)
     assert same.max_logit_difference == 1.0 and same.relative_difference == 0.25
     assert abs(same.kl) < 1e-15 and same.top1_agreement == 1.0
     other = Parity.from_logits(torch.tensor([[0.0, 0.0]] * 2), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [path for path in ROOT.rglob("*.md") if not {".venv", "runs", "build", ".pytest_cache"} & {*path.parts}]
+PAGES = [
+    path for path in ROOT.rglob("*.md") if not {".venv", "runs", "build", ".pytest_cache"} & {*path.parts}
+]
 
 
 def anchors(path: Path) -> set[str]:

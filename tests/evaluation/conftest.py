@@ -1,4 +1,4 @@
-"""Fixtures of the tests of held-out tasks."""
+"""Define the fixtures of the tests of held-out tasks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Files of held-out tasks, and their scores by transformers: one forward pass a continuation, nothing packed
-or split."""
+"""Score files of held-out tasks with transformers: one forward pass per continuation, unpacked, unsplit."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ COMPLETIONS = (
 
 
 def write_tasks(folder: Path) -> tuple[Path, Path]:
-    """(questions, completions) as files."""
+    """Write the files (questions, completions) and return their paths."""
     paths = folder / "animals.jsonl", folder / "foxes.jsonl"
     for path, records in zip(paths, (QUESTIONS, COMPLETIONS), strict=True):
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -51,8 +50,10 @@ def write_tasks(folder: Path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def reference_scores(model: Path, tasks: Sequence[Task], seq_length: int) -> list[float]:
-    """ln p of each continuation of all tasks after its prompt; only the last `seq_length` + 1 ids of both are
-    seen."""
+    """Return ln p of each continuation of all tasks after its prompt.
+
+    Only the last `seq_length` + 1 ids of prompt and continuation are seen.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

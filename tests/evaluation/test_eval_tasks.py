@@ -1,4 +1,4 @@
-"""Held-out tasks: files, prompts, token ids, packs and metrics."""
+"""Check held-out tasks: files, prompts, token ids, packs and metrics."""
 
 from __future__ import annotations
 
@@ -162,8 +162,10 @@ def test_a_file_of_examples_alone_is_refused(write_jsonl):
 
 
 def test_accuracy_and_its_normalised_form(write_jsonl):
-    """By hand: one letter of two is right; by bytes "ab" (-4/2) beats "c" (-3/1), and "\u00e9" has two: -4/2
-    beats -3/1."""
+    """Compare with values by hand. By letters, one of two is right.
+
+    By bytes, "ab" (-4/2) beats "c" (-3/1), and "\u00e9", which has two bytes, (-4/2) beats "d" (-3/1).
+    """
     path = write_jsonl(
         "q.jsonl", question("1", 0, choices=("ab", "c")), question("2", 1, choices=("c", "\u00e9", "d"))
     )
@@ -192,7 +194,7 @@ def test_completion_metrics_are_ratios_of_sums(write_jsonl):
 
 
 class Letters:
-    """One id a letter, "th" merged; `before` and `after` are put around every text."""
+    """One id per letter, "th" merged; `before` and `after` are put around every text."""
 
     pad_id = eos_id = 99
 

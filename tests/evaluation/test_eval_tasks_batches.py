@@ -1,5 +1,4 @@
-"""How packs of requests are dealt out: all of them, once, in calls of the schedule that every rank makes
-alike."""
+"""Check how packs of requests are distributed: all of them, once, in equal schedule calls on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def context(dp_rank: int, dp_size: int, pp_size: int = 1, virtual_stages: int = 
 
 
 def requests() -> list[Request]:
-    """One fills each pack."""
+    """Return requests of which each fills one pack."""
     ids = np.arange(NUM_PACKS * SEQ_LENGTH, dtype=np.int32).reshape(NUM_PACKS, SEQ_LENGTH)
     return [Request(row, row[-2:], False) for row in ids]
 

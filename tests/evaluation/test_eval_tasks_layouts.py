@@ -1,4 +1,4 @@
-"""Held-out tasks give plain transformers' numbers under every layout, and leave training as it is."""
+"""Check that held-out tasks match plain transformers under every layout and do not change training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Student, a teacher of other sizes, text, tasks; all below one folder."""
+    """Return a folder with a student, a teacher of other sizes, a text and tasks."""
     folder = tmp_path_factory.mktemp("eval_tasks")
     for name, sizes in (
         ("student", dict(family="qwen3", seed=1)),
@@ -55,12 +55,12 @@ def tasks_in(folder):
 
 @pytest.fixture(scope="module")
 def reference(files):
-    """Scores of student and teacher."""
+    """Return the scores of student and teacher."""
     return [reference_scores(files / name, tasks_in(files), SEQ_LENGTH) for name in ("student", "teacher")]
 
 
 def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
-    """On every rank: scores of student and teacher, metrics, two steps, metrics again."""
+    """Return this rank's scores of student and teacher, metrics, two steps, and metrics again."""
     import torch.distributed as dist
     from megatron.core.utils import get_attr_wrapped_model
 
@@ -123,8 +123,10 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
 
 @pytest.fixture(scope="module")
 def run(ranks, files):
-    """run(layout, with_tasks) -> what all ranks return, once for each; packs of one document are the same in
-    every layout."""
+    """Return run(layout, with_tasks) -> the result that all ranks return, computed once for each layout.
+
+    Packs of one document are the same in every layout.
+    """
 
     @cache
     def of(name: str, with_tasks: bool = True) -> dict:

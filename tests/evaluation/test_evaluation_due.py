@@ -1,5 +1,7 @@
-"""When held-out data are evaluated: a run that is stopped makes what was due when it goes on, and nothing
-twice."""
+"""Check when held-out data are evaluated.
+
+A run that was stopped makes the evaluations that were due when it resumes, and none of them twice.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def command(files, run, *more):
 
 
 def stopped(argv, iteration, where):
-    """A run that gets SIGTERM in the evaluation after `iteration` steps, or just before; (why it ended, what
-    is still due)."""
+    """Run until SIGTERM in the evaluation after `iteration` steps, or just before it.
+
+    Return (why the run ended, what is still due).
+    """
     from mkd.config.load import load_config
     from mkd.operations.cleanup import Cleanup
     from mkd.operations.signals import Signals
@@ -53,7 +57,7 @@ def stopped(argv, iteration, where):
         return wrapped
 
     class Batches:
-        """Of the held-out text; the signal comes with the second one."""
+        """Batches of the held-out text; the signal comes with the second one."""
 
         def __init__(self, batches):
             self.batches = batches
@@ -78,7 +82,7 @@ def stopped(argv, iteration, where):
 
 
 def records(folder):
-    """All that does not depend on the machine."""
+    """Return the records without values that depend on the machine."""
     return [
         {key: value for key, value in record.items() if key not in CLOCK} for record in read_metrics(folder)
     ]
@@ -104,14 +108,14 @@ def whole(files, ranks):
 )
 @pytest.mark.fault(13)
 def test_the_rest_of_an_evaluation_is_made_when_the_run_goes_on(iteration, where, due, files, whole, ranks):
-    """The same records as of a run that was never stopped, bit for bit."""
+    """The records equal those of a run that was never stopped, bit for bit."""
     run = f"{where} {iteration}"
     assert ranks.run(stopped, 1, command(files, run), iteration, where) == [
         ("received SIGTERM", iteration, due)
     ]
     assert (files / run / f"iter_{iteration:07d}").is_dir() and not (files / run / "DONE").exists()
     assert len(records(files / run)) == {2: 6, STEPS: len(whole)}[iteration] - len(due)
-    for _ in range(2):  # the second time there is nothing left to do
+    for _ in range(2):  # the second time nothing is left to do
         (result,) = run_main(ranks, command(files, run))
         assert result.exit_code == 0, result.stderr
         assert records(files / run) == whole

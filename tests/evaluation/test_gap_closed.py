@@ -1,4 +1,4 @@
-"""The share of the initial divergence that an evaluation reports as gone."""
+"""Check the share of the initial divergence that an evaluation reports as gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def evaluations(folder) -> list[dict]:
 
 
 def test_the_share_of_the_initial_divergence_that_is_gone(files, ranks):
-    """From the evaluation before the first step on; a run that is continued remembers it."""
+    """The share is reported after the evaluation before the first step; a resumed run remembers it."""
     more = ("--split", "9,1", "--eval-interval", 2, "--kd-ratio", 1, "--save", files / "gap")
     for steps, load in ((4, ()), (6, ("--load", files / "gap"))):
         results = run_main(ranks, flags(files, "gap", *more, *load, "--train-iters", steps), world_size=2)
@@ -34,7 +34,7 @@ def test_the_share_of_the_initial_divergence_that_is_gone(files, ranks):
 
 
 def test_there_is_none_of_another_loss_or_another_held_out_set(files, ranks):
-    """Whose first value is not known. It is there again when what it was taken of is."""
+    """The share is missing if its first value is unknown, and returns with the settings of that value."""
     folder = files / "changed"
     argv = flags(
         files, "changed", "--split", "9,1", "--eval-interval", 1, "--kd-ratio", 0.5, "--save", folder
@@ -70,6 +70,6 @@ def test_there_is_none_without_a_teacher_or_a_first_evaluation(files, ranks):
         ),
     )
     assert (unseen.exit_code, continued.exit_code) == (0, 0), continued.stderr
-    records = evaluations(files / "other")  # that of the start is due too: nobody has made it
+    records = evaluations(files / "other")  # the evaluation at the start is due too: it was not made before
     assert [record["iteration"] for record in records] == [2, 3]
     assert all(record["kd_loss"] > 0 and "gap_closed" not in record for record in records)

@@ -1,4 +1,4 @@
-"""Gemma 3's config.json, in its newer and older spelling, against what transformers makes of it."""
+"""Check Gemma 3's config.json, in its newer and older spelling, against transformers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What host residency costs and saves: peak memory and step time of the engine, with the same loss, bit for bit.
+"""Report what host residency costs and saves: peak memory and step time, with the same loss, bit for bit.
 
-One engine after another on random weights: everything on the device, the teacher on the host, the optimizer's state on the
-host, both. With deterministic kernels every step is compared, because only then do two runs on the device agree; with the
-default ones, which are faster and need less memory for long packs, the loss of the first step.
+Engines with random weights run one after another: everything on the device, the teacher on the host, the
+optimizer's state on the host, both. With deterministic kernels every step is compared, because only then do
+two runs on the device agree. The default kernels are faster and need less memory for long packs; with them
+only the loss of the first step is compared.
 
-    python -m tests.models.residency_report                                     # an 8B teacher, a 1.7B student: one H200
+    python -m tests.models.residency_report               # an 8B teacher, a 1.7B student: one H200
     python -m tests.models.residency_report --seq-length 2048 --deterministic
     python -m tests.models.residency_report --student tiny-student --teacher tiny-teacher --seq-length 256
 """
@@ -36,9 +37,9 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One engine."""
+    """Measurements of one engine."""
 
-    losses: list[float]  # of every step the sum, and the gradient norm
+    losses: list[float]  # the sum of every step, and the gradient norm
     step_ms: float
     peak_gib: float  # during the steps
     rest_gib: float  # between two steps
@@ -67,7 +68,7 @@ def measure(flags: tuple[str, ...], args: argparse.Namespace, machine: Machine, 
         result = train_step(engine, for_teachers(batches, len(engine.teachers)))
         losses.extend((result.sums.token_sums()["loss"], result.grad_norm))
 
-    step()  # makes the moments
+    step()  # creates the moments
     if machine.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     milliseconds = time_arms([Arm("step", step)], machine.device, machine.rounds)["step"]
@@ -82,11 +83,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--student", default="qwen3-1.7b", help="a shape of tools/benchmarks/shapes.py")
-    parser.add_argument("--teacher", default="qwen3-8b", help="likewise")
+    parser.add_argument(
+        "--student", default="qwen3-1.7b", help="student's shape in tools/benchmarks/shapes.py"
+    )
+    parser.add_argument("--teacher", default="qwen3-8b", help="teacher's shape in tools/benchmarks/shapes.py")
     parser.add_argument("--seq-length", type=int, default=8192, help="tokens of a micro-batch")
-    parser.add_argument("--num-microbatches", type=int, default=4, help="of a step")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps, after two others")
+    parser.add_argument("--num-microbatches", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps, after two untimed ones")
     parser.add_argument(
         "--deterministic", action="store_true", help="compare all steps, not only the first loss"
     )

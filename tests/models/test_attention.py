@@ -1,4 +1,4 @@
-"""Packed attention against a dense softmax written out in fp64: causality, borders, groups, windows, padding, CP."""
+"""Check packed attention against a dense fp64 softmax: causality, borders, groups, windows, padding, CP."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.platform import detect
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:full scope is deprecated:UserWarning"
-)  # Megatron's own default
+# Megatron's own default
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 
 HEADS, DIM = 4, 8
-LENGTHS, SPANS = (
-    (5, 1, 9),
-    (6, 1, 13),
-)  # a document with padding, one of a single token, the last with the pack's tail
+# a document with padding, one of a single token, the last with the pack's tail
+LENGTHS, SPANS = (5, 1, 9), (6, 1, 13)
 
 
 def packed(lengths=LENGTHS, spans=SPANS):
@@ -52,7 +49,7 @@ def random_qkv(groups, seed=0, spans=SPANS):
 
 
 def dense(query, key, value, window=None, scale=None, lengths=LENGTHS, spans=SPANS):
-    """Softmax over the whole pack with one mask, [t, heads * d]; padding rows are zero."""
+    """Return a softmax over the whole pack with one mask, [t, heads * d]; padding rows are zero."""
     t = query.size(0)
     document, is_real = torch.full((t,), -1), torch.zeros(t, dtype=torch.bool)
     start = 0
@@ -100,7 +97,7 @@ def test_padding_gives_zeros_and_takes_no_gradient_even_where_it_is_nan():
 
 
 def test_documents_do_not_see_each_other():
-    """Bitwise: a document's output is the same whatever its neighbours hold."""
+    """A document's output is bitwise the same, whatever its neighbours hold."""
     first, second = random_qkv(2, seed=1), random_qkv(2, seed=2)
     mixed = [torch.cat([b[:7], a[7:]]) for a, b in zip(first, second, strict=True)]
     outputs = [attention()(*qkv, None, packed_seq_params=packed()) for qkv in (first, mixed)]
@@ -109,7 +106,7 @@ def test_documents_do_not_see_each_other():
 
 
 def test_a_pack_without_tokens_gives_zeros():
-    """The empty packs that fill up the last step of an evaluation."""
+    """Packs without tokens fill up the last step of an evaluation."""
     query, key, value = random_qkv(2)
     output = attention()(query, key, value, None, packed_seq_params=packed((0,), (sum(SPANS),)))
     assert output.shape == (sum(SPANS), HEADS * DIM) and not output.any()
@@ -117,14 +114,12 @@ def test_a_pack_without_tokens_gives_zeros():
     assert not query.grad.any()
 
 
-LONG_LENGTHS, LONG_SPANS = (
-    (5, 1, 23, 0, 16),
-    (8, 8, 24, 8, 16),
-)  # multiples of 8, for up to 4 context-parallel ranks
+# multiples of 8, for up to 4 context-parallel ranks
+LONG_LENGTHS, LONG_SPANS = (5, 1, 23, 0, 16), (8, 8, 24, 8, 16)
 
 
 def attend_my_rows(groups, window, lengths, spans):
-    """Outputs of this rank's rows of a pack, and the gradients of its rows of query, key and value."""
+    """Return outputs of this rank's rows of a pack, and the gradients of its rows of query, key and value."""
     size = torch.distributed.get_world_size()
     context = ParallelContext.create(detect(), context_parallel=size)
     config = TransformerConfig(
@@ -161,11 +156,11 @@ def assert_ranks_equal_dense(ranks, size, groups, window, lengths, spans):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("groups", "window"), [(4, None), (2, None), (2, 3), (1, 9)])
 def test_context_parallel_ranks_together_equal_dense_attention(size, groups, window, ranks):
-    """Output and gradients of each rank's rows are those of the whole pack: no key or value gradient is lost or doubled."""
+    """Outputs and gradients of each rank's rows are those of the whole pack: none is lost or doubled."""
     assert_ranks_equal_dense(ranks, size, groups, window, LONG_LENGTHS, LONG_SPANS)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_hold_only_padding_take_part_in_backward(size, ranks):
-    """One document of 5 tokens in a pack of 64: all of it is on rank 0, and the others must not leave it waiting."""
+    """A document of 5 tokens in a pack of 64 lies on rank 0 alone; the others must not keep it waiting."""
     assert_ranks_equal_dense(ranks, size, 2, None, (5,), (64,))

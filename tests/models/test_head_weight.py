@@ -1,5 +1,4 @@
-"""The head's weight with overlapped parameter gathers: Megatron gathers it late, and `head_weight` has to
-wait for it."""
+"""Check that `head_weight` waits for the head's weight, which overlapped gathers deliver late."""
 
 from __future__ import annotations
 
@@ -13,14 +12,13 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A student whose head is a parameter of its own, and a teacher."""
+    """Return a student whose head is a separate parameter, and a teacher."""
     sizes = dict(num_hidden_layers=2, tie_word_embeddings=False)
     return make_pair(tmp_path_factory.mktemp("head"), sizes)
 
 
 class Late:
-    """The handle of a gather that has not begun until somebody waits for it: the latest that communication
-    can be."""
+    """Handle of a gather that only starts when somebody waits for it: the latest possible communication."""
 
     def __init__(self, group):
         self.group = group
@@ -66,9 +64,8 @@ def steps(student, teacher, flags, is_late, asks_the_module):
     plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
     context = ParallelContext.create(detect())
     ddp_config, head_weight = optimizer.DistributedDataParallelConfig, LanguageModel.head_weight
-    optimizer.DistributedDataParallelConfig = partial(
-        ddp_config, bucket_size=1
-    )  # a bucket for every parameter
+    # a bucket for every parameter
+    optimizer.DistributedDataParallelConfig = partial(ddp_config, bucket_size=1)
     if not asks_the_module:
         LanguageModel.head_weight = lambda self: self.output_layer.weight
     try:
@@ -88,15 +85,13 @@ def steps(student, teacher, flags, is_late, asks_the_module):
 
 @pytest.fixture(scope="module")
 def plain(pair, ranks):
-    flags = (
-        *DISTRIBUTED,
-        "--overlap-grad-reduce",
-    )  # the same buckets: the gradient norm adds up in one order
+    # the same buckets: the gradient norm adds up in one order
+    flags = (*DISTRIBUTED, "--overlap-grad-reduce")
     return ranks.run(steps, 2, *pair, flags, False, True)
 
 
 def equal(ours, theirs) -> bool:
-    """Return whether all ranks have the same bits; of gradients, in the shard that the rank reduces to."""
+    """Return True if all ranks have the same bits; gradients count in the shard that the rank reduces to."""
     same = [
         mine[0] == other[0] and all(torch.equal(mine[2][name], other[2][name]) for name in other[2])
         for mine, other in zip(ours, theirs, strict=True)
@@ -118,8 +113,7 @@ def test_overlapped_gathers_give_the_same_bits(is_late, pair, plain, ranks):
 
 
 def test_the_weight_without_the_hook_is_an_old_one(pair, plain, ranks):
-    """The proof that the test above would notice: the head's parameter, read past its module, misses the
-    others' updates."""
+    """Check that the test above can fail: read past its module, the head's weight misses others' updates."""
     without_hook = ranks.run(steps, 2, *pair, OVERLAP, True, False)
     assert without_hook[0][0][0] == plain[0][0][0], "the first step has nothing to gather"
     assert without_hook[0][0][1] != plain[0][0][1] and not equal(without_hook, plain)

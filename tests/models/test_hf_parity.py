@@ -1,4 +1,4 @@
-"""Logits of mkd's models against transformers, for every family, packed documents, at TP 1 and 2."""
+"""Check logits of mkd's models against transformers, for every family, packed documents, at TP 1 and 2."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import torch
 from mkd.models.packed import packed_documents
 from tests.tiny_models import FAMILIES, SIZES, make_model
 
-LENGTHS = (
-    23,
-    1,
-    40,
-    17,
-)  # one document beyond the original context of the scaled positions (32) and beyond the window (16)
+# one document beyond the original context of the scaled positions (32) and beyond the window (16)
+LENGTHS = (23, 1, 40, 17)
 PADDING = 17
 TOLERANCE = 1e-5  # max |difference| / max |logit|
 
@@ -24,7 +20,7 @@ def documents(vocab_size):
 
 
 def pack(lengths, padding, padding_joins_document=False, device=None):
-    """The THD description of documents in a row; the last one is followed by padding."""
+    """Return the THD description of documents in a row; the last one is followed by padding."""
     real = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     padded = real.clone()
     padded[-1] += padding
@@ -32,7 +28,7 @@ def pack(lengths, padding, padding_joins_document=False, device=None):
 
 
 def load_model(folder, tp, sequence_parallel=False):
-    """One mkd model over all ranks of this world, weights from `folder`."""
+    """Return one mkd model over all ranks of this world, with weights from `folder`."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions
@@ -51,7 +47,7 @@ def load_model(folder, tp, sequence_parallel=False):
 
 @torch.no_grad()
 def packed_logits(folder, tp, sequence_parallel, padding_joins_document=False):
-    """This rank's columns [sum(LENGTHS), v/tp] of one pack that holds all documents."""
+    """Return this rank's columns [sum(LENGTHS), v/tp] of one pack that holds all documents."""
     model = load_model(folder, tp, sequence_parallel)
     tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
     positions = torch.arange(tokens.numel())
@@ -63,7 +59,7 @@ def packed_logits(folder, tp, sequence_parallel, padding_joins_document=False):
 
 @torch.no_grad()
 def reference_logits(folder):
-    """transformers, one document at a time: [sum(LENGTHS), vocabulary]."""
+    """Return the logits of transformers, one document at a time: [sum(LENGTHS), vocabulary]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -85,14 +81,14 @@ def test_logits_equal_transformers(family, tmp_path, ranks):
 
 @pytest.mark.parametrize("family", ["phi4-long", "mistral"])
 def test_padding_may_join_the_last_document(family, tmp_path, ranks):
-    """The form that Transformer Engine gets: with the padding the last document would pass LongRoPE's original length."""
+    """Transformer Engine gets this form. With padding the last document would exceed LongRoPE's length."""
     folder = make_model(tmp_path / family, family)
     (apart,), (joined,) = (ranks.run(packed_logits, 1, folder, 1, False, joins) for joins in (False, True))
     assert (apart - joined).abs().max() <= TOLERANCE * apart.abs().max()
 
 
 def test_the_long_family_is_long():
-    """Its scaled frequencies and its attention factor must really be in use here."""
+    """The long family really uses its scaled frequencies and its attention factor."""
     import transformers
 
     from mkd.plan.model_shape import ModelShape
@@ -104,7 +100,7 @@ def test_the_long_family_is_long():
 
 
 def gradients(folder):
-    """The gradients of `weighted_sum` of all logits of a pack, for each parameter by its Hugging Face tensors."""
+    """Return the gradients of `weighted_sum` of all logits of a pack, by parameter's Hugging Face tensors."""
     from mkd.checkpoint.hf.hf_names import find_map
 
     model = load_model(folder, tp=1)

@@ -1,4 +1,4 @@
-"""A teacher whose layers live on the host gives the same bits, and holds two layers on the device."""
+"""Check that a teacher whose layers are on the host gives the same bits, with two layers on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.models.test_hf_parity import load_model, pack
 from tests.tiny_models import make_model
 from tools.benchmarks.measure import Arm, peak_bytes
 
-LENGTHS, NUM_LAYERS = (23, 1, 40), 5  # an odd number: a layer's slot changes from micro-batch to micro-batch
+LENGTHS, NUM_LAYERS = (23, 1, 40), 5  # an odd number: a layer's slot alternates between micro-batches
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 def row(seed, device):
-    """Arguments of a model for one pack of random tokens."""
+    """Return the arguments of a model for one pack of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(307, (1, sum(LENGTHS)), generator=generator).to(device)
     return tokens, torch.arange(sum(LENGTHS), device=device)[None], None
@@ -30,7 +30,10 @@ def run(model, seed):
 
 
 def host_against_device(folder, tp):
-    """(on the device, on the host) of everything that must agree: outputs of four micro-batches, keys, peak memory (bytes)."""
+    """Return (on the device, on the host) of everything that must agree.
+
+    That is: outputs of four micro-batches, keys, peak memory (bytes).
+    """
     from mkd.models.residency import HostResidency
 
     results = []
@@ -42,9 +45,8 @@ def host_against_device(folder, tp):
         with torch.no_grad():
             outputs = [run(model, seed) for seed in (1, 2, 3, 2)]
             forward = Arm("forward", lambda model=model: run(model, 4))
-            peak = (
-                peak_bytes(forward, torch.device("cpu")) if tp == 1 else 0
-            )  # gloo frees messages when it likes
+            # gloo frees messages at any time
+            peak = peak_bytes(forward, torch.device("cpu")) if tp == 1 else 0
         after = dict(model.named_parameters())
         assert all(torch.equal(after[name], before) for name, before in names.items())
         results.append((outputs, list(model.state_dict()), peak))
@@ -67,7 +69,10 @@ def test_outputs_are_the_same_bits_and_the_forward_allocates_no_more(tp, folder,
 
 
 def where_weights_are(folder):
-    """Per layer call: the slot it computed from, whether the next layer was on its way; copies of a micro-batch; bytes."""
+    """Return what each layer call used: its slot, and True if the next layer was already being copied.
+
+    Return also the copies of a micro-batch, and bytes.
+    """
     from mkd.models.residency import HostResidency
 
     model = load_model(folder, 1).requires_grad_(False)
@@ -84,7 +89,7 @@ def where_weights_are(folder):
     calls = []
 
     def slots(layer):
-        """The buffers that the layer's parameters are in; -1: neither."""
+        """Return the buffers that hold the layer's parameters; -1: neither."""
         return {
             next((i for i, b in enumerate(buffers) if 0 <= p.data_ptr() - b.data_ptr() < b.nbytes), -1)
             for p in layer.parameters()
@@ -131,7 +136,7 @@ def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks
 
 
 def virtual_stages(folder):
-    """Outputs of one rank's two chunks, called in the order of an interleaved schedule and out of it."""
+    """Return outputs of one rank's two model parts, in an interleaved schedule's order and out of order."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.residency import HostResidency

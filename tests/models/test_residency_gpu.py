@@ -1,4 +1,4 @@
-"""Host residency on a GPU: copies overlap with computation, and still every layer meets its own weights."""
+"""Check host residency on a GPU: copies overlap with computation, and every layer gets its own weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def build(folder, transformer_engine):
-    """(context, a frozen model in bf16 with its weights)."""
+    """Return (context, a frozen model in bf16 with its weights)."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
     from mkd.models.transformer_config import ModelOptions
@@ -58,7 +58,7 @@ def row(context, seed, length):
 
 @torch.no_grad()
 def outputs(context, model, length):
-    """Twelve micro-batches queued at once, other work of the same stream between some of them; fp32 on the CPU."""
+    """Return outputs of twelve micro-batches queued at once, other work between some; fp32 on the CPU."""
     rows = [row(context, seed, length) for seed in range(12)]
     other = torch.randn(4096, 4096, device=context.device)
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def outputs(context, model, length):
 
 @torch.no_grad()
 def costs(context, model):
-    """Of one forward pass: allocations, peak above what was there (bytes), and synchronising calls."""
+    """Return costs of one forward pass: allocations, peak above the start (bytes), synchronising calls."""
     run = row(context, 1, COMPUTATION_LASTS)
     run(model)
     torch.cuda.synchronize()
@@ -92,7 +92,10 @@ def costs(context, model):
 
 
 def host_against_device(folder, transformer_engine):
-    """(outputs of short and long rows, costs, bytes at rest) on the device and on the host; bytes on host and in buffers."""
+    """Return (outputs of short and long rows, costs, bytes at rest) on the device and on the host.
+
+    Return also the bytes on the host and in buffers.
+    """
     from mkd.models.residency import HostResidency
 
     context, model = build(folder, transformer_engine)

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' own, and angles that restart at every document."""
+"""Check rotary frequencies against transformers, and angles that restart at every document."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ SCALED = {
 def config_of(rope):
     sizes = dict(hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=128)
     sizes["rope_parameters"] = dict(rope)
-    if (
-        rope["rope_type"] == "longrope"
-    ):  # Phi-3's own key of the original context wins over that of rope_parameters
+    # Phi-3's own key of the original context takes precedence over that of rope_parameters
+    if rope["rope_type"] == "longrope":
         return transformers.Phi3Config(**sizes, pad_token_id=0, original_max_position_embeddings=32)
     return transformers.LlamaConfig(**sizes)
 
@@ -85,7 +84,10 @@ def test_angles_count_from_0_to_the_longest_document():
 
 
 def test_longrope_takes_each_document_by_its_own_length():
-    """33 real tokens exceed the original context (32); 32 with padding beyond it do not. Each token has its angles."""
+    """33 real tokens exceed the original context (32); 32 with padding beyond it do not.
+
+    Each token has its own angles.
+    """
     rope = rope_of("longrope")
     lengths, spans = (32, 33, 4), (36, 33, 11)
     angles = RotaryEmbedding(rope, torch.device("cpu"))(packed(lengths, spans))[:, 0, 0]
@@ -98,19 +100,20 @@ def test_longrope_takes_each_document_by_its_own_length():
 
 
 def rotate_my_rows(rope, lengths, spans):
-    """Whether Megatron rotates this rank's rows, by the angles of the whole pack, as it does without context parallelism."""
+    """Return True if Megatron rotates this rank's rows by the angles of the whole pack, as without CP."""
     context = ParallelContext.create(detect(), context_parallel=torch.distributed.get_world_size())
     documents = packed(lengths, spans)
     angles = RotaryEmbedding(rope, context.device)(documents)
     config = TransformerConfig(num_layers=1, hidden_size=HEAD_DIM, num_attention_heads=1)
     whole = torch.randn(sum(spans), 1, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, context.cp_size)
+    # one process in each tp group
     mine, expected = (
         apply_rotary_pos_emb(x, angles, config, documents.cu_seqlens_q_padded, cp_group=group)
         for x, group in (
             (whole[rows], context.groups.cp),
             (whole, context.groups.tp),
-        )  # one process in each tp group
+        )
     )
     return torch.equal(mine, expected[rows])
 

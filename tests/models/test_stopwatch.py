@@ -1,4 +1,4 @@
-"""The time of blocks on CPUs and GPUs, and how much of a step is the teachers'."""
+"""Check the time of blocks on CPUs and GPUs, and the teachers' share of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_time_of_a_gpu_is_that_of_its_kernels():
 
 
 def run_with_slow_teachers(argv: list[str]) -> int:
-    """Exit code of a run whose teachers take 20 ms longer for a micro-batch."""
+    """Return the exit code of a run whose teachers take 20 ms longer for a micro-batch."""
     from mkd.models import stage
     from tests.train.command import call_main
 
@@ -58,7 +58,10 @@ def run_with_slow_teachers(argv: list[str]) -> int:
 
 
 def test_the_share_of_the_teachers_in_a_run(tmp_path, ranks):
-    """Of the steps alone: the evaluations in between, of as many micro-batches and two models in this mode, do not count."""
+    """Only the steps count.
+
+    The evaluations between them run as many micro-batches, through two models in this mode.
+    """
     files = make_files(tmp_path)
     more = (
         "--log-interval",

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers against the local ones, the same weights, on a GPU; both against transformers."""
+"""Check Transformer Engine's layers against the local ones on a GPU, and both against transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 
 @torch.no_grad()
 def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=False):
-    """[tokens, v] fp32 on the CPU, of one pack that holds all documents (token ids; random ones if not given)."""
+    """Return [tokens, v] fp32 on the CPU, of a pack that holds all documents (default: random token ids)."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.losses.fused_linear import head_logits
     from mkd.models.builder import build_chunks
@@ -100,7 +100,8 @@ def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     errors = [relative_error(logits, exact) for logits in (fp32, bf16, local)]
     te32, te16, local16 = errors
     print(
-        f"{name}: TE against local spec in fp32 {te32:.1e}; bf16 against fp32, TE {te16:.1e}, local {local16:.1e}"
+        f"{name}: TE against local spec in fp32 {te32:.1e}; "
+        f"bf16 against fp32, TE {te16:.1e}, local {local16:.1e}"
     )
     assert relative_error(transformers_logits(folder), exact) <= FP32_TOLERANCE
     assert errors[0] <= FP32_TOLERANCE
@@ -110,7 +111,7 @@ def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_families(family, tmp_path, gpu_ranks):
-    """Heads of 64 channels, which every attention kernel takes."""
+    """Heads have 64 channels, which every attention kernel accepts."""
     sizes = dict(hidden_size=256, num_attention_heads=4, head_dim=64)
     if family.startswith("phi"):
         sizes.pop("head_dim")

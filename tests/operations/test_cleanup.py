@@ -57,7 +57,7 @@ def test_what_fails_at_the_end_of_a_good_run_is_its_error(capsys):
 def stopped(argv, in_step):
     """Send SIGTERM to a run before its first step, or in it.
 
-    (Text of the lock when training is over, text when all is, the error with which it ended.)
+    Return (text of the lock after training, text after everything, the error with which the run ended).
     """
     from pathlib import Path
 
@@ -116,9 +116,9 @@ def test_what_is_said_of_what_was_saved(files, ranks):
     saved = (f"iteration 1 is saved in {save / 'iter_0000001'}", f"{again}, with --load {save}")
     assert end_of("save", True, *go_on) == saved and (save / "iter_0000001").is_dir()
     assert end_of("save", False, *go_on) == saved
-    back = end_of("save", False, *go_on, "--ckpt-step", 1)  # once is enough
+    back = end_of("save", False, *go_on, "--ckpt-step", 1)  # one rewind is enough
     assert back == (saved[0], f"{again}, without --ckpt-step, with --load {save}")
-    for step in ((), ("--ckpt-step", 1)):  # which a start from another folder still needs
+    for step in ((), ("--ckpt-step", 1)):  # a start from another folder still needs --ckpt-step
         assert end_of("other", False, "--save", other, "--load", save, *step) == (saved[0], again)
     assert not list(other.glob("iter_*")) and (other / "PREEMPTED").exists()
 

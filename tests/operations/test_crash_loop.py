@@ -33,7 +33,7 @@ def crash_in(folder, step, config=None):
 def test_three_crashes_of_one_step(tmp_path):
     for _ in range(3):
         crash_in(tmp_path, 7)
-    for _ in range(2):  # until somebody changes something
+    for _ in range(2):  # until something changes
         with pytest.raises(CrashLoop, match="the last 3 runs in .* all crashed in step 7") as caught:
             CrashCounter.start(tmp_path, Config())
         assert caught.value.exit_code == 76 and str(tmp_path / RUNNING) in caught.value.do

@@ -30,7 +30,7 @@ def settings(folder, train_iters=100, bf16=True, **checkpoint) -> Config:
     ("present", "checkpoint", "count"),
     [
         (0, {}, 1),
-        (0, {"save_interval": 10}, 1),  # all stay: nobody knows how often people make room
+        (0, {"save_interval": 10}, 1),  # all stay: it is unknown how often people delete some
         (0, {"save_interval": 10, "keep_checkpoints": 3}, 4),
         (2, {"save_interval": 10, "keep_checkpoints": 3}, 2),
         (3, {"save_interval": 10, "keep_checkpoints": 3}, 1),

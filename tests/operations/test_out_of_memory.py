@@ -10,7 +10,10 @@ import torch
 from tests.reported import reported_text
 from tests.train.command import flags, make_files, with_fault
 
-TORCH_TEXT = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
+TORCH_TEXT = (
+    "CUDA out of memory. Tried to allocate 512.00 MiB. "
+    "GPU 0 has a total capacity of 2.00 GiB of which 17 MiB is free."
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Phases are announced to everybody who follows a run, in order, and also at a failure."""
+"""Check that phases are announced to all followers of a run, in order, and also at a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkd.operations.phases import DATA, EVAL, INIT, Follower, Phases
 
 
 class Diary(Follower):
-    """Writes down everything that it is told."""
+    """Follower that records every announcement."""
 
     def __init__(self):
         self.pages = []
@@ -48,8 +48,10 @@ def test_a_phase_that_fails_is_left():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_prints_what_the_run_logs(rank, monkeypatch, capsys):
-    """On the stdout of the moment, plainly; nothing reaches the handlers of libraries, and nothing is left
-    installed."""
+    """Rank 0 prints plain lines on the current stdout.
+
+    Nothing reaches the handlers of libraries, and nothing stays installed.
+    """
     before = LOG.handlers[:], LOG.level, LOG.propagate
     with console(rank, " "):
         monkeypatch.setattr(sys, "stdout", io.StringIO())

@@ -120,7 +120,11 @@ class Recorder:
     ("iterations", "error", "calls"),
     [
         (5, None, ["on", "written", "off"]),  # when the steps are done
-        (5, RuntimeError(), ["on", "written", "written", "off"]),  # the failure after them replaces that
+        (
+            5,
+            RuntimeError(),
+            ["on", "written", "written", "off"],
+        ),  # the failure's snapshot replaces the steps'
         (5, Preempted("", code="example"), ["on", "written", "off"]),
         (2, RuntimeError(), ["on", "written", "off"]),
         (0, RuntimeError(), ["on", "written", "off"]),

@@ -42,7 +42,8 @@ def test_a_file_that_one_machine_does_not_have(start):
         "  why: looked for a file of this name\n"
         "  do:  check the path\n"
     )
-    said = "error[peer-cannot-start]: stopped because rank 1 cannot start: --data-path text.jsonl: nothing found\n"
+    said = "error[peer-cannot-start]: stopped because rank 1 cannot start: "
+    said += "--data-path text.jsonl: nothing found\n"
     assert said in first.output and "Traceback" not in first.output + second.output
 
 
@@ -93,6 +94,7 @@ def test_a_rank_that_cannot_ask_the_others_says_its_problem(capsys, monkeypatch)
     error = ErrorList([UsageError("what", "why", "do", code="example"), UsageError("more", code="example")])
     assert end_of_rank(error, FailureReports(1, 2), Rendezvous(1, 2)) == USAGE
     assert (
-        capsys.readouterr().err
-        == "rank 1: error: 2 problems:\n[1] error[example]: what\n  why: why\n  do:  do\n[2] error[example]: more\n"
+        capsys.readouterr().err == "rank 1: error: 2 problems:\n"
+        "[1] error[example]: what\n  why: why\n  do:  do\n"
+        "[2] error[example]: more\n"
     )

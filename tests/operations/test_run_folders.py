@@ -39,7 +39,7 @@ def folders(tmp_path, monkeypatch):
         ("new", "a/iter_0000002"),
         ("new", "damaged"),
         ("empty", "empty"),
-        ("new", "new"),  # the first start of a job that will be started again
+        ("new", "new"),  # the first start of a job that will be restarted
     ],
 )
 def test_what_may_begin(save, load, folders):

@@ -14,7 +14,7 @@ from tests.operations.test_stopping import run_and_signal
 from tests.train.command import flags, make_files, run_main, write_records
 from tests.train.processes import run_processes
 
-LIMIT_S = 9.0  # of a phase without progress
+LIMIT_S = 9.0  # limit of a phase without progress
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
     )
     (tmp_path / "iter_0000004").mkdir()
     saved = {"iteration": 4, "consumed_samples": 16, "skipped_iterations": 1}
-    state = saved | {"fingerprints": {"data.seq_length": 32}}  # as of before tokens were counted
+    state = saved | {"fingerprints": {"data.seq_length": 32}}  # written before tokens were counted
     (tmp_path / "iter_0000004" / "mkd.json").write_text(json.dumps(state))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     assert position() == saved | {"consumed_tokens": 512} | reason

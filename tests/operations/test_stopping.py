@@ -34,8 +34,8 @@ def run_and_signal(
 ):
     """Signal a long run once it has printed `after`; return (exit code or -signal of each process, output of rank 0).
 
-    Or, where `after` is a function, once that is true.
-    The signal goes to the last rank alone, or to all processes and their data workers; once, or again and again.
+    Return (exit code or -signal of each process, output of rank 0). The signal goes to the last rank alone,
+    or to all processes and their data workers; it is sent once, or repeatedly.
     """
     argv = flags(files, run, "--train-iters", 4000, "--save", files / run, "--load", files / run, *more)
     argv += ["--num-workers", "1"] if to_group else []
@@ -78,7 +78,7 @@ def run_and_signal(
         pytest.param(
             signal.SIGUSR1, True, "iteration        1/", marks=[pytest.mark.fault(13, 14), pytest.mark.slow]
         ),
-        pytest.param(  # or data are built
+        pytest.param(  # or while data are built
             signal.SIGINT, False, "CPU platform", marks=[pytest.mark.fault("13 first step"), pytest.mark.slow]
         ),
     ],
@@ -216,13 +216,10 @@ def ends_before_a_first_save(num_bytes, save_s):
     ("num_bytes", "save_s", "expected"),
     [
         (0, 0.0, (False, False)),  # no --save
-        (
-            24e9,
-            0.0,
-            (False, True),
-        ),  # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        # a Qwen3-1.7B with its optimizer, 96 s at 250 MB/s; but every start does a step
+        (24e9, 0.0, (False, True)),
         (5e9, 0.0, (False, False)),
-        (24e9, 5.0, (False, False)),  # one was timed
+        (24e9, 5.0, (False, False)),  # one save was timed
     ],
 )
 def test_the_first_save_of_a_start_needs_time_too(num_bytes, save_s, expected, ranks):

@@ -1,4 +1,4 @@
-"""The groups that follow from the axes are Megatron's; a second context runs a model at another layout."""
+"""Check the groups that follow from the axes against Megatron's; a second context has another layout."""
 
 from __future__ import annotations
 

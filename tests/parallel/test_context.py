@@ -1,4 +1,4 @@
-"""Groups and ranks of the parallel grid, on the CPU platform."""
+"""Check groups and ranks of the parallel grid, on the CPU platform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that ranks send each other, and the way back of their gradients."""
+"""Check rows that ranks send each other, and their gradients, which travel back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ WIDTH = 3
 
 
 def plan_of(size, seed=0):
-    """rows[i][j]: what rank i sends rank j. One rank sends nothing, one receives nothing, one row goes to everybody."""
+    """Return rows[i][j]: the rows that rank i sends to rank j.
+
+    One rank sends nothing, one receives nothing, one row goes to all ranks.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = [
         [

@@ -1,4 +1,4 @@
-"""The rows that context-parallel ranks hold, against Transformer Engine's rule and Transformer Engine itself."""
+"""Check the rows of context-parallel ranks against Transformer Engine's rule and the library itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def borders(spans=SPANS):
 
 
 def kernel_rows(spans, rank, size):
-    """Row by row, as `thd_get_partitioned_indices` computes them: the second half of a document's rows lies further on."""
+    """Return rows one by one, as `thd_get_partitioned_indices` computes them.
+
+    The second half of a rank's rows of a document lies further back in it.
+    """
     rows, start = [], 0
     for span in spans:
         half = span // size // 2

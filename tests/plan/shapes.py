@@ -1,4 +1,4 @@
-"""Shapes and configurations for plans: Qwen3-8B teaches Qwen3-1.7B, packs of 8,192 tokens."""
+"""Define shapes and configurations for plans: Qwen3-8B teaches Qwen3-1.7B, packs of 8,192 tokens."""
 
 from __future__ import annotations
 

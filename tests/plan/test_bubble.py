@@ -47,7 +47,7 @@ def test_a_heavy_first_stage_by_hand():
 
 
 def test_interleaved_by_hand():
-    """2 ranks x 2 chunks of 1 + 2 ms, 2 micro-batches: 12 ms of work a rank, 3 ms to fill and drain."""
+    """2 ranks x 2 model parts of 1 + 2 ms, 2 micro-batches: 12 ms of work a rank, 3 ms to fill and drain."""
     assert simulate([StageTime(1, 2)] * 4, 2, 2).step_ms == 15
 
 

@@ -14,9 +14,10 @@ FULL = ("--recompute-granularity", "full", "--recompute-method")
 @pytest.mark.parametrize(
     ("document_length", "student_ms", "teacher_ms"),
     [
+        # measured on one H200: packs of short documents, one long document
         (1024, 148.5, 200.2),
         (SEQ_LENGTH, 193.7, 235.5),
-    ],  # measured on one H200: packs of short documents, one long document
+    ],
 )
 def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
     cost = pair_cost(config(), STUDENT, (TEACHER,), 1, document_length)
@@ -59,7 +60,7 @@ def test_a_micro_batch_of_two_packs_takes_twice_as_long():
 
 
 @pytest.mark.parametrize(
-    ("flags", "forwards"),  # of the student in its backward
+    ("flags", "forwards"),  # forwards of the student in its backward
     [
         ((), 2),
         ((*FULL, "uniform", "--recompute-num-layers", 1), 3),

@@ -1,4 +1,4 @@
-"""Rows of a chunk of the fused head."""
+"""Check the rows of a block of the fused head."""
 
 from __future__ import annotations
 

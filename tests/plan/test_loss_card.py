@@ -1,4 +1,4 @@
-"""The loss card shows the objective that is trained, and equivalent settings of other engines."""
+"""Check that the loss card shows the objective that is trained, and other engines' equivalent settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_vocabularies_of_two_sizes():
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("scaling", ["squared", "none"])
 def test_equivalent_settings_give_the_same_loss(ratio, scaling):
-    """For any CE and divergence, ModelOpt and Automodel compute the same with the card's settings and factor."""
+    """For any CE and divergence, ModelOpt and Automodel get the same with the card's settings and factor."""
     temperature, ce, divergence = 3.0, 2.7, 0.31
     found = card("--kd-ratio", ratio, "--kd-temperature", temperature, "--kd-temperature-scaling", scaling)
     own = (1 - ratio) * ce + ratio * (temperature**2 if scaling == "squared" else 1) * divergence

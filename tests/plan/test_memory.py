@@ -1,4 +1,4 @@
-"""Predicted bytes against what real models, DDP buffers and optimizers hold; activations against counts by hand."""
+"""Check predicted bytes against real models, DDP buffers and optimizers; activations against hand counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = (
 
 
 def held_bytes(layout: Layout, student, teacher):
-    """(weights, gradients, optimizer state, teacher) of this rank after one step, and the same as predicted."""
+    """Return (weights, gradients, optimizer state, teacher) of this rank after one step: held, predicted."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
@@ -70,7 +70,7 @@ def _bytes(tensors) -> int:
 
 
 def _optimizer_bytes(optimizer) -> int:
-    """Moments, and the fp32 copies of bf16 weights."""
+    """Return the bytes of moments, and of the fp32 copies of bf16 weights."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     moments = [
         t
@@ -103,7 +103,7 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
 
 
 def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
-    """The second one is the student itself, frozen."""
+    """The second teacher is the student itself, frozen."""
     path = tmp_path / "second.yaml"
     path.write_text(
         f"teachers: [{{name: first}}, {{name: second, hf: {pair[0]}, pipeline_layout: '3,5'}}]",
@@ -156,7 +156,7 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
     whole = student_activations()
     tensor, sequence = (student_activations(*TP4, *flags) for flags in ((), ("--sequence-parallel",)))
     hidden = SEQ_LENGTH * 2048 * 2
-    rows = 2 * 4 * SEQ_LENGTH  # one fp32 value a row for both norms, on every process
+    rows = 2 * 4 * SEQ_LENGTH  # one fp32 value per row for both norms, on every process
     assert (
         tensor.layer_bytes(STUDENT.layers[0])
         == (whole.layer_bytes(STUDENT.layers[0]) - 4 * hidden - rows) / 4 + 4 * hidden + rows
@@ -174,7 +174,7 @@ def test_early_ranks_keep_more_micro_batches():
 
 
 def test_interleaving_keeps_more():
-    """Rank 0 of 2 x 2: 2 x 1 + 2 chunks to fill, one more in each turn."""
+    """Rank 0 of 2 x 2: 2 x 1 + 2 model parts to fill, one more in each turn."""
     flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
     chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
@@ -198,7 +198,10 @@ def test_recomputed_layers_keep_their_input(flags, layers, inputs):
 
 
 def test_selective_recomputation_saves_nothing_with_flash_attention():
-    """It drops 64 bytes of statistics a token, and keeps q and k of the joint projection alive through v."""
+    """Selective recomputation drops 64 bytes of statistics per token.
+
+    It keeps q and k of the joint projection alive through v.
+    """
     plain, selective = (
         student_activations(*flags).layer_bytes(STUDENT.layers[0])
         for flags in ((), ("--recompute-granularity", "selective"))
@@ -215,7 +218,10 @@ def test_the_head_holds_two_chunks_of_logits():
 
 
 def test_other_heads_hold_more():
-    """All rows at once, if the teacher is stored; or fp32 logits, beside which the gradient is a third tensor."""
+    """With a stored teacher all rows are computed at once.
+
+    fp32 logits take more: the gradient is a third tensor beside them.
+    """
     micro = ("--micro-batch-size", 2)
     (fused,), (exact,) = (predict(*micro, *flags) for flags in ((), ("--kd-fp32-logits",)))
     vocabulary, widths, tokens = 151936, 2 * 2048 + 4096, 2 * SEQ_LENGTH
@@ -232,7 +238,10 @@ def test_other_heads_hold_more():
 
 
 def test_an_evaluation_of_few_activations_is_the_peak():
-    """Its logits are fp32, and all rows at once where the teacher is stored; then nothing is kept for backward."""
+    """Logits of an evaluation are fp32, and all rows at once with a stored teacher.
+
+    Nothing is then kept for backward.
+    """
     full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
     (trained,), (evaluated,) = (
         predict("--teacher-topk", "cache", *full, *more, teachers=()) for more in ((), ("--eval-interval", 5))
@@ -244,7 +253,7 @@ def test_an_evaluation_of_few_activations_is_the_peak():
 
 
 def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
-    """Its MLP: layer input, residual, SwiGLU's input and output; besides, messages of both models in and out."""
+    """Its MLP holds layer input, residual, SwiGLU's input and output; messages of both models add to that."""
     first, _ = predict("--pipeline-model-parallel-size", 2, layouts=("0,28", "18,18"))
     forward = 2 * SEQ_LENGTH * 4096 * 2 + 3 * SEQ_LENGTH * 12288 * 2
     messages = 2 * SEQ_LENGTH * (2048 + 4096) * 2
@@ -253,7 +262,7 @@ def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
 
 
 def test_teachers_add_up():
-    """Weights and hidden states of both; logits of one teacher at a time, but of all for an average."""
+    """Weights and hidden states of both add up; logits exist for one teacher at a time, or for an average."""
     (one,), (two,) = predict(), predict(teachers=(TEACHER, STUDENT), settings=several({}, {}))
     (alone,) = predict(teachers=(STUDENT,))
     assert two.teacher_gib == pytest.approx(one.teacher_gib + alone.teacher_gib)
@@ -282,9 +291,8 @@ def test_a_teacher_with_its_own_tokens_has_its_own_rows():
     (narrow,) = predict(
         teachers=(replace(STUDENT, vocab_size=1000),), settings=several({"xtoken": XTokenConfig()})
     )
-    more = (
-        1024 * 2048 * 2
-    )  # an embedding of 1000 rows, padded; the head has a place beside every row of the student's
+    # an embedding of 1000 rows, padded; the head has one row for every row of the student's
+    more = 1024 * 2048 * 2
     assert narrow.teacher_gib == pytest.approx(alone.student_gib + more / GIB)
 
 
@@ -313,7 +321,10 @@ def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():
 
 
 def test_a_teacher_s_forward_finds_what_earlier_teachers_left():
-    """Both alike: the second one's forward runs beside the first one's hidden state; messages carry one more state."""
+    """With equal teachers, the second forward runs while the first one's hidden state is held.
+
+    Messages carry one more state.
+    """
     both = several({}, {})
     both = replace(both, parallel=replace(both.parallel, pipeline_model_parallel_size=2))
     pipeline = ("--pipeline-model-parallel-size", 2)
@@ -352,14 +363,13 @@ def test_memory_does_not_grow_with_micro_batches_once_the_pipeline_is_full(stage
     monkeypatch.setattr(
         "mkd.plan.memory.rank_order", lambda *sizes: asked.append(sizes[3]) or order(*sizes[:3], 64)
     )
-    assert (
-        predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4
-    )  # the whole schedule of 64
+    # the whole schedule of 64
+    assert predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
-    """Summed over the layers of two stages, embedding and head each on their stage."""
+    """Sum over the layers of two stages, embedding and head each on their stage."""
     shape = ModelShape.from_hf_dir(make_model(tmp_path, family))
     on_disk = sum(math.prod(full) for full in hf_tensor_shapes(shape).values())
     counted = stage_parameters(shape, shape.layers[:1], 1, shape.vocab_size, True, False)
@@ -368,7 +378,7 @@ def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
 
 
 def test_post_norms_keep_their_inputs():
-    """Gemma 3's two more norms: an input [t, h] in bf16 and a statistic in fp32 each."""
+    """Gemma 3 has two more norms: each keeps an input [t, h] in bf16 and a statistic in fp32."""
     plain = STUDENT.layers[0]
     more = student_activations().layer_bytes(replace(plain, post_norms=True))
     more -= student_activations().layer_bytes(plain)

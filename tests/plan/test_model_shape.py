@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face models that are damaged or made up: a named error, never a crash later."""
+"""Check damaged and invented Hugging Face configurations: they give a named error, never a later crash."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_value_of_a_wrong_kind_is_named(name, value, text, tmp_path):
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("wrong", ["x", True, -1, 0, 2.5, [[]], {"x": None}, float("inf"), None])
 def test_no_value_ends_in_a_traceback(wrong, rope):
-    """Every key that is read, with every kind of JSON value: refused by a named error, or of no consequence."""
+    """Every key that is read, with every kind of JSON value, is refused by a named error or has no effect."""
     full = {**CONFIG, **WINDOW, "rope_parameters": rope}
     damaged = [
         {**full, name: wrong}
@@ -106,7 +106,7 @@ def test_null_is_not_given():
 
 
 def test_code_of_the_configuration_is_not_run(tmp_path):
-    """`auto_map` is not even looked at: the configuration is read as JSON."""
+    """`auto_map` is ignored: the configuration is read as JSON."""
     mark = tmp_path / "was run"
     (tmp_path / "remote.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Remote: ...\n")
     auto_map = {"AutoConfig": "remote.Remote", "AutoModelForCausalLM": "remote.Remote"}
@@ -119,7 +119,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_the_kinds_of_layers_decide_the_window(family):
-    """For a mistral model too, which transformers then calls ministral."""
+    """This holds for a mistral model too, which transformers then calls ministral."""
     config = CONFIG | {
         "model_type": family,
         "num_key_value_heads": 4,
@@ -194,9 +194,8 @@ def test_what_a_configuration_lacks_is_what_transformers_takes(family):
         getattr(theirs, "sliding_window", None),
     )
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.common("rope").rotary_dim == (
-        head_dim // 2 if family == "phi3" else head_dim
-    )  # the others pass over the factor
+    # the others ignore the factor
+    assert ours.common("rope").rotary_dim == (head_dim // 2 if family == "phi3" else head_dim)
     nothing = ModelShape.from_hf_config(sizes | {"sliding_window": None, "num_key_value_heads": None})
     assert nothing.sliding_windows == () and nothing.num_query_groups == 32
     few = CONFIG | {"model_type": family, "num_attention_heads": 64, "hidden_size": 2048}
@@ -224,7 +223,10 @@ LLAMA3, LONG = {"rope_theta": 1e4, **ROPES[0]}, {**ROPES[1], "rope_type": "longr
 @pytest.mark.parametrize("own", [None, 16])
 @pytest.mark.parametrize("of_rope", [None, 64])
 def test_the_original_context_is_what_transformers_takes(family, rope, own, of_rope):
-    """The model's own key, that of its rope parameters, or else the context that it has; Phi-3 has a default of its own."""
+    """The original context is the model's own key, that of its rope parameters, or the model's context.
+
+    Phi-3 has another default.
+    """
     from transformers import AutoConfig
 
     name = "original_max_position_embeddings"

@@ -13,7 +13,7 @@ from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, several
         ([], ()),
         ([{"hf": "org/Qwen3-8B"}], ("Qwen3-8B",)),
         ([{"hf": "runs/teacher/"}, {"hf": "other/teacher"}], ("teacher", "teacher-1")),
-        ([{"hf": "x/big"}, {"name": "big"}], ("big-0", "big")),  # given names stay
+        ([{"hf": "x/big"}, {"name": "big"}], ("big-0", "big")),  # given names do not change
         ([{"hf": None, "load": "ckpt/a b"}, {"hf": None, "topk": "/cache"}], ("a-b", "cache")),
         ([{"hf": "."}, {"hf": None}], ("teacher0", "teacher1")),
     ],

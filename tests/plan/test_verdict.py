@@ -1,4 +1,4 @@
-"""The verdict of a plan: whether it fits, and changes that really make it fit."""
+"""Check the verdict of a plan: if it fits, and changes that really make it fit."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ def test_changes_do_what_they_say(world_size, memory_gib, argv):
     batch = forecast(world_size, *argv).batch.global_batch_size
     for flags, ms, gib in found:
         changed = forecast(world_size, *argv, *flags)
-        assert (
-            changed.batch.global_batch_size == batch
-        )  # also where it was not given, and follows from the layout
+        # also if it was not given and follows from the layout
+        assert changed.batch.global_batch_size == batch
         assert fullest_rank(changed)[1] == pytest.approx(gib, abs=0.051) and gib <= 0.95 * memory_gib
         assert changed.step_ms() == pytest.approx(ms, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""The CPU shim: what megatron-core asks of "cuda" is done on the CPU, and nothing else changes."""
+"""Check the CPU shim: calls of megatron-core to "cuda" run on the CPU, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import REPOSITORY
 
 
 def tensor_calls():
-    """(device, or result) of each way to ask for a CUDA tensor."""
+    """Return (device, or result) of each way to ask for a CUDA tensor."""
     detect()
     x = torch.arange(4.0)
     made = {
@@ -37,7 +37,7 @@ def tensor_calls():
 
 
 def gradient_through_cuda():
-    """Gradient of sum(x^2) by a path that moves x to "cuda" twice."""
+    """Return the gradient of sum(x^2) along a path that moves x to "cuda" twice."""
     detect()
     x = torch.arange(3.0, requires_grad=True)
     (x.cuda() * x.to("cuda")).sum().backward()
@@ -52,7 +52,7 @@ def type_names():
 
 
 def other_devices():
-    """The device of tensors that are asked for elsewhere, which the replacements leave alone."""
+    """Return the devices of tensors made on other devices, which the replacements do not touch."""
     detect()
     with torch.device("meta"):
         made = {
@@ -80,7 +80,10 @@ def streams_and_events():
 
 
 def generators():
-    """Whether a state is restored; Megatron's tracker leaves the default alone, draws as its seed says, moves on."""
+    """Return True if a state is restored, and figures of Megatron's tracker.
+
+    It leaves the default alone, draws as its seed says, and advances.
+    """
     detect()
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -106,7 +109,7 @@ def generators():
 
 
 def norm_of_gradients():
-    """Of a large gradient and a small one: (as the optimizer has it, in float64)."""
+    """Return the norm of a large and a small gradient: (as the optimizer computes it, in float64)."""
     detect()
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
@@ -116,7 +119,7 @@ def norm_of_gradients():
 
 
 def install_twice():
-    """The attributes of torch.cuda after one installation and after another."""
+    """Return True if a second installation changes no attribute of torch.cuda, and two facts about it."""
     cpu.install()
     once = dict(vars(torch.cuda))
     cpu.install()
@@ -172,7 +175,7 @@ def test_a_gpu_is_never_hidden(monkeypatch):
 
 
 def test_what_is_for_gpus_stays_outside(tmp_path):
-    """Megatron would take Transformer Engine's optimizer and kernels where they are installed, load a compiler, and wandb."""
+    """Megatron loads none of Transformer Engine's optimizer and kernels, a compiler, or wandb."""
     for name in cpu.FOR_GPUS:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('there is no GPU')")
     (tmp_path / "wandb.py").write_text("there = True")

@@ -1,4 +1,4 @@
-"""Many tensors in one buffer of host memory."""
+"""Check many tensors in one buffer of host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_views_do_not_overlap():
 
 @pytest.mark.gpu
 def test_memory_is_locked_while_it_lives():
-    """The same addresses can be locked again when the first buffer is gone; sizes are not rounded."""
+    """The same addresses can be locked again after the first buffer; sizes are not rounded."""
     device = torch.device("cuda")
     for _ in range(3):
         buffer = host_buffer(3 * 2**28 + 5, device)

@@ -1,4 +1,4 @@
-"""Which processes are there."""
+"""Check which processes exist."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ def test_a_process_is_there_until_it_has_ended():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert is_alive(os.getpid()) and is_alive(child.pid)
     child.kill()
-    os.waitid(
-        os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
-    )  # it has ended, and nobody has asked for its exit code
+    # it has ended, and nobody has asked for its exit code
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not is_alive(child.pid)
     child.communicate()
     assert not is_alive(child.pid)

@@ -71,7 +71,7 @@ def test_nothing_whole_to_go_on_from(files, folder, ranks):
 
 
 def test_manifest_and_expected_size(files, saved):
-    """The disk space that is asked for in advance is what weights and optimizer take, some headers aside."""
+    """The disk space required in advance is that of weights and optimizer, except for some headers."""
     entries = json.loads((saved / "iter_0000002" / MANIFEST_FILE).read_text())["files"]
     assert {"common.pt", ".metadata", "mkd.json", "hf/config.json", "hf/tokenizer.json"} < entries.keys()
     tensors = sum(entry["size"] for name, entry in entries.items() if name.endswith(".distcp"))
@@ -106,7 +106,7 @@ def changes_said(result):
 
 
 def test_what_may_change_is_said(files, folder, ranks):
-    """Once, by one rank, with both values; the batch as it comes out, though no flag has another value."""
+    """One rank prints each change once, with both values; the batch counts as a result, not as a flag."""
     argv = flags(files, folder.name, "--save", folder, "--load", folder)
     (result,) = run_main(ranks, argv)
     assert changes_said(result) == []
@@ -114,7 +114,8 @@ def test_what_may_change_is_said(files, folder, ranks):
     first, second = run_main(ranks, [*argv[:at], *argv[at + 2 :], "--lr", "0.0003", "--train-iters", "3"], 2)
     assert changes_said(second) == []
     assert changes_said(first) == [
-        " changed since the checkpoint: --train-iters 2 -> 3, --global-batch-size 4 -> 2, --lr 0.001 -> 0.0003, "
+        " changed since the checkpoint: --train-iters 2 -> 3, --global-batch-size 4 -> 2, "
+        "--lr 0.001 -> 0.0003, "
         "data-parallel replicas 1 -> 2"
     ]
 
@@ -137,7 +138,7 @@ def other_teacher(files):
 
 
 def other_tokenizer(files):
-    """Of both models, with two ids exchanged."""
+    """Return paths of both models with two ids exchanged."""
     for model in ("student", "teacher"):
         folder = shutil.copytree(files / model, files / f"{model} exchanged")
         content = json.loads((folder / "tokenizer.json").read_text())
@@ -153,14 +154,14 @@ def other_tokenizer(files):
 )
 @pytest.mark.fault(28)
 def test_other_contents_of_the_same_size_are_refused(what, make, files, folder, ranks):
-    """Row 28."""
+    """Row 28: other contents of the same size are refused."""
     (result,) = go_on(ranks, files, folder, **make(files))
     assert result.exit_code == 66, result.stderr
     assert "was saved by a run with other" in result.stderr and f" {what} (" in result.stderr
 
 
 def student_with(files, **changes) -> str:
-    """A copy of the student whose configuration has these changes."""
+    """Return a copy of the student whose configuration has these changes."""
     folder = shutil.copytree(files / "student", files / f"student with {changes}")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -171,7 +172,7 @@ def student_with(files, **changes) -> str:
     "change", [{"tie_word_embeddings": False}, {"num_key_value_heads": 4}, {"rope_parameters": None}]
 )
 def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks):
-    """Into some of these they would fit, cut or not."""
+    """The weights would fit into some of these models, cut or not."""
     student = student_with(files, **change, rope_theta=5e5)
     (result,) = run_main(
         ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student)
@@ -183,7 +184,7 @@ def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks)
 
 
 def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):
-    """It is refused before the pointer moves."""
+    """The run is refused before the pointer moves."""
     (result,) = go_on(
         ranks, files, folder, "--ckpt-step", 1, student_hf=student_with(files, rms_norm_eps=0.05)
     )
@@ -203,7 +204,7 @@ def test_a_teacher_in_another_folder_is_the_same(files, folder, ranks):
 
 @pytest.mark.fault(28)
 def test_a_corpus_without_description(files, ranks):
-    """Row 28, of what Megatron's own tools write: other tokens of the same number."""
+    """Row 28, for files of Megatron's own tools: other tokens of the same number."""
     cached = next((files / "cache").glob("text-*.bin"))
     for end in (".bin", ".idx"):
         shutil.copy(cached.with_suffix(end), files / f"plain{end}")
@@ -225,7 +226,7 @@ def contents(folder):
 
 @pytest.mark.fault(33)
 def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
-    """Row 33. It leaves everything of the first as it is."""
+    """Row 33: the second run leaves everything of the first as it is."""
     before = contents(folder)
     lock = WriterLock.take(folder)
     try:
@@ -243,7 +244,7 @@ def test_the_second_run_in_a_folder_is_refused(files, folder, ranks):
 
 @pytest.mark.fault(33)
 def test_two_runs_in_one_log_folder(files, ranks):
-    """Row 33. The figures of both are kept."""
+    """Row 33: the figures of both are kept."""
     argv = flags(files, "shared log")
     assert [result.exit_code for result in run_main(ranks, argv)] == [0]
     first = (files / "shared log" / "metrics.jsonl").read_bytes()
@@ -257,11 +258,10 @@ def test_two_runs_in_one_log_folder(files, ranks):
 
 @pytest.mark.fault(4, 5)
 def test_a_run_that_has_gone_back_does_not_return(files, folder, ranks):
-    """Rows 4 and 5. What lies after the step that it went back to is of another training."""
+    """Rows 4 and 5: checkpoints after the step to which it rewound belong to another training."""
     more = ("--ckpt-step", 1, "--exit-interval", 1)
-    left = shutil.copytree(
-        folder / "iter_0000002", folder / "iter_0000008"
-    )  # such as a run of eight steps has
+    # as a run of eight steps would leave
+    left = shutil.copytree(folder / "iter_0000002", folder / "iter_0000008")
     (result,) = go_on(ranks, files, folder, *more)
     assert result.exit_code == 0 and (folder / POINTER).read_text() == "2\n", result.stderr
     (folder / "iter_0000002" / "common.pt").unlink()
@@ -275,9 +275,12 @@ def test_a_run_that_has_gone_back_does_not_return(files, folder, ranks):
 
 @pytest.mark.fault(4, 5, 12)
 def test_what_a_run_has_gone_back_from_is_never_its_own(files, folder, ranks):
-    """Also once it has passed those steps, saving others: they are neither counted by retention nor fallen back on."""
+    """This holds also after it has passed those steps and saved others.
+
+    Abandoned checkpoints do not count for retention, and no run falls back on them.
+    """
     left = shutil.copytree(folder / "iter_0000002", folder / "iter_0000004")
-    former = folder / f"{left.name}.abandoned"  # by an earlier run that went back
+    former = folder / f"{left.name}.abandoned"  # left by an earlier run that was rewound
     former.mkdir()
     more = ("--ckpt-step", 1, "--save-interval", 3, "--keep-checkpoints", 2)
     argv = flags(files, folder.name, "--save", folder, "--load", folder, *more)
@@ -286,16 +289,15 @@ def test_what_a_run_has_gone_back_from_is_never_its_own(files, folder, ranks):
     assert "this run abandons iter_0000004, iter_0000002: " in result.stdout
     assert [path.name for path in saved_iterations(folder)] == ["iter_0000005", "iter_0000003"]
     assert {path.name for path in folder.glob("*.abandoned")} == {"iter_0000002.abandoned", former.name}
-    (result,) = run_main(
-        ranks, flags(files, "to it", "--load", former, "--train-iters", 3)
-    )  # for people it is there
+    # a user may still load it
+    (result,) = run_main(ranks, flags(files, "to it", "--load", former, "--train-iters", 3))
     assert result.exit_code == 0 and [line["iteration"] for line in read_metrics(files / "to it")] == [3], (
         result.stderr
     )
 
 
 def test_going_back_moves_the_pointer_at_once(files, folder, ranks):
-    """Before the figures of the later steps go: a crash right after it must not return to them."""
+    """The pointer moves before the later records are removed: a crash in between must not return to them."""
     argv = flags(files, folder.name, "--save", folder, "--load", folder, "--ckpt-step", 1)
     ((exit_code, *_),) = ranks.run(with_fault, 1, argv, "error@in_data:0:2")
     assert exit_code == 1 and (folder / POINTER).read_text() == "1\n"
@@ -314,7 +316,7 @@ def test_fewer_steps_than_are_done(files, folder, ranks):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.fault(10)
 def test_a_background_save_is_the_same_files(world_size, files, ranks):
-    """Row 10 in a run: training goes on while they are written, and no byte of any checkpoint differs."""
+    """Row 10 in a run: training continues during a save, and no byte of any checkpoint differs."""
     manifests = {}
     for more in ((), ("--async-save",)):
         folder = files / f"background {world_size} {len(more)}"
@@ -339,7 +341,7 @@ def test_retention_in_a_run(files, ranks):
 
 
 def start_as_nobody(context, argv):
-    """What the command says to a user without rights; root may write to any folder."""
+    """Return what the command says to a user without rights; root may write to any folder."""
     import mkd.run.setup  # noqa: F401  while the packages can be read
 
     if os.geteuid() == 0:
@@ -349,11 +351,11 @@ def start_as_nobody(context, argv):
 
 @pytest.mark.fault(33)
 def test_read_only_save_folder(files):
-    """Row 33. Said before anything is read or trained, also of a folder that would have to be made."""
+    """Row 33: the error comes before anything is read or trained, also for a folder yet to be made."""
     locked = files / "locked"
     locked.mkdir(mode=0o555)
     for path in (*files.rglob("*"), files, *list(files.parents)[:2]):
-        path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))  # safetensors are made private
+        path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))  # safetensors are private
     for save in (locked, locked / "deeper" / "still"):
         ((_, (exit_code, _, stderr)),) = run_forked(
             1, start_as_nobody, flags(files, "locked run", "--save", save)

@@ -1,4 +1,4 @@
-"""Teachers with their own tokens through the command: what cannot work is refused, and what can works."""
+"""Check cross-tokenizer teachers through the command: impossible settings are refused, others work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ XTOKEN = ("--xtoken-loss", "partition_kl")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A student, a teacher with its tokenizer (`teacher`), one with another (`cross`), and texts."""
+    """Make a student, a teacher with its tokenizer (`teacher`), one with another (`cross`), and texts."""
     folder = tmp_path_factory.mktemp("cross_tokenizer")
     add_tokenizer(make_model(folder / "student", **STUDENT))
     add_tokenizer(make_model(folder / "teacher", **TEACHER))
@@ -102,7 +102,7 @@ def test_half_of_a_surrogate_pair(files, ranks):
     "more", [(), ("--kd-divergence", "reverse_kl", "--kd-temperature", 2)], ids=["forward", "reverse T2"]
 )
 def test_the_same_tokenizer_gives_the_plain_loss(more, files, ranks):
-    """Every token is a chunk of its own; no row of the heads is without a token."""
+    """Every token is one aligned chunk; every row of the heads has a token."""
     size = len(PreTrainedTokenizerFast.from_pretrained(files / "student"))
     paths = {}
     for name, settings in (("student", STUDENT), ("teacher", TEACHER)):

@@ -58,7 +58,7 @@ def test_size_name_and_order_count(file, tmp_path):
 
 
 def test_all_of_a_safetensors_header_counts(tmp_path):
-    """Longer than what is read of other files: names of tensors at its end would be missed."""
+    """The header is longer than the part read of other files: names at its end must count too."""
     path = tmp_path / "model.safetensors"
     names = [f"{'x' * 200}{i:06d}" for i in range(8000)]
     prints = []
@@ -130,7 +130,10 @@ def test_a_name_that_is_none_is_refused(name, tmp_path):
 
 
 def test_a_run_of_a_stored_teacher_that_did_not_say_its_data(tmp_path):
-    """Earlier versions took its files for none, and did not name its k; a run with its teacher in memory always did."""
+    """Earlier versions recorded no files and no k for a stored teacher.
+
+    A run with its teacher in memory always recorded its files.
+    """
     nothing = "sha256:" + hashlib.sha256(b"[]").hexdigest()
     require_same(tmp_path, SAVED | {"data.files": nothing}, SAVED | {"loss.stored_k": 16}, [])
     with pytest.raises(CheckpointError, match="loss.stored_k .none then, 16 now."):
@@ -144,7 +147,7 @@ def test_same_and_unknown_pass(tmp_path):
 
 @pytest.mark.parametrize("size", [1, SAMPLE_BYTES, SAMPLES * SAMPLE_BYTES, 3 * SAMPLES * SAMPLE_BYTES + 7])
 def test_a_sample_of_a_corpus(size, tmp_path):
-    """All of a small file, both ends of a large one, and a change of the index alone."""
+    """All of a small file counts, both ends of a large one, and a change of the index alone."""
     files = StoreFiles(str(tmp_path / "c"))
     files.bin.write_bytes(bytes(size))
     files.idx.write_bytes(b"index")

@@ -1,4 +1,7 @@
-"""The training command from its arguments to its files: plan, records, export, the share of the teacher, early ends."""
+"""Check the training command from its arguments to its files.
+
+Plan, records, export, the teacher's share, early ends.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def files(tmp_path_factory):
 
 @torch.no_grad()
 def mkd_logits(hf: Path, checkpoint: Path | None):
-    """Logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or with those of `checkpoint`."""
+    """Return logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or a checkpoint's."""
     from mkd.checkpoint.distributed import TrainingState, find_checkpoint, load_checkpoint
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_chunks
@@ -130,7 +133,7 @@ def test_metrics_hold_every_key_of_the_contract(kd_ratio, files, ranks):
 
 
 def test_a_learning_rate_of_0_and_no_evaluation(files, ranks):
-    """As in Megatron: --lr 0 changes no weight, and --eval-iters 0 switches evaluations off, tasks included."""
+    """As in Megatron, --lr 0 changes no weight, and --eval-iters 0 disables evaluations, tasks included."""
     (files / "tasks.jsonl").write_text('{"prompt": "the quick", "completion": " brown fox"}\n')
     more = ("--lr", 0, "--eval-interval", 1, "--eval-iters", 0, "--eval-completions", files / "tasks.jsonl")
     argv = flags(files, "idle", *more, "--export-hf", files / "idle hf")
@@ -142,7 +145,7 @@ def test_a_learning_rate_of_0_and_no_evaluation(files, ranks):
 
 
 def test_kd_ratio_0_never_touches_the_teacher(files, ranks):
-    """Plain training, bitwise: without a teacher, with one whose weights are NaN, and with one that does not exist."""
+    """Training is bitwise the same with no teacher, a NaN teacher, and one that does not exist."""
     poison(files / "teacher", files / "nan teacher", float("nan"))
     weights, losses = {}, {}
     for teacher in (None, "nan teacher", "no teacher here"):
@@ -177,7 +180,10 @@ def test_export_is_the_checkpoint_and_reloads_in_transformers(files, ranks):
 
 
 def test_what_is_written_carries_the_tokenizer_of_the_run(files, ranks, tmp_path):
-    """Not that of the student's folder, whose ids mean other strings; also on the way from a checkpoint."""
+    """Exports never carry the student folder's tokenizer, whose ids mean other strings.
+
+    This also holds for an export from a checkpoint.
+    """
     from transformers import AutoTokenizer
 
     text = "pack my box with five dozen liquor jugs. "
@@ -219,7 +225,10 @@ def test_what_is_written_carries_the_tokenizer_of_the_run(files, ranks, tmp_path
 
 
 def test_exit_duration_stops_after_the_step_and_saves(files, ranks):
-    """Minutes that pass during the first step end the run after it, on every rank; it can go on from its checkpoint."""
+    """Minutes that pass during the first step end the run after it, on every rank.
+
+    The run can resume from its checkpoint.
+    """
     save = files / "minutes"
     argv = flags(files, "minutes", "--save", save, "--load", save)
     results = run_main(ranks, [*argv, "--exit-duration-in-mins", "1e-6"], world_size=2)

@@ -1,4 +1,4 @@
-"""Problems that stop a run before anything is loaded: all at once, each with what to do."""
+"""Check problems that stop a run before anything is loaded: all at once, each with its fix."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_one_path_in_the_way_is_one_problem(files):
 
 
 def test_a_folder_that_this_user_may_not_write_to(tmp_path):
-    """Check in a process that is not root's, because root ignores permissions."""
+    """Check in a process without root's rights, because root ignores permissions."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
     process = multiprocessing.get_context("spawn").Process(target=check_as_nobody, args=(folder / "below",))

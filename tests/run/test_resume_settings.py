@@ -1,4 +1,7 @@
-"""What may change when a run goes on: settings of the optimizer and the batch count from there on, as the flags say."""
+"""Check what may change on resume.
+
+Settings of the optimizer and the batch apply from the resumed step, as the flags say.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 
 @pytest.fixture(scope="module")
 def expected(files, ranks) -> list[float]:  # noqa: F811
-    """Learning rates of a run that was not stopped."""
+    """Return the learning rates of a run that was not stopped."""
     ranks.run(train_and_hash, 1, argv(files, "not stopped"))
     return learning_rates(files / "not stopped")
 
@@ -23,7 +26,7 @@ def learning_rates(folder) -> list[float]:
 
 
 def settings_after_load(arguments) -> list[tuple]:
-    """(betas, eps, weight decay) of every parameter group."""
+    """Return (betas, eps, weight decay) of every parameter group."""
     from mkd.config.load import load_config
     from mkd.platform import detect
     from mkd.run.run_plan import plan_run
@@ -72,7 +75,7 @@ def test_a_save_before_the_first_update(more, files, ranks):  # noqa: F811
 
 
 def test_no_step_is_missing_in_the_metrics_after_a_crash(files, ranks):  # noqa: F811
-    """A record of four steps of which the first two were done before the checkpoint, and the crash came in between."""
+    """A record covers four steps; two were done before the checkpoint, and the crash came in between."""
     every = ("--log-interval", 4, "--save-interval", 3, "--train-iters", 8, "--lr-decay-iters", 8)
     ranks.run(train_and_hash, 1, argv(files, "in one go", *every))
     crashes = argv(files, "crashed", *every)

@@ -1,5 +1,4 @@
-"""Training from a stored teacher: equal to training with the teacher, under every layout, and refused when it
-does not fit."""
+"""Check training from a stored teacher: equal to training with the teacher, refused if it does not fit."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from tests.train.topk_files import DATA, export, exported, offline
 
 pytest.importorskip("pyarrow")
 EVALUATED = ("--eval-interval", 2, "--eval-iters", 2)
-# An update is then proportional to the gradient. Adam's usual update turns the rounding of tiny gradients into
-# steps of full size.
+# An update is then proportional to the gradient. Adam's usual update turns the rounding of tiny gradients
+# into steps of full size.
 LINEAR = ("--lr", 1, "--adam-eps", 1)
 T2 = ("--kd-temperature", 2)
 COMPARED = (
@@ -48,7 +47,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(files, ranks):
-    """k = 16, fp32, temperature 2."""
+    """Export with k = 16, fp32, temperature 2."""
     exported(ranks, files, "cache16", "--k", 16, *T2)
     return "cache16"
 
@@ -74,7 +73,7 @@ def assert_same_run(found, wanted, tolerance=1e-5):
 
 @pytest.mark.parametrize("context_parallel", [1, 2])
 def test_all_ids_give_the_run_with_the_teacher(context_parallel, files, ranks):
-    """k = the vocabulary: losses, metrics, evaluation and updated weights are those of --teacher-hf."""
+    """With k = the vocabulary, losses, metrics, evaluation and updated weights are those of --teacher-hf."""
     layout = ("--context-parallel-size", context_parallel, *T2)
     full = f"cache307 {context_parallel}"
     exported(ranks, files, full, "--k", 307, *layout, world_size=context_parallel)
@@ -97,7 +96,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def single(cache, files, ranks):
-    """The run of one process."""
+    """Return the run of one process."""
     argv = offline(files, "single", cache, *T2, *EVALUATED, *LINEAR, "--export-hf", files / "single hf")
     return trained(ranks, files, argv)
 
@@ -133,8 +132,10 @@ def test_records_hold_the_metrics_of_a_teacher_that_did_not_run(single):
 
 
 def losses_by_sample(argv):
-    """Return the loss of every pack of this rank's stream in one epoch, by pack number, with the student as
-    loaded."""
+    """Return the loss of every pack of this rank's stream in one epoch, by pack number.
+
+    The student is as loaded.
+    """
     import torch.distributed as dist
 
     from mkd.config.load import load_config
@@ -165,8 +166,7 @@ def losses_by_sample(argv):
 
 
 def test_neither_order_nor_data_parallelism_matters(cache, files, ranks):
-    """Another seed and twice the ranks bring the packs in another order to other ranks: each has its loss,
-    bit by bit."""
+    """Another seed and twice the ranks change order and rank of packs; each keeps its loss, bit by bit."""
     runs = []
     for world_size, seed in ((1, 1), (1, 2), (2, 3)):
         results = ranks.run(losses_by_sample, world_size, offline(files, "order", cache, *T2, "--seed", seed))
@@ -179,7 +179,7 @@ def test_neither_order_nor_data_parallelism_matters(cache, files, ranks):
 
 
 def assert_refused(ranks, argv, exit_code, *texts):
-    """Two ranks, one message, the same exit code, no step."""
+    """Check that two ranks end with one message, the same exit code, and no step."""
     results = run_main(ranks, argv, world_size=2)
     assert [result.exit_code for result in results] == [exit_code] * 2, results[0].stderr
     message = reported_text(results[0].stderr)
@@ -189,7 +189,7 @@ def assert_refused(ranks, argv, exit_code, *texts):
 
 
 def test_other_weights(cache, files, ranks):
-    """One element of one weight is enough; the very teacher, in another place, is accepted."""
+    """One element of one weight is enough for a refusal; the same teacher elsewhere is accepted."""
     poison(files / "teacher", files / "other teacher", 0.5)
     shutil.copytree(files / "teacher", files / "same teacher")
     assert_refused(
@@ -237,7 +237,7 @@ def test_other_data_flags_are_named(more, text, todo, cache, files, ranks):
 
 
 def test_other_text(cache, files, ranks):
-    """As many packs of the same lengths: the digest of a pack tells."""
+    """The text has as many packs of the same lengths: the digest of a pack differs."""
     lines = [json.loads(line) for line in (files / "text.jsonl").read_text().splitlines()]
     changed = [{"text": line["text"].replace("brown", "brawn")} for line in lines]
     (files / "changed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
@@ -257,7 +257,7 @@ def test_other_temperature(cache, files, ranks):
 
 
 def test_a_teachers_own_temperature(cache, files, single, ranks):
-    """It overrides the common one, as with a teacher that runs."""
+    """A teacher's temperature overrides the common one, as with a teacher that runs."""
     config = files / "own.yaml"
     config.write_text(f"teachers: [{{topk: '{files / cache}', temperature: 2}}]\n")
     argv = offline(files, "own", cache, *EVALUATED, *LINEAR, "--export-hf", files / "own hf")
@@ -311,8 +311,10 @@ def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
 
 
 def test_a_smaller_student_needs_an_export_for_it(files, ranks):
-    """A student with fewer ids: refused from an export over all of the teacher's, trained from one that knew
-    the student."""
+    """A student with fewer ids cannot use an export over all of the teacher's ids.
+
+    It trains from an export that was made for the student.
+    """
     small = make_model(files / "small", "qwen3", seed=1, num_hidden_layers=2, vocab_size=301)
     add_tokenizer(small)
     exported(ranks, files, "cache over 307", "--k", 8, student_hf=None)

@@ -24,7 +24,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "build_projection.py"
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> tuple[str, str]:
-    """Folder of a byte-level tokenizer, and a SentencePiece file."""
+    """Return a folder with a byte-level tokenizer, and a SentencePiece file."""
     folder = tmp_path_factory.mktemp("tokenizers")
     train_byte_level().save_pretrained(folder / "hf")
     (folder / "teacher.model").write_bytes(train_sentence_piece())
@@ -131,7 +131,6 @@ def test_real_vocabularies_take_seconds_and_little_memory(tokenizer_paths):  # n
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == EXIT_DONE, result.stderr
-    assert (
-        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 60
-    )  # of one core, however busy it is
+    # CPU time of one core, independent of other load
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 60
     assert figures_of(result.stdout)[1] <= 2

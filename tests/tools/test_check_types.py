@@ -1,4 +1,4 @@
-"""The ratchet of mypy's errors: packages are told apart, numbers may fall and not rise, strict packages have none."""
+"""Check the ratchet of mypy's errors: packages are told apart, numbers never rise, strict ones have none."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(original, tmp_path_factory):
-    """Checkpoint of `original`, converted by two tensor-parallel ranks."""
+    """Return a checkpoint of `original`, converted by two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("checkpoint") / "mcore"
     result = start("convert_hf_to_mcore.py", "--hf", original, "--save", folder, tensor_parallel=2)
     assert result.returncode == 0, result.stderr
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, monkeypatch, capsys
 
 
 def test_the_configuration_of_another_model(original, checkpoint, tmp_path, monkeypatch, capsys):
-    """The checkpoint has the same tensors in other places: an export without comparison would be nonsense."""
+    """The checkpoint has the same tensors in other places: an unchecked export would be nonsense."""
     other = make_model(tmp_path / "other", "llama", num_key_value_heads=6)
     args = ["--load", checkpoint, "--hf-out", tmp_path / "out", "--reference-hf", other]
     assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT

@@ -1,4 +1,4 @@
-"""Generated pages are fresh: flags, metrics, errors, and the table of performance."""
+"""Check that generated pages are fresh: flags, metrics, errors, and the table of performance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/doctor.py on this environment, and on environments that are broken in the usual ways."""
+"""Run tools/doctor.py on this environment, and on environments that are broken in usual ways."""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ran
 
 
 def save_checkpoint(hf, save) -> None:
-    """Join a process group again after the conversion, which leaves its own: the pool expects one to leave."""
+    """Save a checkpoint, then join a process group again.
+
+    The conversion leaves its own group, and the pool expects one to leave.
+    """
     import torch.distributed as dist
 
     from mkd.convert import hf_to_mcore

@@ -46,6 +46,6 @@ def test_rank_0_speaks_for_all_and_others_for_themselves(rank, monkeypatch, caps
     assert capsys.readouterr().err == ("rank 1: " if rank == "1" else "") + REPORT
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == ("" if rank == "1" else REPORT)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # a shell in a job's container, where nothing else speaks
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # only this process reports
     assert main(ErrorList([own])) == EXIT_DATA
     assert capsys.readouterr().err == REPORT

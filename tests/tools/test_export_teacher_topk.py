@@ -91,7 +91,7 @@ def assert_same(found: dict, wanted: dict, tolerance: float) -> None:
         clear = np.ones_like(ids, dtype=bool)
         for side in (clear[:, 1:], clear[:, :-1]):
             side &= gaps > 2 * tolerance * np.abs(logprobs).max()
-        clear[:, -1] = False  # the next one may be as probable
+        clear[:, -1] = False  # the next id may be equally probable
         assert clear.mean() > 0.9
         assert np.array_equal(found[key][0][clear], ids[clear])
 

@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Which fox?"}, {"role": "assistant", "conten
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of two tokenizers: words as one token, and bytes only."""
+    """Return folders of two tokenizers: words as one token, and bytes only."""
     folders = []
     for name, size in (("words", 350), ("bytes", 259)):
         folders.append(str(tmp_path_factory.mktemp(name)))
@@ -157,9 +157,8 @@ def test_tokens_without_loss_have_another_colour(packs, capsys):
 
 def test_a_pieces_first_token_has_no_loss_of_its_own(packs, capsys):
     assert main([*packs, "--seq-length", "2", "--limit", "9"]) == EXIT_DONE
-    assert (
-        "|(x)|(\\n)|" in capsys.readouterr().out
-    )  # the piece is there for its label, the first token of the next piece
+    # the piece is kept for its label, the first token of the next piece
+    assert "|(x)|(\\n)|" in capsys.readouterr().out
 
 
 def test_histogram(packs, tmp_path, capsys):

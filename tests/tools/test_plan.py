@@ -1,4 +1,4 @@
-"""tools/plan.py plans a run without torch, data or weights."""
+"""Check that tools/plan.py plans a run without torch, data or weights."""
 
 from __future__ import annotations
 

@@ -70,7 +70,6 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     assert main([str(tmp_path)]) == 65 and "metrics.jsonl cannot be read" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 65 and "no records" in capsys.readouterr().err
-    monkeypatch.setitem(
-        sys.modules, "matplotlib.figure", None
-    )  # how Python itself marks a module that cannot be imported
+    # Python's own mark of a module that cannot be imported
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([str(tmp_path)]) == 64 and "matplotlib is not installed" in capsys.readouterr().err

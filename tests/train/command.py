@@ -1,4 +1,4 @@
-"""The training command on the rank pool: tiny models, its flags, and what a user gets back from it."""
+"""Run the training command on the rank pool with tiny models and flags, and return what a user sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEACHER = dict(family="llama", seed=2, num_hidden_layers=3, hidden_size=72)
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank's command ended with."""
+    """Result of one rank's command."""
 
     exit_code: int
     stdout: str
@@ -32,7 +32,7 @@ class Result:
 
 
 def make_files(folder: Path) -> Path:
-    """A student, a wider and deeper teacher with its tokenizer, and a text, below `folder`."""
+    """Make a student, a wider and deeper teacher with its tokenizer, and a text, below `folder`."""
     add_tokenizer(make_model(folder / "student", **STUDENT))
     add_tokenizer(make_model(folder / "teacher", **TEACHER))
     texts = [f"{i}: " + "the quick brown fox " * (i % 7 + 1) for i in range(60)]
@@ -41,14 +41,17 @@ def make_files(folder: Path) -> Path:
 
 
 def write_records(path: Path, *records) -> Path:
-    """JSON lines; a record that is a string stands in the file as it is."""
+    """Write JSON lines; a record that is a string is written unchanged."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 def flags(files: Path, run: str, *more, **paths) -> list[str]:
-    """The command line of a short run of `files`, logging to `run`. `paths`, by flag, replace its own; None: none."""
+    """Return the command line of a short run of `files`, logging to `run`.
+
+    `paths`, by flag, replace the default paths; None removes one.
+    """
     own = {
         "student_hf": "student",
         "teacher_hf": "teacher",
@@ -68,7 +71,7 @@ def flags(files: Path, run: str, *more, **paths) -> list[str]:
 
 
 def run_main(ranks, argv: list[str], world_size: int = 1, command: str = "mkd.run.main") -> list[Result]:
-    """Results of the command, the `main` of a module, on every rank of a world."""
+    """Return results of the command, the `main` of a module, on every rank of a world."""
     return [Result(*values) for values in ranks.run(call_main, world_size, argv, command)]
 
 
@@ -82,7 +85,7 @@ def call_main(argv: list[str], command: str = "mkd.run.main") -> tuple[int, str,
     main = importlib.import_module(command).main
     rank = str(dist.get_rank())
     world = {"RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
-    world |= {} if "LOCAL_RANK" in os.environ else {"LOCAL_RANK": rank}  # GPU ranks have theirs
+    world |= {} if "LOCAL_RANK" in os.environ else {"LOCAL_RANK": rank}  # GPU ranks already have one
     os.environ.update(world)
     stdout, stderr = io.StringIO(), io.StringIO()
     try:
@@ -105,7 +108,7 @@ def with_fault(argv: list[str], text: str) -> tuple[int, str, str]:
 def poison(
     source: Path, folder: Path, value: float, tensor: str = "model.layers.1.mlp.down_proj.weight"
 ) -> Path:
-    """A copy of a model with `value` in one element of one weight."""
+    """Copy a model, with `value` in one element of one weight."""
     shutil.copytree(source, folder)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
@@ -121,5 +124,5 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
+    """Return all tensors of a Hugging Face folder."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -1,7 +1,9 @@
-"""The same table for teachers with their own tokens: one beside a teacher with the student's tokenizer, under every layout.
+"""Print the invariance table for cross-tokenizer teachers.
 
-A fixed global batch of real text, aligned by the real loader. The student's head has more rows than its tokenizer has ids.
-`python -m tests.train.cross_tokenizer_invariance` prints the table.
+    python -m tests.train.cross_tokenizer_invariance
+
+One of them runs beside a teacher with the student's tokenizer, under every layout. The fixed global batch is
+real text, aligned by the real loader. The student's head has more rows than its tokenizer has ids.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tests.train.invariance import (
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level
 
 LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold")
-SPAN_MULTIPLE = 4  # what CP2 asks for
+SPAN_MULTIPLE = 4  # required by CP2
 COLUMNS = ("loss", "gradient", "evaluation", "grad norm", "updated")
 SINGLE = Layout("one process")
 LAYOUTS = (
@@ -50,7 +52,7 @@ BY_ENTROPY = ("--teacher-weighting", "entropy", "--teacher-weighting-temperature
 
 
 def make_files(folder: Path, sizes: dict | None = None) -> Path:
-    """Student, two teachers and a text; a configuration for each loss."""
+    """Make student, two teachers and a text, and a configuration for each loss."""
     sizes = sizes or {}
     student = dict(num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
     make_model(
@@ -61,7 +63,7 @@ def make_files(folder: Path, sizes: dict | None = None) -> Path:
     make_model(folder / "same", "qwen2", seed=3, vocab_size=352, **sizes)
     for name in ("student", "same"):
         train_hf_tokenizer(vocab_size=350).save_pretrained(folder / name)
-    train_byte_level(vocab_size=450).save_pretrained(folder / "cross")  # of other text
+    train_byte_level(vocab_size=450).save_pretrained(folder / "cross")  # trained on other text
     random, words = np.random.default_rng(0), (" ".join(SENTENCES) + SAMPLE + SOURCE[:4000]).split()
     texts = [" ".join(random.choice(words, random.integers(2, 25))) for _ in range(40)]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -77,13 +79,13 @@ def make_files(folder: Path, sizes: dict | None = None) -> Path:
 
 
 def run_layout(layout: Layout, files: Path, loss: str, out_dir: Path, num_updates: int = NUM_UPDATES) -> dict:
-    """On every rank: see `measure`."""
+    """Return the result of `measure`; called on every rank."""
     engine, state, batches, _ = build(layout, files, loss)
     return measure(engine, state, batches, files / "student", out_dir, num_updates)
 
 
 def build(layout: Layout, files: Path, loss: str):
-    """Return engine, training state, this rank's micro-batches of the global batch, tokens of each teacher's packs."""
+    """Return engine, training state, this rank's micro-batches, and tokens of each teacher's packs."""
     from mkd.config.load import load_config
     from mkd.data.batch import collate
     from mkd.data.build import open_datasets
@@ -91,13 +93,13 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.run.build_engine import build_engine
     from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
     from mkd.run.run_plan import plan_run
-    from mkd.run.setup import join
+    from mkd.run.one_model import join
     from mkd.tokenizers.load import load_tokenizer
 
-    argv = layout.argv(files / "student", files / "cross")[4:]  # the models are those of the file
+    argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
-    context = join(plan, detect())
+    context = join(plan.config.parallel, plan.virtual_stages, detect())
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     packs, _ = open_datasets(

@@ -1,13 +1,14 @@
-"""A real cross-tokenizer run: SmolLM2-135M teaches a small random student that reads Mistral's tokens.
+"""Run real cross-tokenizer training: SmolLM2-135M teaches a small random student that reads Mistral's tokens.
 
-The student is trained twice from the same weights on the same packs in the same order: with the distillation loss, and with
-the cross entropy alone. Both are measured in bits per byte of held-out text, before, during and after training. Text and
-tokenizer need a network and can be made elsewhere, by `--prepare`:
+The student is trained twice from the same weights on the same packs in the same order: with the distillation
+loss, and with the cross entropy alone. Both are measured in bits per byte of held-out text, before, during
+and after training. Text and tokenizer need a network and can be made elsewhere, by `--prepare`:
 
     python -m tests.train.cross_tokenizer_run --size gpu --teacher SMOLLM2 --prepare FOLDER
-    python -m tests.train.cross_tokenizer_run --size gpu --teacher SMOLLM2 --data FOLDER --work WORK --out results.json
+    python -m tests.train.cross_tokenizer_run --size gpu --teacher SMOLLM2 --data FOLDER --work WORK \\
+        --out results.json
 
-The folder SMOLLM2 is made where it is missing (tools/fetch_smollm2.py).
+The folder SMOLLM2 is made if it is missing (tools/fetch_smollm2.py).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tools.fetch_smollm2 import fetch_smollm2
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTATION = "python3.11-doc"  # Debian package: 11 MB of reStructuredText
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-HELD_OUT_EVERY = 20  # files
-PROMPT_BYTES = 100  # of a held-out text, at least; they are not scored
+HELD_OUT_EVERY = 20  # one file in so many is held out
+PROMPT_BYTES = 100  # bytes of a held-out text that are not scored, at least
 METRIC = "eval/heldout/bits_per_byte"
 
 
@@ -44,14 +45,14 @@ class Size:
 
     student: dict[str, int]  # sizes of a Llama
     flags: dict[str, object]
-    train_bytes: int  # of text, at most
+    train_bytes: int  # bytes of training text, at most
     held_out_texts: int
-    text_bytes: int  # of a held-out text, at most
+    text_bytes: int  # bytes of a held-out text, at most
     kd_ratios: tuple[float, ...] = (0.0, 0.9)
     seeds: tuple[int, ...] = (1,)
-    parallel: int = 1  # runs at a time
+    parallel: int = 1  # concurrent runs
     xtoken_loss: str = "partition_kl"
-    documentation: bool = False  # beside the standard library
+    documentation: bool = False  # add it to the standard library
 
     @property
     def step_tokens(self) -> int:
@@ -99,7 +100,7 @@ SIZES = {
 
 
 def prepare(size: Size, folder: Path) -> Path:
-    """Make `folder` hold train.jsonl, heldout.jsonl and tokenizer.model; needs a network. Returns it."""
+    """Make train.jsonl, heldout.jsonl and tokenizer.model in `folder`, and return it; needs a network."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -126,7 +127,7 @@ def prepare(size: Size, folder: Path) -> Path:
 
 
 def tokenise(folder: Path, teacher: Path) -> None:
-    """Fill the cache of `folder` for the runs, where it is not: the text in the tokens of both models, aligned."""
+    """Fill the cache of `folder` for the runs if it is empty: text in tokens of both models, aligned."""
     from mkd.data.aligned.teacher_side import TeacherText
     from mkd.data.build import open_datasets
     from mkd.tokenizers.load import open_tokenizer
@@ -150,7 +151,7 @@ def tokenise(folder: Path, teacher: Path) -> None:
 
 
 def pieces(text: str, max_bytes: int) -> Iterator[str]:
-    """`text` cut at ends of lines, into parts of at most so many bytes (or one line)."""
+    """Yield `text` cut at ends of lines, in parts of at most `max_bytes` bytes (or one line)."""
     part, length = [], 0
     for line in text.splitlines(keepends=True):
         if part and length + len(line.encode()) > max_bytes:
@@ -162,7 +163,7 @@ def pieces(text: str, max_bytes: int) -> Iterator[str]:
 
 
 def completion(text: str) -> dict[str, str] | None:
-    """A record of --eval-completions, cut where both tokenizers have a boundary; None for a text that is too short."""
+    """Return a record of --eval-completions, cut at a boundary of both tokenizers; None if too short."""
     cut = text.find(" ", PROMPT_BYTES)
     while cut >= 0 and not (text[cut - 1].isalnum() and text[cut + 1 : cut + 2].isalnum()):
         cut = text.find(" ", cut + 1)
@@ -170,12 +171,12 @@ def completion(text: str) -> dict[str, str] | None:
 
 
 def evenly(values: list, count: int) -> list:
-    """At most `count` of them, evenly spaced."""
+    """Return at most `count` of the values, evenly spaced."""
     return [values[i * len(values) // count] for i in range(count)] if count < len(values) else values
 
 
 def make_student(size: Size, seed: int, folder: Path) -> None:
-    """A random Llama with a row for each of Mistral's 32,000 tokens."""
+    """Save a random Llama with a row for each of Mistral's 32,000 tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,7 +188,7 @@ def make_student(size: Size, seed: int, folder: Path) -> None:
 
 
 def run_command(size: Size, ratio: float, seed: int, data: Path, teacher: Path, work: Path) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     paths = dict(
         student_hf=work / f"student-{seed}", data_path=data / "train.jsonl", data_cache_path=data / "cache"
     )
@@ -199,14 +200,14 @@ def run_command(size: Size, ratio: float, seed: int, data: Path, teacher: Path, 
 
 
 def teacher_command(size: Size, data: Path, teacher: Path, work: Path) -> list[str]:
-    """The command line that scores the teacher on the held-out text, in its own tokens."""
+    """Return the command line that scores the teacher on the held-out text, in its own tokens."""
     flags = dict(bf16=True) if size.flags.get("bf16") else {}
     paths = dict(student_hf=teacher, completions=data / "heldout.jsonl", out=work / "teacher.json")
     return words(ROOT / "tools" / "evaluate.py", **paths, seq_length=2048, **flags)
 
 
 def words(script: Path, **flags) -> list[str]:
-    """A command line; a flag that is True stands alone."""
+    """Return a command line; a flag that is True has no value."""
     pairs = (
         [f"--{name.replace('_', '-')}", *([] if value is True else [value])] for name, value in flags.items()
     )
@@ -218,7 +219,7 @@ def run_folder(work: Path, ratio: float, seed: int) -> Path:
 
 
 def run_all(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bool) -> None:
-    """All runs, `size.parallel` at a time, each with its output beside its metrics.
+    """Start all runs, `size.parallel` at a time, each with its output beside its metrics.
 
     Raises subprocess.CalledProcessError for a run that fails.
     """
@@ -232,7 +233,7 @@ def run_all(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bo
     ]
     if score_teacher:
         jobs.append((work / "teacher", teacher_command(size, data, teacher, work)))
-    tokenise(data, teacher)  # once for all, which do not wait for each other
+    tokenise(data, teacher)  # once for all runs, which do not wait for each other
     with ThreadPoolExecutor(size.parallel) as pool:
         for done in [pool.submit(run_job, *job) for job in jobs]:
             done.result()
@@ -251,7 +252,7 @@ def run_job(folder: Path, command: list[str]) -> None:
 
 
 def read_curve(folder: Path, step_tokens: int) -> list[dict]:
-    """Step, tokens and held-out bits per byte of every evaluation of one run."""
+    """Return step, tokens and held-out bits per byte of every evaluation of one run."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record.get("split") == "tasks"]
     keys = dict(num_bytes="eval/heldout/num_bytes", bits_per_byte=METRIC)
@@ -263,7 +264,7 @@ def read_curve(folder: Path, step_tokens: int) -> list[dict]:
 
 
 def compare(size: Size, data: Path, teacher: Path, work: Path, score_teacher: bool = False) -> dict:
-    """Run everything; returns the curves by kd-ratio and seed, and the mean and the deviation of the last points."""
+    """Run everything; return curves by kd-ratio and seed, and mean and deviation of the last points."""
     start = time.perf_counter()
     run_all(size, data, teacher, work, score_teacher)
     curves = {
@@ -292,7 +293,7 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 
 def show(results: dict) -> None:
-    """Print the curves, one column a run, and the figures at their ends."""
+    """Print the curves, one column per run, and the figures at their ends."""
     runs = {
         f"kd {ratio}, seed {seed}": curve
         for ratio, of in results["curves"].items()
@@ -319,32 +320,33 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="ci")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="only make --data there")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make --data in this folder and stop")
     parser.add_argument(
-        "--data", type=Path, help="folder with text, tokenizer and cache; not given: made below --work"
+        "--data", type=Path, help="folder with text, tokenizer and cache (default: made below --work)"
     )
     parser.add_argument(
-        "--teacher", type=Path, help="folder of SmolLM2-135M-Instruct; not given: below --work"
+        "--teacher", type=Path, help="folder of SmolLM2-135M-Instruct (default: below --work)"
     )
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "cross_tokenizer", help="where everything is written"
+        "--work", type=Path, default=ROOT / "runs" / "cross_tokenizer", help="folder to write everything to"
     )
-    parser.add_argument(
-        "--out", type=Path, help="where results are written (default: results.json in --work)"
-    )
+    parser.add_argument("--out", type=Path, help="file to write results to (default: results.json in --work)")
     parser.add_argument(
         "--score-teacher", action="store_true", help="also score the teacher on the held-out text"
     )
     for name in ("train-iters", "eval-interval", "lr"):
         parser.add_argument(
-            f"--{name}", type=float if name == "lr" else int, help="in place of that of the size"
+            f"--{name}", type=float if name == "lr" else int, help="override the size's value"
         )
     parser.add_argument(
-        "--kd-ratios", type=float, nargs="+", help="of the runs to compare; 0 is cross entropy alone"
+        "--kd-ratios",
+        type=float,
+        nargs="+",
+        help="kd-ratios of the runs to compare; 0 is cross entropy alone",
     )
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--parallel", type=int, help="runs at a time")
-    parser.add_argument("--xtoken-loss", help="of the runs with the teacher")
+    parser.add_argument("--parallel", type=int, help="concurrent runs")
+    parser.add_argument("--xtoken-loss", help="loss of the runs with the teacher")
     args = parser.parse_args()
     size = SIZES[args.size]
     given = {name: value for name, value in vars(args).items() if value is not None}

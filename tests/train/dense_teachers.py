@@ -1,5 +1,4 @@
-"""Record the inputs of the last stage of a real engine, and compute the losses of several teachers in dense
-float64."""
+"""Record the last stage's inputs in a real engine, and compute several teachers' losses in dense float64."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def record_layout(layout: Layout, config: Path):
 
 
 def record(engine, batches: list):
-    """Return values of each micro-batch's `Recorded`, LM heads of all models, gradient of the student's head,
-    sums, weights.
+    """Return each micro-batch's `Recorded` values, all LM heads, the student head's gradient, sums, weights.
 
     For one process. Nothing is replaced: the schedule gets an objective that differentiates by the final
     hidden states, and then asks for the weights of each teacher.
@@ -103,9 +101,8 @@ class _Recorder:
         self.weights.append(torch.stack(list(weights.values())))
         states, count = [one.squeeze(1) for one in output.teacher_hiddens], len(batch.sample_ids)
         values = leaf.detach().squeeze(1), states, batch.labels[0], batch.loss_mask[0], count
-        self.recorded.append(
-            (*values, loss.item(), leaf.grad.squeeze(1))
-        )  # plain: this module has another name on ranks
+        # a plain tuple: this module has another name on ranks
+        self.recorded.append((*values, loss.item(), leaf.grad.squeeze(1)))
         return loss.detach(), tokens, sums
 
 
@@ -141,8 +138,10 @@ def dense_loss(
     settings: list[dict],
     ratio: float,
 ):
-    """Return loss, and weighted divergence and weight of each teacher: sums over the loss tokens of a
-    micro-batch, float64."""
+    """Return loss, and weighted divergence and weight of each teacher, float64.
+
+    They are sums over the loss tokens of a micro-batch.
+    """
     student, labels = logits_of(hidden, heads[0], VOCAB_SIZES[0]), recorded.labels
     ce_only = KDObjective(VOCAB_SIZES[0], kd_ratio=0.0)
     total = (1 - ratio) * dense_kd(student, None, labels, recorded.mask, ce_only).loss

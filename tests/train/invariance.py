@@ -1,8 +1,8 @@
-"""The headline table: loss, every gradient, evaluation and five updates are the same under every layout.
+"""Print the headline table: loss, every gradient, evaluation and five updates are the same at every layout.
 
-One fixed global batch of packed documents with random masks; the teacher is deeper and wider than the student and its
-vocabulary is larger. Each layout runs the real engine on gloo ranks and is compared with one process. `make invariance` prints
-the table.
+One fixed global batch of packed documents with random masks; the teacher is deeper and wider than the student
+and its vocabulary is larger. Each layout runs the real engine on gloo ranks and is compared with one process.
+`make invariance` prints the table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from tests.ranks import RankPool
 from tests.tiny_models import add_tokenizer, make_model
 
 SEQ_LENGTH, NUM_PACKS, NUM_UPDATES = 64, 8, 5
-SPAN_MULTIPLE = (
-    8  # of documents with padding: what the largest context parallelism of the table, CP4, asks for
-)
+# documents with padding have multiples of it: required by CP4, the table's largest context parallelism
+SPAN_MULTIPLE = 8
 TOLERANCE = 1e-5
 
 
@@ -109,7 +108,10 @@ LAYOUTS = (
 
 
 def make_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
-    """Student (8 layers, tied embeddings, 3 key/value heads) and teacher (16 layers, wider, larger vocabulary)."""
+    """Make a student (8 layers, tied embeddings, 3 key/value heads) and a teacher.
+
+    The teacher has 16 layers, is wider, and has a larger vocabulary.
+    """
     student_sizes = dict(
         num_hidden_layers=8,
         num_attention_heads=6,
@@ -131,16 +133,19 @@ def make_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
 
 
 def add_text(student: Path) -> Path:
-    """A tokenizer and a text, as a plan asks for them; the packs here are made of neither. Returns the student's folder."""
+    """Write a tokenizer and a text, which a plan requires; return the student's folder.
+
+    The packs here use neither.
+    """
     (student / "text.txt").write_text("the quick brown fox\n", encoding="utf-8")
     return add_tokenizer(student)
 
 
 def fixed_packs(permuted: bool) -> list:
-    """The global batch: documents of random lengths, padding and masks.
+    """Return the global batch: documents of random lengths, padding and masks.
 
-    One pack has no padding. One has no loss token, and after a few tokens only padding: the first context-parallel rank
-    holds all of them.
+    One pack has no padding. One has no loss token, and after a few tokens only padding: the first
+    context-parallel rank holds all of them.
     """
     from mkd.data.batch import Pack
 
@@ -184,7 +189,10 @@ def microbatches(layout: Layout, context, num_teachers: int = 1) -> list:
 def run_layout(
     layout: Layout, student: Path, teacher: Path, out_dir: Path, num_updates: int = NUM_UPDATES
 ) -> dict:
-    """On every rank: sums of one step and of an evaluation; gradients and updated weights exported by name."""
+    """Run one step and an evaluation on this rank; export gradients and updated weights by name.
+
+    Return the sums.
+    """
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
@@ -207,7 +215,10 @@ def run_layout(
 def measure(
     engine, state, batches: list, student: Path, out_dir: Path, num_updates: int = NUM_UPDATES
 ) -> dict:
-    """Sums of an evaluation, a step and the last of some updates; gradients and updated weights exported to `out_dir`."""
+    """Return sums of an evaluation, a step and the last of some updates.
+
+    Export gradients and updated weights to `out_dir`.
+    """
     from mkd.checkpoint.hf.hf_assets import HFAssets
     from mkd.checkpoint.hf.hf_writer import export_hf
     from mkd.evaluation.evaluate import evaluate
@@ -236,8 +247,10 @@ def measure(
 
 
 class gradients_as_parameters:
-    """Inside, every student parameter's data is its reduced gradient, in the parameter's own type: autograd would drop the
-    hooks that Megatron's DDP has on a parameter whose type changes."""
+    """Set every student parameter's data to its reduced gradient inside, in the parameter's dtype.
+
+    After a change of dtype autograd would drop the hooks that Megatron's DDP has on a parameter.
+    """
 
     def __init__(self, engine, context):
         self.engine, self.context, self.saved = engine, context, []
@@ -246,7 +259,7 @@ class gradients_as_parameters:
         for chunk in self.engine.chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
-                    group = self.context.dp_cp_group  # what Megatron spreads the optimizer over
+                    group = self.context.dp_cp_group  # Megatron shards the optimizer over it
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
             for parameter in chunk.parameters():
@@ -259,7 +272,7 @@ class gradients_as_parameters:
 
 
 def worst_relative_error(actual: Path, expected: Path) -> tuple[float, str]:
-    """max over tensors of max |difference| / max |expected|, and the tensor where it is."""
+    """Return the max over tensors of max |difference| / max |expected|, and the tensor where it is."""
     ours, theirs = load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")
     assert ours.keys() == theirs.keys()
     errors = {}
@@ -270,14 +283,14 @@ def worst_relative_error(actual: Path, expected: Path) -> tuple[float, str]:
 
 
 def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder: Path, single: dict) -> dict:
-    """Relative errors of one layout against one process, and where the largest are."""
+    """Return relative errors of one layout against one process, and where the largest are."""
     return errors_of(
         pool.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout"), folder, single
     )
 
 
 def errors_of(results: list[dict], folder: Path, single: dict) -> dict:
-    """Relative errors of what all ranks of one layout returned, and of its exports, against one process."""
+    """Return relative errors of all ranks' results of one layout, and of its exports, against one process."""
     assert all(result == results[0] for result in results), "ranks report different sums"
     names = ("loss", "ce", "kd")
     ours, reference = folder / "layout", folder / "single"

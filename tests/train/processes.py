@@ -1,4 +1,4 @@
-"""Real training processes, one per rank, for tests in which some of them die."""
+"""Start real training processes, one per rank, for tests in which some of them die."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRAGGLER_S = 12.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended."""
+    """End of one rank."""
 
     code: int  # exit code, or -signal
     after_s: float  # s after the first rank ended
@@ -32,12 +32,12 @@ def run_processes(
     argv: list[str],
     processes: int,
     timeout_s: float = 240,
-    machines: Sequence[Path] = (),  # where each rank is started: relative paths then lead to files of its own
+    machines: Sequence[Path] = (),  # folder where each rank starts, for relative paths
     fault: str = "",  # see tests/fault_injection.py
 ) -> list[Ended]:
-    """Run `pretrain_kd.py argv` on every rank of a gloo world until all have ended, or `STRAGGLER_S` after the first one.
+    """Run `pretrain_kd.py argv` on every rank of a gloo world until all have ended.
 
-    Ranks that still run then are killed.
+    Ranks that still run `STRAGGLER_S` after the first one's end are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

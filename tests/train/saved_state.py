@@ -1,4 +1,4 @@
-"""What a checkpoint holds, to compare two runs bit for bit."""
+"""Read a checkpoint's contents, to compare two runs bit for bit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ COMMON = "common.pt"
 
 
 def saved_state(folder: Path) -> dict[str, str]:
-    """{file: SHA-256} of parameters, moments, random states and position; of COMMON its values, exactly.
+    """Return {file: SHA-256} of parameters, moments, random states and position, and COMMON's exact values.
 
-    The bytes of COMMON, a pickle, depend on which of its strings are one object, and so on whether the run has loaded them.
+    The bytes of COMMON, a pickle, depend on which of its strings are one object. They therefore differ if the
+    run has loaded them.
     """
     files = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
     state = {name: entry["sha256"] for name, entry in files.items() if name != COMMON}

@@ -1,4 +1,4 @@
-"""A file with bad records through the training command: exit code 65 that names them, or a run without them and a list."""
+"""Train on a file with bad records: exit code 65 that names them, or a run without them and a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training command with context parallelism gives what it gives without: records, evaluation, the exported student."""
+"""Check that context parallelism changes nothing: records, evaluation, the exported student."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files(tmp_path_factory):
 
 
 def metrics(files, ranks, run, world_size, *more):
-    """Records of a run that evaluates every held-out document before the first step and after the last."""
+    """Return records of a run that evaluates all held-out documents before the first step and at the end."""
     evaluation = ("--split", "80,20,0", "--eval-interval", 2, "--eval-iters", 100)
     argv = flags(files, run, *evaluation, *more, "--export-hf", files / f"{run} hf")
     results = run_main(ranks, argv, world_size)
@@ -31,7 +31,7 @@ def assert_same(line, expected, names=VALUES):
 
 
 def test_training_is_the_same(files, ranks):
-    """One document a pack, so that both runs have the same packs: every record and the exported weights agree."""
+    """With one document per pack both runs have the same packs: all records and exported weights agree."""
     one = metrics(files, ranks, "one", 1, "--pack", "none")
     two = metrics(files, ranks, "two", 2, "--pack", "none", *CP2)
     assert len(one) == len(two) == 4
@@ -46,7 +46,7 @@ def test_training_is_the_same(files, ranks):
 
 
 def test_evaluation_does_not_depend_on_how_documents_are_padded_and_packed(files, ranks):
-    """Several documents a pack, padded to 4 tokens by CP2 alone: other packs, the same documents, the same loss."""
+    """With several documents per pack only CP2 pads them to 4 tokens: other packs, the same loss."""
     one, two = (
         metrics(files, ranks, f"packed {size}", size, "--context-parallel-size", size)[0] for size in (1, 2)
     )

@@ -1,4 +1,4 @@
-"""Teachers with their own tokens on GPUs: Transformer Engine's layers, NCCL, fp32 and bf16, against one GPU."""
+"""Check cross-tokenizer teachers on GPUs: Transformer Engine's layers, NCCL, fp32 and bf16, vs. one GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.train.invariance import errors_of
 from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, cosine
 
 pytestmark = pytest.mark.gpu
-SIZES = dict(head_dim=64, hidden_size=192)  # what every attention kernel takes
+SIZES = dict(head_dim=64, hidden_size=192)  # accepted by every attention kernel
 CASES = [(precision, loss) for precision in ("fp32", "bf16") for loss in LOSSES]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def reference(request, gpu_ranks, tmp_path_factory):
-    """(precision flags, loss, folder, sums of one GPU)."""
+    """Return (precision flags, loss, folder, sums of one GPU)."""
     precision, loss = request.param
     files = make_files(tmp_path_factory.mktemp(f"own_tokens_{precision}"), SIZES)
     flags = ("--bf16",) if precision == "bf16" else ()

@@ -1,4 +1,4 @@
-"""The table of teachers with their own tokens as tests: one process is the reference for every layout."""
+"""Check the table of cross-tokenizer teachers: one process is the reference for every layout."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WEIGHING = (
     Layout("TP2 + sequence parallel, micro-batch 4", 2, tp=2, micro=4, flags=SP),
     Layout("CP2, micro-batch 2", 2, cp=2, micro=2),
 )
-# Parts of others, or 8 processes.
+# These repeat parts of other cases, or need 8 processes.
 SLOW = {"TP2 + sequence parallel", "TP4, micro-batch 2", "PP2", "CP2", "PP2 CP2", "TP2 PP2 DP2"}
 
 
 def is_slow(loss, flags, layout):
-    """What another case has parts of: each loss has one layout, each way of weighing too."""
+    """Return True if other cases cover the parts: each loss and each weighting keeps one layout."""
     others = (
         loss in ("p_kl", "prefix_kl")
         or (flags == BY_ENTROPY and layout.cp > 1)
@@ -49,8 +49,8 @@ def folder(tmp_path_factory):
     folder = make_files(tmp_path_factory.mktemp("cross_tokenizer"))
     settings = json.loads((folder / "partition_kl.yaml").read_text())
     for teacher in settings["teachers"]:
-        teacher.pop("weight", None)  # a selected teacher has it all
-    # So sure of itself that its cross entropy is the lower one in three packs of eight.
+        teacher.pop("weight", None)  # a selected teacher has all the weight
+    # It is so confident that its cross entropy is the lower one in three packs of eight.
     make_model(
         folder / "loud", "llama", seed=2, vocab_size=460, hidden_size=72, tie_word_embeddings=True, scale=9.0
     )
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(folder, ranks):
-    """Results of one process by loss and flags; its exports are those of the last one asked for."""
+    """Return results of one process by loss and flags; its exports are those of the last request."""
     cached = {}
 
     def run(loss, flags):

@@ -1,4 +1,7 @@
-"""A real teacher of another tokenizer teaches more than text alone: SmolLM2-135M, a random student with Mistral's tokens."""
+"""Check that a real cross-tokenizer teacher teaches more than text alone.
+
+SmolLM2-135M teaches a random student with Mistral's tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def data(tmp_path_factory):
 
 
 def test_distillation_beats_cross_entropy_at_equal_tokens(data, smollm2, tmp_path):
-    """Same weights at the start, same packs in the same order; measured in bits per byte of held-out text."""
+    """Both start from the same weights and see the same packs; compare bits per byte of held-out text."""
     size = SIZES["ci"]
     results = compare(size, data, smollm2, tmp_path)
     show(results)

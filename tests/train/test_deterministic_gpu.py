@@ -1,4 +1,4 @@
-"""Runs of the command with --deterministic-mode on one GPU write the same student, bit for bit: also one that was resumed."""
+"""Check that --deterministic-mode runs on one GPU write the same student, resumed or not, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MORE = ("--use-distributed-optimizer",)
 
 
 def train(folder, name, *more) -> bytes:
-    """The exported weights of a short run."""
+    """Return the exported weights of a short run."""
     argv = [
         "--student-hf",
         folder / "student",
@@ -35,13 +35,13 @@ def train(folder, name, *more) -> bytes:
 
 
 def weights(script, argv, written, **environment) -> bytes:
-    """What `script` writes into a folder."""
+    """Return the weights that `script` writes into a folder."""
     run(script, argv, **environment)
     return b"".join(path.read_bytes() for path in sorted(written.glob("*.safetensors")))
 
 
 def run(script, argv, **environment) -> str:
-    """What `script` prints."""
+    """Return the output of `script`."""
     command = [sys.executable, script, *map(str, argv)]
     result = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(folder):
-    """The weights of a run that has also saved a checkpoint."""
+    """Return the weights of a run that has also saved a checkpoint."""
     return train(folder, "whole", *MORE, "--save", folder / "saved whole")
 
 
@@ -90,7 +90,7 @@ def test_without_a_gpu_the_checkpoint_becomes_the_same_export(folder, exported):
 
 
 def test_the_checkpoint_and_its_export_are_the_same_function_in_fp32(folder, exported):
-    """Also to Transformer Engine, whose products of fp32 matrices would be TF32."""
+    """This includes Transformer Engine, whose products of fp32 matrices would be TF32."""
     assert "top-1 agreement" in run(
         "tools/check_parity.py", ["--load", folder / "saved whole", "--hf", folder / "whole"]
     )

@@ -1,4 +1,4 @@
-"""What the training command says and returns when a user's input cannot work: what, why, do, and the exit code."""
+"""Check what the training command says and returns for impossible input: what, why, do, and exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def files(tmp_path_factory):
 
 
 def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
-    """Every rank returns `exit_code`; rank 0 alone prints one error with all `texts` or codes, and no traceback."""
+    """Check that every rank returns `exit_code` and rank 0 alone prints one error.
+
+    The error contains all `texts` or codes, and no traceback.
+    """
     results = run_main(ranks, argv, world_size)
     assert [result.exit_code for result in results] == [exit_code] * world_size, results[0].stderr
     message = reported_text(results[0].stderr)
@@ -39,7 +42,7 @@ def assert_refused(ranks, argv, exit_code, *texts, world_size=1):
 
 
 def test_unknown_and_unsupported_flags_before_torch_is_imported():
-    """All of them in one answer, from the script itself."""
+    """The script itself reports all of them in one answer."""
     argv = [
         "--kd-rati",
         "0.5",
@@ -50,7 +53,8 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
         "tvd",
         "--num-experts",
     ]
-    code = "import sys, mkd.run.main as m; c = m.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
+    code = "import sys, mkd.run.main as m; c = m.main(sys.argv[1:]); "
+    code += "assert 'torch' not in sys.modules; sys.exit(c)"
     for command in ([ROOT / "pretrain_kd.py"], ["-c", code]):
         done = subprocess.run(
             [sys.executable, *command, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -157,7 +161,8 @@ def test_another_tokenizer(files, ranks):
         " here, ",
         " there",
         "why: distillation compares the two models id by id",
-        "do:  use a teacher of the same tokenizer, or compare them on aligned text: --xtoken-loss partition_kl",
+        "do:  use a teacher of the same tokenizer, or compare them on aligned text: "
+        "--xtoken-loss partition_kl",
     )
 
 
@@ -223,7 +228,8 @@ def test_missing_model_folder(files, ranks):
         ranks,
         flags(files, "folder", teacher_hf="nowhere"),
         CHECKPOINT,
-        f"{str(files / 'nowhere')!r} is neither a model folder nor a Hugging Face model that can be downloaded",
+        f"{str(files / 'nowhere')!r} is neither a model folder nor a Hugging Face model "
+        "that can be downloaded",
         "do:  check the path",
     )
 
@@ -267,7 +273,7 @@ def test_damaged_pointer(pointer, text, files, ranks):
 
 @pytest.fixture(scope="module")
 def saved(files, ranks):
-    """A checkpoint of two steps."""
+    """Return a checkpoint of two steps."""
     (result,) = run_main(ranks, flags(files, "saved", "--save", files / "saved"))
     assert result.exit_code == 0, result.stderr
     return files / "saved"
@@ -357,7 +363,7 @@ def test_non_finite_loss_stops_before_the_update(role, value, world_size, more, 
 
 
 def hash_around_failure(argv):
-    """SHA-256 of this rank's parameters before training and after it has failed on a non-finite loss."""
+    """Return SHA-256 of this rank's parameters before training and after a failure on a non-finite loss."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config

@@ -1,4 +1,4 @@
-"""Rows of the invariance table for two Gemma 3 models: norms behind blocks, windows and a rope by layer, scales."""
+"""Check rows of the invariance table for two Gemma 3 models: norms behind blocks, windows, rope, scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two Gemma 3 models in the training command: saved and exported at TP 2, converted and loaded elsewhere."""
+"""Run two Gemma 3 models in the training command: saved and exported at TP 2, converted, loaded elsewhere."""
 
 from __future__ import annotations
 

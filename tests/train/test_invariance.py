@@ -1,4 +1,4 @@
-"""The invariance table as tests: one process is the reference for every layout."""
+"""Check the invariance table: one process is the reference for every layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = {
     "TP2 CP2 + sequence parallel, micro-batch 4",
     "micro-batch 4",
 }
-"""Each kind of parallelism and of memory saving, mostly in company."""
+"""Each kind of parallelism and of memory saving occurs, mostly in combination."""
 
 
 @pytest.fixture(scope="module")

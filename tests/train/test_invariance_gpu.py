@@ -1,4 +1,4 @@
-"""The invariance table on GPUs: Transformer Engine's layers, NCCL, fp32 and bf16."""
+"""Check the invariance table on GPUs: Transformer Engine's layers, NCCL, fp32 and bf16."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.train.invariance import LAYOUTS, SINGLE, compare, make_pair, run_layo
 pytestmark = pytest.mark.gpu
 FP32_TOLERANCE = 1e-4
 BF16_LOSS_TOLERANCE, BF16_COSINE = 1e-2, 0.999
-HEADS = dict(head_dim=64, hidden_size=128)  # what every attention kernel takes
+HEADS = dict(head_dim=64, hidden_size=128)  # accepted by every attention kernel
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def reference(request, gpu_ranks, tmp_path_factory):
-    """(precision flags, folder, student, teacher, sums of one GPU)."""
+    """Return (precision flags, folder, student, teacher, sums of one GPU)."""
     folder = tmp_path_factory.mktemp(f"invariance_{request.param}")
     student, teacher = make_pair(folder, HEADS)
     flags = ("--bf16",) if request.param == "bf16" else ()
@@ -25,7 +25,7 @@ def reference(request, gpu_ranks, tmp_path_factory):
 
 
 def cosine(ours, theirs) -> float:
-    """Of all gradients as one vector."""
+    """Return the cosine between all gradients, each side as one vector."""
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
     dot = sum((ours[name].double() * theirs[name].double()).sum() for name in theirs)
     norms = [

@@ -1,4 +1,4 @@
-"""Under --bf16 logits are bf16 in the training loss, unless asked for otherwise, and fp32 wherever there is no gradient."""
+"""Check that --bf16 gives bf16 logits in the training loss by default, and fp32 without a gradient."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def files(tmp_path_factory):
 
 
 def records(ranks, files, argv) -> list[dict]:
-    """Of an evaluation, two steps and an evaluation."""
+    """Return records of an evaluation, two steps and an evaluation."""
     (result,) = run_main(ranks, argv)
     assert result.exit_code == 0, result.stderr
     return read_metrics(files / argv[argv.index("--log-dir") + 1])
 
 
 def write_teachers(files) -> str:
-    """A file that names the same teacher twice; then each has a pass over the heads of its own."""
+    """Write a file that names the same teacher twice; each then has a separate pass over the heads."""
     teachers = [
         {"name": name, "hf": str(files / "teacher"), "weight": weight}
         for name, weight in (("one", 1), ("two", 3))
@@ -36,7 +36,7 @@ def write_teachers(files) -> str:
 
 
 def command(files, run, number, *more) -> list[str]:
-    """The command line of a run with one or two teachers."""
+    """Return the command line of a run with one or two teachers."""
     argv = flags(files, run, *DATA, *EVALUATED, *more, **({"teacher_hf": None} if number == 2 else {}))
     return argv + (["--config", write_teachers(files)] if number == 2 else [])
 
@@ -58,7 +58,7 @@ def test_evaluation_is_that_of_fp32_logits(number, files, ranks):
 
 
 def test_a_stored_teacher_has_fp32_logits(trained, files, ranks):
-    """All of the vocabulary stored by a bf16 export: the evaluation is the one with the teacher itself."""
+    """If a bf16 export stores all of the vocabulary, the evaluation is that with the teacher itself."""
     pytest.importorskip("pyarrow")
     exported(ranks, files, "all", "--k", 307, "--bf16")
     stored = records(ranks, files, offline(files, "stored", "all", *EVALUATED))

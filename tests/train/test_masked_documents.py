@@ -1,4 +1,4 @@
-"""Documents without any loss token contribute nothing: the same losses, the same weights, bit for bit."""
+"""Check that documents without loss tokens contribute nothing: the same losses and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGED = ("loss", "ce_loss", "kd_loss", "grad_norm", "num_loss_tokens", "consume
 
 @pytest.mark.fault(35)
 def test_masked_documents_contribute_nothing(tmp_path, ranks):
-    """Alone in packs of their own; with two data-parallel ranks of which each gets some."""
+    """Masked documents fill separate packs; with two data-parallel ranks each gets some."""
     files = make_files(tmp_path)
     trained = [{"prompt": f"{i}: the", "completion": " quick brown fox" * (i % 3 + 1)} for i in range(12)]
     write_records(files / "plain.jsonl", *trained)

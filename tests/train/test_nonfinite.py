@@ -16,7 +16,7 @@ from tests.reported import reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
 
-RARE = "@"  # in one document, so in one pack
+RARE = "@"  # occurs in one document, so in one pack
 RARE_DOCUMENT = 40
 STEPS = 12
 

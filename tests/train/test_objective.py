@@ -1,4 +1,4 @@
-"""The objective of several teachers: loss, gradients and reports of a real engine against dense float64."""
+"""Check the objective of several teachers: loss, gradients and reports of an engine vs. dense float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.train.dense_teachers import (
 )
 from tests.train.invariance import Layout
 
-RATIO, SHARES = 0.5, (0.25, 0.75)  # of `Layout.argv`, of weights 1 and 3
+RATIO, SHARES = 0.5, (0.25, 0.75)  # `Layout.argv`'s ratio; weights 1 and 3
 DEFAULT = dict(temperature=2.0, divergence="forward_kl")
 WEIGHTS = ({"weight": 1}, {"weight": 3})
 OWN = (
@@ -34,7 +34,7 @@ def files(tmp_path_factory):
 
 
 def run(ranks, files, *flags, teachers=({}, {})):
-    """`record` of the fixed global batch, two packs a micro-batch."""
+    """Return `record` of the fixed global batch, two packs per micro-batch."""
     ((recorded, *more),) = ranks.run(
         record_layout, 1, Layout("one", micro=2, flags=flags), write_config(files, *teachers)
     )
@@ -42,7 +42,7 @@ def run(ranks, files, *flags, teachers=({}, {})):
 
 
 def assert_equal_dense(result, expect):
-    """`expect(recorded, hidden, heads)` is the loss summed over the tokens of a micro-batch."""
+    """Compare with `expect(recorded, hidden, heads)`, the loss summed over the tokens of a micro-batch."""
     recorded, heads, head_gradient, _, _ = result
     tokens = sum(one.mask.sum().item() for one in recorded)
     head = heads[0].double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Optimizer state on the host: the same bits as on the device, and checkpoints that either may read."""
+"""Check optimizer state on the host: the same bits as on the device, and checkpoints for either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = {
     "DP2 distributed bf16": (2, DISTRIBUTED + BF16),
     "TP2 distributed bf16": (2, TP2 + DISTRIBUTED + BF16),
 }
-PARTS = "TP2 bf16", "DP2 distributed bf16"  # of another
+PARTS = "TP2 bf16", "DP2 distributed bf16"  # covered as parts of another layout
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def build(folder, flags):
-    """(context, DDP-wrapped chunks, optimizer, what a checkpoint holds) of a student alone."""
+    """Return (context, DDP-wrapped model parts, optimizer, contents of a checkpoint) of a student alone."""
     from mkd.checkpoint.distributed import TrainingState
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.config.load import load_config
@@ -74,7 +74,10 @@ def build(folder, flags):
 
 
 def one_step(context, chunks, optimizer, step, loss_sum=1.0):
-    """Forward and backward of some loss on tokens of this step and data-parallel rank, and an update; the gradient norm."""
+    """Run forward and backward of a loss on this step's tokens, and an update; return the gradient norm.
+
+    Tokens also depend on the data-parallel rank.
+    """
     from mkd.models.stage import StageInput
 
     generator = torch.Generator().manual_seed(10 * step + context.dp_rank)
@@ -82,14 +85,14 @@ def one_step(context, chunks, optimizer, step, loss_sum=1.0):
     positions = torch.arange(sum(LENGTHS), device=context.device)[None]
     optimizer.zero_grad()
     documents = pack(LENGTHS, 0, context.platform.transformer_engine, context.device)
-    hidden = chunks[0](StageInput(tokens, positions, documents))
+    hidden = chunks[0](StageInput(tokens, positions, documents)).hidden
     chunks[0].module.student.logits(hidden).float().square().mean().backward()
     chunks[0].module.config.finalize_model_grads_func(chunks, None)
     return optimizer.update(loss_sum)
 
 
 def state_of(optimizer):
-    """All moments and fp32 main parameters of this rank."""
+    """Return all moments and fp32 main parameters of this rank."""
     tensors = []
     for inner in optimizer.optimizer.chained_optimizers:
         for parameter, moments in inner.optimizer.state.items():
@@ -99,7 +102,7 @@ def state_of(optimizer):
 
 
 def digest(chunks, optimizer):
-    """SHA-256 of parameters and optimizer state, and AdamW's steps."""
+    """Return the SHA-256 of parameters and optimizer state, and AdamW's steps."""
     content = hashlib.sha256()
     for tensor in [*(parameter.data for parameter in chunks[0].parameters()), *state_of(optimizer)]:
         content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -110,7 +113,10 @@ def digest(chunks, optimizer):
 
 
 def train(folder, flags, load=None, save=None, until=STEPS):
-    """Train from `load` (a name in `folder`), or from the start, until a step, and save; gradient norms and a digest."""
+    """Train from `load` (a name in `folder`) or from scratch until a step, and save.
+
+    Return gradient norms and a digest.
+    """
     from mkd.checkpoint.distributed import TrainingPosition, find_checkpoint, load_checkpoint, save_checkpoint
 
     context, chunks, optimizer, state = build(folder, flags)
@@ -129,7 +135,7 @@ def train(folder, flags, load=None, save=None, until=STEPS):
     "layout", [pytest.param(one, marks=[pytest.mark.slow] * (one in PARTS)) for one in LAYOUTS]
 )
 def test_training_and_resuming_are_bitwise(layout, folder, ranks):
-    """Also where one kind of residency saves and the other loads."""
+    """This also holds if one kind of residency saves and the other loads."""
     world, device = LAYOUTS[layout]
     host = (*device, "--optimizer-residency", "host")
     expected = ranks.run(train, world, folder, device)
@@ -140,13 +146,13 @@ def test_training_and_resuming_are_bitwise(layout, folder, ranks):
 
 
 def assert_goes_on(results, expected):
-    """Every rank made the second half of the steps as in `expected`, and ended with the same bits."""
+    """Check that every rank made the second half of the steps of `expected`, and ended with the same bits."""
     for result, whole in zip(results, expected, strict=True):
         assert result == (whole[0][STEPS // 2 :], whole[1])
 
 
 def train_with_te(*arguments):
-    """`train`, repeatably, with the optimizer that is Megatron's where Transformer Engine is installed."""
+    """Call `train` deterministically, with Megatron's optimizer for installed Transformer Engine."""
     from megatron.core.optimizer import Adam
 
     from mkd.platform import make_deterministic
@@ -159,7 +165,7 @@ def train_with_te(*arguments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_and_resuming_are_bitwise_with_te(layout, folder, gpu_ranks):
-    """FusedAdam has its step in the parameter group, where torch's AdamW has one for each parameter."""
+    """FusedAdam keeps its step in the parameter group; torch's AdamW keeps one per parameter."""
     world, flags = LAYOUTS[layout]
     skip_unless_gpus_take(world)
     device = (*flags, "--deterministic-mode")
@@ -173,7 +179,10 @@ def test_training_and_resuming_are_bitwise_with_te(layout, folder, gpu_ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [(), DISTRIBUTED])
 def test_cpus_and_gpus_go_on_from_each_other(flags, folder, ranks, gpu_ranks):
-    """Other layers and another Adam, which counts its steps elsewhere; settings of that Adam do not come along."""
+    """GPUs have other layers and another Adam, which counts its steps elsewhere.
+
+    Settings of that Adam are not carried over.
+    """
     cpu, gpu = (ranks, train), (gpu_ranks, train_with_te)
     expected = grad_norms(*cpu, folder, flags)
     for name, (first, then) in {f"cpu, gpu {flags}": (cpu, gpu), f"gpu, cpu {flags}": (gpu, cpu)}.items():
@@ -189,7 +198,10 @@ def grad_norms(pool, function, *arguments):
 
 
 def places(folder, flags):
-    """Where the state is: (bytes at home, bytes expected, moved during an update, back after a refused update)."""
+    """Return where the state is.
+
+    (bytes at home, bytes expected, moved during an update, back after a refused update)
+    """
     context, chunks, optimizer, _ = build(folder, (*flags, "--optimizer-residency", "host"))
     one_step(context, chunks, optimizer, 0)
     num_parameters = sum(parameter.numel() for parameter in chunks[0].parameters())
@@ -211,7 +223,10 @@ def places(folder, flags):
 
 @pytest.mark.parametrize("flags, bytes_a_parameter", [((), 8), (BF16, 12), (DISTRIBUTED + BF16, 12)])
 def test_state_is_on_the_host_between_updates(flags, bytes_a_parameter, folder, ranks):
-    """Moments, and with bf16 the main parameters; in fp32 the optimizer works on the model's own parameters, which stay."""
+    """The host holds moments, and with bf16 the main parameters.
+
+    In fp32 the optimizer works on the model's own parameters, which stay on the device.
+    """
     ((nbytes, between, inside, unchanged),) = ranks.run(places, 1, folder, flags)
     assert nbytes == bytes_a_parameter
     assert between == [True, True, bytes_a_parameter == 12] * (len(between) // 3) and not any(inside)
@@ -219,11 +234,11 @@ def test_state_is_on_the_host_between_updates(flags, bytes_a_parameter, folder, 
 
 
 def memory_on_gpu(folder, residency):
-    """Bytes allocated between updates, optimizer state, gradient norms and the digest."""
+    """Return bytes allocated between updates, optimizer state, gradient norms and the digest."""
     from mkd.platform import make_deterministic
 
     make_deterministic()
-    gc.collect()  # what earlier calls left in reference cycles
+    gc.collect()  # left in reference cycles by earlier calls
     before = torch.cuda.memory_allocated()
     flags = (*DISTRIBUTED, *BF16, "--deterministic-mode", "--optimizer-residency", residency)
     context, chunks, optimizer, _ = build(folder, flags)

@@ -1,4 +1,4 @@
-"""The pair on one schedule: what travels, what the teacher leaves behind, and the limits of kd_ratio."""
+"""Check the pair on one schedule: messages, what the teacher leaves behind, and the limits of kd_ratio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pair(tmp_path_factory):
 
 
 def build(layout, student, teacher, *more):
-    """Plan, context, engine and state of a layout, through the same code as a run."""
+    """Return plan, context, engine and state of a layout, built by the code of a run."""
     from mkd.config.load import load_config
     from mkd.parallel.context import ParallelContext
     from mkd.platform import detect
@@ -41,7 +41,7 @@ def step(engine, batches):
 
 
 def sent_elements(layout, student, teacher):
-    """(elements sent to the next stage, to the previous one) by this rank in one step."""
+    """Return (elements sent to the next stage, to the previous one) by this rank in one step."""
     context, engine, _ = build(layout, student, teacher)
     communicator = engine.schedule.communicator
     sent = {communicator.next_rank: 0, communicator.prev_rank: 0}
@@ -69,7 +69,10 @@ def sent_elements(layout, student, teacher):
     ],
 )
 def test_what_is_on_the_wire(tp, flags, pair, ranks):
-    """Forward T * (h_s + h_t), over tp with sequence parallelism; backward T * h_s. PP4: both neighbours are different."""
+    """Forward sends T * (h_s + h_t), over tp with sequence parallelism; backward T * h_s.
+
+    With PP4 both neighbours are different.
+    """
     layout = Layout("wire", 4 * tp, tp=tp, pp=4, flags=flags)
     results = ranks.run(sent_elements, layout.ranks, layout, *pair)
     tokens = NUM_PACKS * SEQ_LENGTH // (tp if flags else 1)
@@ -80,7 +83,10 @@ def test_what_is_on_the_wire(tp, flags, pair, ranks):
 
 
 def teacher_traces(layout, student, teacher):
-    """What three steps and an evaluation do to the teacher, and what of it is alive on the last stage between them."""
+    """Return what three steps and an evaluation do to the teacher.
+
+    Return also which of its tensors are alive on the last stage between them.
+    """
     from mkd.evaluation.evaluate import evaluate
 
     context, engine, state = build(layout, student, teacher)
@@ -123,7 +129,7 @@ def test_the_teacher_is_a_guest(layout, pair, ranks):
 
 
 def peak_teacher_states(layout, student, teacher):
-    """Largest number of the teacher's final hidden states alive at once on the last stage of a step."""
+    """Return the most final hidden states of the teacher alive at once on the last stage of a step."""
     import weakref
 
     context, engine, _ = build(layout, student, teacher)
@@ -159,7 +165,7 @@ def test_one_microbatch_of_teacher_state(layout, pair, ranks):
 
 
 def one_step(layout, student, teacher, *more):
-    """Sums and gradients (by parameter) of one step."""
+    """Return sums and gradients (by parameter) of one step."""
     context, engine, _ = build(layout, student, teacher, *more)
     result = step(engine, microbatches(layout, context, len(engine.teachers)))
     gradients = {name: p.main_grad.clone() for name, p in engine.chunks[0].named_parameters()}
@@ -167,7 +173,7 @@ def one_step(layout, student, teacher, *more):
 
 
 def test_ratio_0_is_plain_fine_tuning(pair, ranks, tmp_path):
-    """The teacher is not even built, and another teacher changes no bit."""
+    """The teacher is not built, and another teacher changes no bit."""
     student, teacher = pair
     other = make_model(tmp_path / "other", "qwen2", seed=9)
     (a, gradients_a, no_teacher), (b, gradients_b, _) = (

@@ -1,4 +1,7 @@
-"""Splits that `--pipeline-layout auto` may choose, on the real schedule: also stages without a layer train the same model."""
+"""Check splits that `--pipeline-layout auto` may choose, on the real schedule.
+
+Stages without a layer train the same model too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def one_process(files, ranks):
 
 
 def train(files, ranks, name: str, layout: list, world_size: int = 1):
-    """(records, weights, output) of two steps."""
+    """Return (records, weights, output) of two steps."""
     argv = flags(files, name, "--lr", 1e-4, "--export-hf", files / f"{name} hf", *layout)
     results = run_main(ranks, argv, world_size)
     assert [result.exit_code for result in results] == [0] * world_size, results[0].stderr
@@ -44,7 +47,7 @@ def test_layouts_train_like_one_process(layout, world_size, files, ranks, one_pr
 
 
 def test_auto_splits_what_even_refuses(files, ranks):
-    """Three layers of the teacher on two stages; the start of the run shows both splits and what they cost."""
+    """The teacher's three layers go on two stages; the start shows both splits and their cost."""
     argv = flags(files, "dry", "--dry-run", *PP2, "--pipeline-layout", "auto")
     first, _ = run_main(ranks, argv, world_size=2)
     assert first.exit_code == 0, first.stderr

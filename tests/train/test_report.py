@@ -1,4 +1,4 @@
-"""The open log interval of a checkpoint: as it is saved now, and as earlier versions saved it."""
+"""Check the open log interval of a checkpoint: as it is saved now, and as earlier versions saved it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLD = {  # the state of one step of 10 loss tokens, as mkd 0.1.0.dev0 wrote it
 
 @pytest.fixture
 def reporter(monkeypatch):
-    """reporter() -> (Reporter that logs every second step, list of its records)."""
+    """Return reporter() -> (Reporter that logs every second step, list of its records)."""
     monkeypatch.setattr(Reporter, "_flops", lambda self, microbatches: 0)
 
     def make():

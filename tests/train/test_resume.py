@@ -1,4 +1,4 @@
-"""Stopping and going on equals never stopping: bitwise at the same layout, equal parameters at another."""
+"""Check that stop and resume equal no stop: bitwise at the same layout, equal parameters at another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Folders of a student and a teacher with one tokenizer, and a text file."""
+    """Make folders of a student and a teacher with one tokenizer, and a text file."""
     folder = tmp_path_factory.mktemp("resume")
     add_tokenizer(make_model(folder / "student", "qwen3", seed=1, tie_word_embeddings=True))
     add_tokenizer(make_model(folder / "teacher", "llama", seed=2, hidden_size=72, num_hidden_layers=6))
@@ -43,7 +43,7 @@ def argv(files, run, *more):
 
 
 def train_and_hash(arguments, export=None):
-    """Train on this world; SHA-256 of this rank's parameters and optimizer state, and the position."""
+    """Train on this world; return SHA-256 of this rank's parameters and optimizer state, and the position."""
     import os
 
     from mkd.config.load import load_config
@@ -128,7 +128,7 @@ def test_resume_is_bitwise(name, files, ranks):
 )
 @pytest.mark.fault(23)
 def test_resume_at_another_layout(first, second, more, files, ranks):
-    """Save at one layout, load at the other: the very same parameters, and the same training afterwards."""
+    """Saved at one layout and loaded at another, parameters are identical and training is the same."""
     run = f"{first} then {second}"
     world, layout = LAYOUTS[first]
     half = argv(files, run, *more, *layout, "--exit-interval", STEPS // 2)

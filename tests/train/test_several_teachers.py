@@ -1,5 +1,4 @@
-"""Two teachers on one schedule: messages, teacher states alive at once, the records of a run, and resuming
-it."""
+"""Check two teachers on one schedule: messages, states alive at once, the records of a run, and resuming."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def files(tmp_path_factory):
 
 
 def sent_elements(layout, files):
-    """Return (elements that this rank sends to other stages in one step, tokens of the first teacher's
-    packs)."""
+    """Return (elements that this rank sends to other stages, tokens of the first teacher's packs)."""
     from mkd.train.step import train_step
 
     engine, _, batches, seq_lengths = build(layout, files, "partition_kl")
@@ -49,8 +47,10 @@ WIRES = Layout("PP2", 2, pp=2), *(pytest.param(layout, marks=pytest.mark.slow) f
 
 @pytest.mark.parametrize("layout", WIRES, ids=lambda layout: layout.name)
 def test_what_is_on_the_wire(layout, files, ranks):
-    """Forward T h_s + T' h_1 + T h_2 with T' tokens of the first teacher, backward T h_s; over tp with
-    sequence parallelism."""
+    """Forward sends T h_s + T' h_1 + T h_2, backward T h_s; over tp with sequence parallelism.
+
+    T' are the tokens of the first teacher.
+    """
     shards = layout.tp if layout.flags else 1
     for rank, (sent, own_length) in enumerate(ranks.run(sent_elements, layout.ranks, layout, files)):
         stage, tokens = rank // layout.tp, NUM_PACKS * SEQ_LENGTH // shards
@@ -61,8 +61,10 @@ def test_what_is_on_the_wire(layout, files, ranks):
 
 
 def peak_teacher_states(layout, files, repeats):
-    """Return the most outputs of teachers alive at once on this rank, in a step of `repeats` times the global
-    batch."""
+    """Return the most outputs of teachers alive at once on this rank, in one step.
+
+    The step has `repeats` times the global batch.
+    """
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from mkd.models.language_model import LanguageModel
@@ -75,7 +77,7 @@ def peak_teacher_states(layout, files, repeats):
     def watched(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
         if self in teachers:
-            states.append(StorageWeakRef(output.untyped_storage()))  # under whatever tensor it goes on
+            states.append(StorageWeakRef(output.untyped_storage()))  # the storage, whatever tensor uses it
             peak.append(sum(not state.expired() for state in states))
         return output
 
@@ -96,7 +98,7 @@ def test_teacher_states_alive_do_not_grow_with_the_global_batch(layout, files, r
 
 
 def command(files, run, *more):
-    """Two updates with both teachers."""
+    """Return the command line of two updates with both teachers."""
     own = dict(student_hf=None, teacher_hf=None)
     argv = flags(files, run, "--eval-interval", 2, "--split", "90,10", *more, **own)
     return [*argv, "--config", str(files / "partition_kl.yaml")]
@@ -138,7 +140,7 @@ def assert_identities(record):
 
 @pytest.fixture(scope="module")
 def intervals(files, ranks):
-    """Records of a run whose lines are means over three steps of different numbers of chunks and tokens."""
+    """Return records of a run whose lines are means over three steps of different sizes (chunks, tokens)."""
     more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL)
     (result,) = run_main(ranks, command(files, "intervals", *more))
     assert result.exit_code == 0, result.stderr
@@ -154,7 +156,7 @@ def test_logged_intervals_obey_the_identities(intervals):
 
 
 def test_an_interval_is_the_mean_over_its_rows(intervals, files, ranks):
-    """Every step by itself: rows and losses of a line are sums over those of its steps."""
+    """Log every step separately: rows and losses of a line are sums over those of its steps."""
     more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL, "--log-interval", 1)
     (result,) = run_main(ranks, command(files, "every", *more))
     assert result.exit_code == 0, result.stderr
@@ -170,7 +172,7 @@ def test_an_interval_is_the_mean_over_its_rows(intervals, files, ranks):
 
 
 def test_an_open_interval_goes_into_the_checkpoint(intervals, files, ranks):
-    """Saved in the middle of a line and resumed: the line is the same, bit for bit."""
+    """Saved in the middle of a line and resumed, the line is the same, bit for bit."""
     more = ("--teacher-weighting", "ce", "--kd-ratio", 0.3, *INTERVAL, "--save", files / "open")
     (result,) = run_main(ranks, command(files, "open run", *more, "--save-interval", 2))
     assert result.exit_code == 0, result.stderr

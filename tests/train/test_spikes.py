@@ -25,9 +25,8 @@ def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]
     generator = random.Random(seed)
     losses = []
     for step in range(steps):
-        wide = generator.gauss(0, 1) / math.sqrt(
-            generator.gammavariate(3, 1 / 3)
-        )  # Student's t, 6 degrees of freedom
+        # Student's t, 6 degrees of freedom
+        wide = generator.gauss(0, 1) / math.sqrt(generator.gammavariate(3, 1 / 3))
         losses.append((2 + 8 * math.exp(-step / 60)) * math.exp(noise * max(-4.0, min(4.0, wide))))
     return losses
 

@@ -1,5 +1,4 @@
-"""The records that go in and out of a stage: an extra input, an auxiliary loss, a feature of an inner layer,
-all in real steps."""
+"""Check records in and out of a stage in real steps: an extra input, an auxiliary loss, a feature."""
 
 from __future__ import annotations
 
@@ -111,8 +110,10 @@ def test_auxiliary_loss_reaches_loss_and_report(single):
 
 
 def auxiliary_gradient(student, teacher, coefficient):
-    """Return two gradients of the final norm's weight: of a whole step, and of the auxiliary loss alone by
-    autograd."""
+    """Return two gradients of the final norm's weight: of a whole step, and of the auxiliary loss alone.
+
+    The latter comes from autograd.
+    """
     from mkd.train.schedule import stage_inputs
     from mkd.train.step import training_objective
 
@@ -145,7 +146,7 @@ def feature_step(student, teacher, weight):
 
     @dataclass(frozen=True)
     class WithFeatures(SameTokens):
-        """A teacher whose loss also wants the features small."""
+        """Teacher whose loss also keeps the features small."""
 
         def loss(self, given, scale):
             loss, sums = super().loss(given, scale)

@@ -1,4 +1,4 @@
-"""Reports of micro-batches, and the means made of them, by hand."""
+"""Check reports of micro-batches, and the means made of them, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the top-k of a real model on real text is worth: SmolLM2-135M-Instruct, an 8-layer student, Python sources."""
+"""Measure the top-k of a real model on real text.
+
+SmolLM2-135M-Instruct, an 8-layer student, Python sources.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def run_flags(files, layers, *more) -> list[str]:
 
 
 def gradient(argv, out) -> dict[str, float]:
-    """Sums of the first step, through the engine of a run; its gradient by all student parameters goes to the file `out`."""
+    """Return sums of the first step through a run's engine; save its gradient to the file `out`.
+
+    The gradient is with respect to all student parameters.
+    """
     from mkd.config.load import load_config
     from mkd.data.loader import TrainStream
     from mkd.parallel.context import ParallelContext
@@ -57,7 +63,7 @@ def gradient(argv, out) -> dict[str, float]:
 
 
 def compared(found: tuple[dict, torch.Tensor], wanted: tuple[dict, torch.Tensor]) -> dict[str, float]:
-    """Cosine and size of a gradient against the full one, divergences and relative errors of the metrics."""
+    """Return cosine and size of a gradient vs. the full one, divergences, relative errors of metrics."""
     (sums, ours), (full, theirs) = found, wanted
     for name in ("num_loss_tokens", "top1_agreement"):
         assert sums[name] == full[name]
@@ -69,7 +75,7 @@ def compared(found: tuple[dict, torch.Tensor], wanted: tuple[dict, torch.Tensor]
 
 @pytest.mark.slow
 def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
-    """For a student far from the teacher (8 of its 30 layers) and one close to it (27 of them)."""
+    """Use a student far from the teacher (8 of its 30 layers) and one close to it (27 of them)."""
 
     def run(layers, *more):
         (sums,) = ranks.run(gradient, 1, run_flags(files, layers, *more), files / "gradient.pt")

@@ -1,5 +1,6 @@
-"""Output of a benchmark: a table of measurements, then one line per requirement, as ratios, because they
-travel.
+"""Print a benchmark: a table of measurements, then one line per requirement.
+
+Requirements are ratios, because ratios hold on other machines too.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
 
 GEMMS = "bare GEMMs"
-# The gradients of these losses are signs of sorted values. Rounding to bf16 flips them, so the gate is in
-# fp32.
+# The gradients of these losses are signs of sorted values. Rounding to bf16 flips them: the gate uses fp32.
 SORTED = ("gold", "uld")
 # Kind -> (fraction of the chunks, student tokens, teacher tokens), as measured on Python sources and
 # documentation: SmolLM2 teaches a student with Mistral's tokenizer.
@@ -52,7 +51,8 @@ class ChunkShape:
     teacher_vocab: int
 
     def __str__(self) -> str:
-        return f"{self.chunks},{self.student_hidden},{self.teacher_hidden},{self.student_vocab},{self.teacher_vocab}"
+        hidden = f"{self.student_hidden},{self.teacher_hidden}"
+        return f"{self.chunks},{hidden},{self.student_vocab},{self.teacher_vocab}"
 
 
 class ChunkCase:

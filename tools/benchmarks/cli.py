@@ -257,8 +257,9 @@ def main(argv: list[str]) -> int:
 
 
 def run(args: argparse.Namespace, platform: Platform, argv: list[str]) -> int:
-    """Run the benchmark on all processes of torchrun, or of a group that the caller has joined; rank 0
-    prints.
+    """Run the benchmark on all processes of torchrun, or of a group that the caller has joined.
+
+    Only rank 0 prints.
     """
     joined_before = dist.is_initialized()
     machine = machine_of(args, platform)
@@ -284,10 +285,10 @@ def run(args: argparse.Namespace, platform: Platform, argv: list[str]) -> int:
 
 
 def compile_every_shape() -> None:
-    """Compile code for every shape and block size; by default torch soon generalises or gives up, and peers
-    suffer.
+    """Compile code for every shape and block size.
 
-    Only for losses: with padded documents the engine meets too many lengths to compile for each.
+    By default torch soon generalises or gives up, and peers suffer. Use it only for losses: with padded
+    documents the engine meets too many lengths to compile for each.
     """
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.recompile_limit = 64

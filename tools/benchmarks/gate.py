@@ -17,15 +17,16 @@ REFERENCE_BYTES = {"cuda": 2**28, "cpu": 2**23}  # one float64 block of logits
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors: |loss - reference| / |reference|, and the norm of the gradient's difference / its
-    norm.
+    """Relative errors of a loss and its gradient.
+
+    |loss - reference| / |reference|, and the norm of the gradient's difference / the gradient's norm.
     """
 
     loss: float
     gradient: float
 
     def within(self, bound: Errors) -> bool:
-        """Return True if both errors are within `bound`; NaN never is."""
+        """Return True if both errors are within `bound`; False for NaN."""
         return self.loss <= bound.loss and self.gradient <= bound.gradient
 
 
@@ -78,7 +79,7 @@ def by_reference(arms: Sequence[ArmType]) -> Iterator[tuple[bool, str, list[ArmT
 def attempt(arm: GatedArm, notes: list[str]) -> tuple[Tensor, ...] | None:
     """Run an arm and return its result.
 
-    If a peer's code fails here, add a note and return None; mkd's raises.
+    If a peer's code fails here, add a note and return None. A failure in mkd's code raises.
     """
     try:
         return arm.run()
@@ -105,7 +106,7 @@ def check(case: Case, arms: Sequence[GatedArm], notes: list[str]) -> dict[str, E
 
 
 def worst(errors: list[Errors]) -> Errors:
-    """Return the largest of each error; NaN if there is one."""
+    """Return the largest of each error; NaN if any is NaN."""
     tensor = torch.tensor([[e.loss, e.gradient] for e in errors], dtype=torch.float64)
     return Errors(*tensor.amax(dim=0).tolist())
 
@@ -122,12 +123,14 @@ def reference_rows(
     loss_mask: Tensor,  # [n]
     divergence: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence's sum over rows at T = 1, float64 [], and its gradient [n, v]; no cross entropy."""
+    """Return the divergence's sum over rows at T = 1, float64 [], and its gradient [n, v].
+
+    The cross entropy is left out.
+    """
     student = student_logits.detach().double().requires_grad_()
     vocab = student.shape[1]
-    labels = torch.zeros(
-        len(student), dtype=torch.int64, device=student.device
-    )  # unused without cross entropy
+    # unused without cross entropy
+    labels = torch.zeros(len(student), dtype=torch.int64, device=student.device)
     loss = dense_kd(
         student,
         teacher_logits,

@@ -1,5 +1,6 @@
-"""The loss with the LM heads in it: mkd beside the bare matrix products, Liger, TRL and heads that keep their
-logits.
+"""Benchmark the loss with the LM heads in it.
+
+The arms: mkd, the bare matrix products, Liger, TRL, and heads that keep their logits.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class HeadArm:
 
 
 def gemms(case: HeadCase) -> Callable[[], None]:
-    """Return a call of the four matrix products that a fused head needs, over all rows; dW accumulates in
-    fp32.
+    """Return a call of the four matrix products that a fused head needs, over all rows.
+
+    dW accumulates in fp32.
     """
     shape = case.shape
     logits_gradient = torch.empty(

@@ -94,7 +94,7 @@ class HeadCase:
         return torch.stack(losses).sum() / count, hidden_gradient / count, weight_gradient / count
 
     def errors(self, result: Gradients, reference: Gradients) -> Errors:
-        """Return the errors of a result; that of the gradient is the larger of both gradients' errors."""
+        """Return the errors of a result: of the loss, and the larger one of both gradients."""
         loss, hidden_gradient, weight_gradient = result
         pairs = ((hidden_gradient, reference[1]), (weight_gradient[self.gate_columns()], reference[2]))
         return worst([Errors(relative(loss, reference[0]), relative(*pair)) for pair in pairs])
@@ -114,8 +114,9 @@ def mkd_head(
     tp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = False,
 ) -> Callable[[], Gradients]:
-    """Return a call of mkd's fused head on the case, or on the vocabulary rows `shard` over the ranks of
-    `tp_group`.
+    """Return a call of mkd's fused head on the case.
+
+    With several ranks, each runs on its vocabulary rows `shard`, over the ranks of `tp_group`.
     """
     shard = shard or slice(0, case.shape.vocab)
     inverse_count = 1.0 / mask.sum()

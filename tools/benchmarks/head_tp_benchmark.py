@@ -15,8 +15,9 @@ from tools.benchmarks.measure import Arm, time_arms
 
 COLLECTIVES_PER_CHUNK = {"forward_kl": 1, "jsd": 2}
 SAME_SPLIT = {torch.float32: Errors(1e-5, 1e-5), torch.bfloat16: Errors(1e-4, 1e-2)}
-"""Differences that another order of sums explains: partial hidden gradients are rounded before they are
-added.
+"""Differences that another order of sums explains.
+
+Partial hidden gradients are rounded before they are added.
 """
 EFFICIENCY = {2: 0.93}  # at tensor-parallel size 2; larger sizes: 0.88
 
@@ -99,8 +100,8 @@ def _difference(whole: Arm, split: Arm, shard: slice) -> Errors:
 def collectives_per_chunk(case: HeadCase, divergence: str, shard: slice) -> float:
     """Count collectives per block of logits.
 
-    The difference of runs with two and four blocks cancels what a call needs once (the reduction of d
-    hidden).
+    The count of two blocks is subtracted from that of four: collectives that a call needs once cancel, such
+    as the reduction of d hidden.
     """
     counts = []
     for chunks in (2, 4):

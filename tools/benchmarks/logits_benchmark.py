@@ -36,8 +36,9 @@ GATE_ROWS = 256  # rows whose gradient is compared, spread over all
 
 @dataclass(frozen=True)
 class LogitsArm:
-    """One implementation; `run` returns (mean loss over loss rows, gradient [n, v]) and may overwrite
-    `student`.
+    """One implementation.
+
+    `run` returns (mean loss over loss rows, gradient [n, v]) and may overwrite `student`.
     """
 
     name: str
@@ -200,7 +201,8 @@ def benchmark(machine: Machine, rows: int, vocab: int) -> Report:
     bandwidth = copy_bandwidth(machine)
     limit = 5000 * case.unit / bandwidth
     shape = f"{rows}x{vocab}"
-    title = f"logits {shape}, u = {case.unit / 2**20:.0f} MiB, copy {bandwidth / 1e9:.0f} GB/s, 5u = {limit:.3g} ms"
+    title = f"logits {shape}, u = {case.unit / 2**20:.0f} MiB, "
+    title += f"copy {bandwidth / 1e9:.0f} GB/s, 5u = {limit:.3g} ms"
     header = ["forward + backward", "ms", "x ours", "peak/u", "loss err", "grad err"]
     print(table(title, header, [_row(arm, times, peaks, errors[arm.name]) for arm in arms]), *notes, sep="\n")
     ours = {arm.name: errors[arm.name] for arm in arms if arm.is_ours}

@@ -18,7 +18,7 @@ class Machine:
     """Device and settings of a benchmark."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations and logits
+    dtype: torch.dtype  # dtype of activations and logits
     rounds: int  # timed calls of each arm
     seed: int
     compile: bool  # also time torch.compile of the plain losses (needs a compiler)
@@ -38,7 +38,8 @@ class Machine:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def describe(self) -> str:
-        return f"{self.name}, torch {torch.__version__}, {str(self.dtype)[6:]}, {self.rounds} rounds, seed {self.seed}"
+        versions = f"torch {torch.__version__}, {str(self.dtype)[6:]}"
+        return f"{self.name}, {versions}, {self.rounds} rounds, seed {self.seed}"
 
 
 def copy_bandwidth(machine: Machine) -> float:

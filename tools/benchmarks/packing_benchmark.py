@@ -24,7 +24,7 @@ PADDED = {f"padded, batches of {size}": size for size in (1, 8)}
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 5e-3}
 """Relative differences of loss and gradient norm that rounding explains.
 
-A document that sees another is far off.
+The differences are far larger if a document sees another one.
 """
 
 

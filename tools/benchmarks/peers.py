@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 LogitsLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(student logits [n, v], teacher logits [n, v], labels [n] with -100 where there is no loss) -> mean over
-loss rows.
-"""
+"""(student logits [n, v], teacher logits [n, v], labels [n], -100 where no loss) -> mean over loss rows."""
 
 IGNORED = -100
 
@@ -58,8 +56,8 @@ def load_source(
     module.__file__ = str(path)
     module.__dict__.update(given or {})
     sys.modules[module.__name__] = module  # compilers look a function's module up
-    # This file's own `from __future__ import annotations` is inherited: their annotations name what is not
-    # imported.
+    # The module inherits `from __future__ import annotations` of this file, because its annotations name
+    # types that are not imported.
     exec(compile(tree, str(path), "exec"), module.__dict__)
     return module
 
@@ -115,9 +113,8 @@ def trl_chunked() -> Callable:
     if missing := [name for name in names if not hasattr(logprob, name)]:
         raise PeerMissing(f"chunked_logprob.py: this version has no {missing[0]}, skipped")
     given = {name: getattr(logprob, name) for name in names}
-    given["maybe_gather_lm_head_ctx"] = lambda *parameters: (
-        nullcontext()
-    )  # what it is without DeepSpeed ZeRO-3
+    # the real function without DeepSpeed ZeRO-3 does the same
+    given["maybe_gather_lm_head_ctx"] = lambda *parameters: nullcontext()
     path = installed_file("trl", "kernels/chunked_divergence.py")
     return load_source(path, given=given).ChunkedDivergenceFunction.apply
 
@@ -183,8 +180,9 @@ def liger_jsd(beta: float) -> LogitsLoss:
 
 
 def liger_fused_jsd(beta: float) -> Callable:
-    """Load Liger's Triton head: (student hidden, its weight, teacher hidden, its weight, labels) -> mean
-    loss.
+    """Load Liger's Triton head.
+
+    Its arguments: student hidden, its weight, teacher hidden, its weight, labels. It returns the mean loss.
     """
     return _liger("transformers.fused_linear_jsd").LigerFusedLinearJSD(jsd_beta=beta)
 

@@ -1,5 +1,6 @@
-"""Benchmark the pipeline against the bubble formula: the cost of schedule and messages over the stages' own
-time.
+"""Benchmark the pipeline against the bubble formula.
+
+It measures what schedule and messages cost beyond the stages' own time.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def stage_alone(
     objective: Objective,
     machine: Machine,
 ) -> Callable[[], None]:
-    """Return a call that runs one micro-batch through one model part, with random tensors in place of
-    messages.
+    """Return a call that runs one micro-batch through one model part.
+
+    Random tensors replace the messages.
     """
     context: ParallelContext = objective.context
     stage = get_attr_wrapped_model(chunk, "teachers", return_model_obj=True)

@@ -1,5 +1,4 @@
-"""The recorded figures of results/*.csv: append a benchmark's medians, and make the table of
-docs/performance.md.
+"""Record figures in results/*.csv: append a benchmark's medians, and make the table of docs/performance.md.
 
 A row is one figure of one run. `median` is empty where only the range of several runs is known, `lowest` and
 `highest`. `commit` is the commit that ran; for the rows of 2026-11-21 and 2026-11-22 it is the commit that
@@ -114,8 +113,9 @@ def _other_day(figures: Sequence[Figure], day: str) -> str:
 
 
 def _latest(figures: Sequence[Figure]) -> str:
-    """Return the median of the medians of the latest day, one that was recorded; empty if only ranges are
-    known.
+    """Return the median of the medians of the latest day, one that was recorded.
+
+    Return an empty string if only ranges are known.
     """
     measured = [figure for figure in figures if figure.median]
     if not measured:

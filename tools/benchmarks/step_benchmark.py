@@ -49,7 +49,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         gpus = context.world_size // context.dp_size
         tokens = settings.num_microbatches * settings.seq_length
         if context.rank == 0:
-            title = f"step {settings.student} <- {settings.teacher}, {settings.num_microbatches} x {settings.seq_length}"
+            title = f"step {settings.student} <- {settings.teacher}, "
+            title += f"{settings.num_microbatches} x {settings.seq_length}"
             rows = [
                 [
                     name,
@@ -60,7 +61,8 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
                 for name, ms in times.items()
             ]
             print(table(f"{title} tokens", ["", "ms", "tokens/s/GPU", "TFLOP/s/GPU"], rows), memory, sep="\n")
-        layout = f"TP {settings.tensor_parallel} PP {settings.pipeline_parallel}, {settings.num_microbatches} packs"
+        layout = f"TP {settings.tensor_parallel} PP {settings.pipeline_parallel}, "
+        layout += f"{settings.num_microbatches} packs"
         return Report(_requirements(machine, times, flops, gpus), times={layout: times})
 
 
@@ -96,8 +98,9 @@ def _flops(plan: Plan, lengths: list[int]) -> dict[str, int]:
 
 
 def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContext) -> str:
-    """Measure each pipeline rank's peak over two steps, beside the plan's; the first creates the optimizer
-    state.
+    """Measure each pipeline rank's peak over two steps, beside the plan's.
+
+    The first step creates the optimizer state.
     """
     if not machine.is_cuda:
         return "peak memory: measured on GPUs only"
@@ -112,7 +115,8 @@ def _memory_note(machine: Machine, plan: Plan, arm: Arm, context: ParallelContex
     for rank, memory in enumerate(planned.ranks):
         peak, predicted = max(gib for owner, gib in measured if owner == rank), memory.allocated_gib
         lines.append(
-            f"peak memory of pipeline rank {rank}: {peak:.2f} GiB, predicted {predicted:.2f}: ratio {peak / predicted:.3f}"
+            f"peak memory of pipeline rank {rank}: {peak:.2f} GiB, predicted {predicted:.2f}: "
+            f"ratio {peak / predicted:.3f}"
         )
     return "\n".join(lines)
 

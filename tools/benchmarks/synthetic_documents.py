@@ -35,8 +35,9 @@ def random_documents(lengths: np.ndarray, vocab: int, random: np.random.Generato
 
 
 def lay_out(documents: Sequence[np.ndarray], spans: Sequence[int]) -> Pack:
-    """Lay documents out in one row: document i takes `spans[i]` positions, padded; each token predicts the
-    next.
+    """Lay documents out in one row: document i takes `spans[i]` positions, padded.
+
+    Each token predicts the next.
     """
     tokens, labels, mask = (np.zeros(sum(spans), dtype=dtype) for dtype in (np.int64, np.int64, np.float32))
     start = 0

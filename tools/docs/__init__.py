@@ -1,1 +1,1 @@
-"""The parts of generated pages that read the source code."""
+"""Parts of generated pages that read the source code."""

@@ -1,8 +1,7 @@
-"""docs/errors.md: every error that mkd can report, by code, with its texts. Read from the source, where `...`
-marks values.
+"""Make docs/errors.md: every error that mkd can report, by code, with its texts.
 
-An error is found at each call of an error class that has a code. Texts may be written there, in a variable,
-or by the callers of a function that makes the error.
+They are read from the source; `...` marks values. An error is found at each call of an error class that has
+a code. Texts may be written there, in a variable, or by the callers of a function that makes the error.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def error_classes() -> dict[str, type[errors.MkdError]]:
 
 @dataclass(frozen=True, order=True)
 class RaisedError:
-    """One text of an error for users, in the order of the page."""
+    """One text of an error, in the order of the page."""
 
     code: str
     what: str
@@ -143,7 +142,7 @@ def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
 def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
     """Return what a variable was last set to before `call`, in every branch.
 
-    For a call of a function of the file, return what that returns; for anything else, `node` itself.
+    For a call of a function of the file, return what that function returns; for anything else, `node` itself.
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         made_by = [

@@ -1,4 +1,4 @@
-"""The tables against plain whole-tensor arithmetic on real transformers checkpoints."""
+"""Check the tables of names against plain whole-tensor arithmetic on real transformers checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tiny(request, tmp_path_factory):
 
 
 def shard_of(shape, tensors, parameter, length, tp_rank, tp_size):
-    """What the table says rank `tp_rank` holds of `parameter`, `length` long along its cut dimension."""
+    """Return rank `tp_rank`'s shard of `parameter` by the table; its cut dimension has size `length`."""
     tensor_map = find_map(shape, parameter, first_layer=0)
     dim = tensor_map.entry.rule.dim
     size = list(tensors[tensor_map.tensors[0]].shape)
@@ -180,7 +180,7 @@ NUMBERED = {  # one parameter for each local expert
 
 @pytest.fixture
 def moe(tmp_path, monkeypatch):
-    """A model with Qwen3-MoE's names of experts, and its tensors; the table is chosen by the returned function."""
+    """Return a Qwen3-MoE shape and tensors, and a function that chooses the table for names of experts."""
     shape = ModelShape.from_hf_dir(make_model(tmp_path, "qwen3", num_hidden_layers=2))
     inner, hidden = shape.common("ffn_hidden_size"), shape.hidden_size
     tensors = {}
@@ -200,7 +200,7 @@ def moe(tmp_path, monkeypatch):
 
 
 def expert_shards(tensors, layer, expert, tp_rank, tp_size):
-    """What a tensor-parallel rank holds of one expert: (gate and up rows, down columns)."""
+    """Return one expert's shard on a tensor-parallel rank: (gate and up rows, down columns)."""
     prefix = f"model.layers.{layer}.mlp.experts.{expert}."
     gate, up = (tensors[f"{prefix}{part}_proj.weight"].chunk(tp_size)[tp_rank] for part in ("gate", "up"))
     return torch.cat([gate, up]), tensors[f"{prefix}down_proj.weight"].chunk(tp_size, dim=1)[tp_rank]
@@ -256,7 +256,7 @@ def test_numbered_experts_count_from_the_first_of_the_rank(moe, tp_size):
 
 
 def test_any_dimension_may_be_cut(tiny):
-    """The last of three dimensions, with padding: [2, h, 5 channels] over 2 ranks, 3 channels each."""
+    """Cut the last of three dimensions, with padding: [2, h, 5 channels] over 2 ranks, 3 channels each."""
     shape, _ = tiny
     rule = Rule(
         lambda m, layer, ranks: 5,

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: what is read, how much of it, and every folder that must be refused."""
+"""Read Hugging Face folders: what is read, how much of it, and every folder that must be refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    """A private copy of a sharded checkpoint, to damage."""
+    """Return a private copy of a sharded checkpoint, to damage."""
     return shutil.copytree(original, tmp_path / "model")
 
 
@@ -54,7 +54,7 @@ def edit_tensor(folder, name, change):
 
 
 def _header(**tensor):
-    """The beginning of a safetensors file with one tensor."""
+    """Return the beginning of a safetensors file with one tensor."""
     text = json.dumps({"a": tensor}).encode()
     return struct.pack("<Q", len(text)) + text
 
@@ -271,14 +271,14 @@ def test_neither_folder_nor_hub_id(source):
 
 
 def load(folder, tp, dtype=torch.float32, change=None):
-    """Bytes that this rank read, its parameters, or the text of the error."""
+    """Return the bytes that this rank read and its parameters, or the text of the error."""
     context = ParallelContext.create(detect(), tensor_parallel=tp)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
     (chunk,) = build_chunks(shape, layout, ModelOptions(dtype=dtype), context)
     checkpoint = HFCheckpoint(folder)
     for parameter in chunk.parameters():
-        torch.nn.init.constant_(parameter, float("nan"))  # whatever is not written shows
+        torch.nn.init.constant_(parameter, float("nan"))  # parameters that are not written stay NaN
     if change == "extra parameter":
         chunk.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))
     if change == "no norm":
@@ -297,7 +297,7 @@ def test_each_of_two_ranks_reads_about_half(ranks, folder):
     ((alone, _),) = ranks.run(load, 1, folder, 1)
     assert alone == total
     shares = [read / total for read, _ in ranks.run(load, 2, folder, 2)]
-    # norms are read by both; rank 0 has 256 of the 307 vocabulary rows and 2 of the 3 attention groups
+    # both ranks read norms; rank 0 has 256 of the 307 vocabulary rows and 2 of the 3 attention groups
     assert 1.0 < sum(shares) < 1.01 and max(shares) < 0.76
     assert min(shares) > 0.25
 

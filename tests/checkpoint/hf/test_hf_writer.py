@@ -1,4 +1,4 @@
-"""Hugging Face folders out: bitwise round trips through every layout, and replacing an export safely."""
+"""Write Hugging Face folders: bitwise round trips through every layout, and replacing an export safely."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def import_export(
     drop="",
     assets=None,
 ):
-    """Load `source`, export it to `out` with `assets` (default: its own); the text of the error, or None."""
+    """Load `source` and export it to `out`; return the text of the error, or None.
+
+    `assets` are the configuration and tokenizer to write (default: those of `source`).
+    """
     assets = assets or HFAssets.of(source)
     tp, stages, virtual = layout
     pp = len(stages) // virtual
@@ -82,7 +85,7 @@ def import_export(
 
 
 class limited_files:
-    """A full disk in miniature: files of this process may not grow beyond `limit` bytes."""
+    """Limit the files of this process to `limit` bytes, as a stand-in for a full disk."""
 
     def __init__(self, limit):
         self.limit = limit
@@ -99,7 +102,7 @@ class limited_files:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """family -> folder, made once."""
+    """Return a function of a family that returns its folder, made once."""
     folders = {}
 
     def get(family):
@@ -204,13 +207,12 @@ def test_an_older_export_is_replaced_without_leftovers(ranks, originals, tmp_pat
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-TOOLS = (
-    "additional_chat_templates/tool_use.jinja"  # where transformers writes the second template of a tokenizer
-)
+# transformers writes the second template of a tokenizer there
+TOOLS = "additional_chat_templates/tool_use.jinja"
 
 
 def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path):
-    """Its files may come from another folder than the configuration, from a SentencePiece file, or not at all."""
+    """The tokenizer comes from another folder than the configuration, from SentencePiece, or is missing."""
     source, out, other = originals("llama"), tmp_path / "out", tmp_path / "other"
     old = "additional_chat_templates/old.jinja"
     for folder, names in (
@@ -235,7 +237,7 @@ def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path)
     assert tokenizer_after(make_bare(tmp_path / "bare")) == mine
     assert tokenizer_after(other) == {name: f'"{name} of other"' for name in ("tokenizer.json", TOOLS)}
     shutil.rmtree((out / TOOLS).parent)
-    (out / TOOLS).parent.symlink_to(tmp_path)  # is replaced, not followed
+    (out / TOOLS).parent.symlink_to(tmp_path)  # the export replaces the link and does not follow it
     assert tokenizer_after(other) == {name: f'"{name} of other"' for name in ("tokenizer.json", TOOLS)}
     assert not (tmp_path / Path(TOOLS).name).exists()
     (tmp_path / "some name.model").write_text("pieces")
@@ -243,7 +245,7 @@ def test_a_tokenizer_is_replaced_as_a_whole_or_stays(ranks, originals, tmp_path)
 
 
 def make_bare(folder):
-    """A model's folder without tokenizer."""
+    """Make a model's folder without a tokenizer."""
     folder.mkdir()
     (folder / "config.json").touch()
     return folder

@@ -1,4 +1,4 @@
-"""A model that runs alone: only the settings that it reads are checked."""
+"""Check that only the settings that it reads are checked for a model that runs alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes out of range: which other problems they hide, and how large a size may be."""
+"""Check sizes out of range: which other problems they hide, and how large a size may be."""
 
 from __future__ import annotations
 

@@ -307,9 +307,8 @@ def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
     assert error.code == "heads-not-divisible" and error.what.startswith("the student's 3")
     assert "16 tokens" in error.why
     assert problems("--context-parallel-size", "3", "--seq-length", "60", world_size=3, student=window) == []
-    assert (
-        problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []
-    )  # 3 heads padded to 4
+    # 3 heads padded to 4
+    assert problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []
 
 
 def test_context_parallel_processes_are_not_data_parallel():

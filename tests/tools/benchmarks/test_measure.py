@@ -42,9 +42,7 @@ def test_views_and_in_place_results_are_not_new_memory():
 
 
 def test_peak_of_a_backward_pass():
-    """exp keeps its result, 4,000 bytes; its gradient comes on top, and so does the expanded gradient of the
-    sum.
-    """
+    """exp keeps its result, 4,000 bytes; its gradient and the expanded gradient of the sum add up."""
     leaf = torch.randn(1000, requires_grad=True)
     peak = peak_bytes(Arm("a", lambda: torch.autograd.grad(leaf.exp().sum(), leaf)), CPU)
     assert 8_000 <= peak <= 8_100

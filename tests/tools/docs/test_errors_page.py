@@ -1,4 +1,4 @@
-"""docs/errors.md holds every code in the sources, with the texts as far as they can be read there."""
+"""Check that docs/errors.md holds every code in the sources, with all texts that can be read there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_code_has_one_exit_code(found):
 
 
 def test_the_order_of_errors_is_that_of_their_texts(found):
-    """Errors that differ only in their fix must be ordered too, because the order of a set differs by process."""
+    """Errors that differ only in their fix must be ordered too: the order of a set differs by process."""
     twins = [(a, b) for a, b in combinations(found, 2) if (a.code, a.what) == (b.code, b.what) and a != b]
     assert twins and all((a < b) != (b < a) for a, b in twins)
 
@@ -57,7 +57,7 @@ def test_texts_beside_the_raise_are_found(found):
 
 
 def test_texts_elsewhere_are_found(found):
-    """In variables, in branches, in a function of the file, or given by the callers of the function that raises."""
+    """Texts are found in variables, branches, functions of the file, and callers of the raising function."""
     places = {(error.file, error.what) for error in found}
     for file, what in (
         ("mkd/operations/profiling.py", "--profile-ranks ... do not exist"),

@@ -1,5 +1,4 @@
-"""Weights of teachers in a pack if one has another tokenizer; test_objective.py covers teachers with the
-student's."""
+"""Check weights of teachers if one has another tokenizer; test_objective.py covers the student's."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ def files(tmp_path_factory):
 
 
 def record_weights(flags, files, name):
-    """Return values of each micro-batch's `Recorded`, its chunks and weights [2, 1], and the heads in the
-    order of the ids.
+    """Return values of each micro-batch's `Recorded`, its aligned chunks and weights [2, 1], and the heads.
 
-    The first pack has no chunk, so that the cross-tokenizer teacher is compared on nothing there.
+    Heads come in the order of the ids. The first pack has no chunk, so that the cross-tokenizer teacher is
+    compared on nothing there.
     """
     from safetensors.torch import load_file
 
@@ -56,7 +55,7 @@ def without_chunks(batch):
 
 
 def metric_of(name, logits, labels):
-    """[n] float64."""
+    """Return a metric of each row, [n] float64."""
     log_p = logits.log_softmax(1)
     if name == "ce":
         return -log_p.gather(1, labels[:, None])[:, 0]
