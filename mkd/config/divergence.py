@@ -56,8 +56,8 @@ SKEW_ALPHA = Parameter(
     0.1,
     "from 0 to below 1",
     lambda x: 0.0 <= x < 1.0,
-    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it is compared "
-    "with, from 0 to below 1; 0 means the plain KL",
+    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it "
+    "is compared with, from 0 to below 1; 0 means the plain KL",
 )
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
@@ -91,7 +91,8 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
             # Source of both: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1.
             Declaration(
                 "skewed_forward_kl",
-                "is KL(teacher || mixture of both), with a gradient that stays bounded where the student is 0",
+                "is KL(teacher || mixture of both), with a gradient that stays bounded where the "
+                "student is 0",
                 "KL(p_t || m), m = {x:g} p_t + {y:g} p_s",
                 SKEW_ALPHA,
                 ends=((0.0, "forward_kl"),),
@@ -127,7 +128,7 @@ class KDDivergence:
 
     kd_divergence: str = option(
         "forward_kl",
-        "what is minimised: " + "; ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
+        "divergence to minimise: " + "; ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
         choices=DIVERGENCES,
     )
     kd_jsd_beta: float = _for_all(JSD_BETA)
@@ -140,7 +141,10 @@ class TeacherDivergence:
     """One teacher's own divergence: part of its section. None means the value of `kd`."""
 
     divergence: str | None = option(
-        None, "what is minimised for this teacher (default: --kd-divergence)", choices=DIVERGENCES, flag=False
+        None,
+        "divergence to minimise for this teacher (default: --kd-divergence)",
+        choices=DIVERGENCES,
+        flag=False,
     )
     jsd_beta: float | None = _for_teacher(JSD_BETA)
     mixed_kl_weight: float | None = _for_teacher(MIXED_KL_WEIGHT)

@@ -179,8 +179,8 @@ class TrainingConfig:
     )
     eval_iters: int = option(
         10,
-        "global batches of one evaluation, at most. 0 means never evaluate. Fewer than Megatron's 100 suffice, "
-        "because packs of held-out text are full",
+        "global batches of one evaluation, at most. 0 means never evaluate. Fewer than Megatron's "
+        "100 suffice, because packs of held-out text are full",
     )
     exit_interval: int | None = option(
         None,

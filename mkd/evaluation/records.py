@@ -120,7 +120,10 @@ def _json_object(line: bytes) -> Mapping:
 
 
 def _question(record: Mapping, line: int) -> Question:
-    form = 'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have a "subject"'
+    form = (
+        'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have '
+        'a "subject"'
+    )
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
         raise DataError(
@@ -156,7 +159,8 @@ def _answer(answer, num_choices: int) -> int:
         return answer
     raise DataError(
         f"answer is {json.dumps(answer)}",
-        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to {letters[-1]}",
+        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to "
+        f"{letters[-1]}",
         "repair or remove the record",
         code="task-answer-not-valid",
     )

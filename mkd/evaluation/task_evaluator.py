@@ -74,7 +74,8 @@ class TaskEvaluator:
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
             lines.append(
-                f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens"
+                f"{task.name}: {last - first} continuations, {cut} prompts cut to "
+                f"{self.batches.seq_length} tokens"
             )
         return lines
 

@@ -23,8 +23,8 @@ from mkd.train.sums import LossSums
 
 WHY = "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step"
 DO = (
-    "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher and student weights are "
-    "finite, or skip the update of such steps: --non-finite skip"
+    "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher "
+    "and student weights are finite, or skip the update of such steps: --non-finite skip"
 )
 MAX_SHOWN = 16  # sample ids in a message; the files of the log folder have all
 LOG = logging.getLogger("mkd")
@@ -153,7 +153,10 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
         if finding.gradients
         else ""
     )
-    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {shown(finding.samples)}"
+    return (
+        f"{step}; all logits are finite, the gradient{where} is not; samples of the step: "
+        f"{shown(finding.samples)}"
+    )
 
 
 def shown(samples: Iterable[int]) -> str:
