@@ -185,10 +185,7 @@ def _devices(found: dict) -> Iterator[Finding]:
         )
     elif found["cuda"]:
         driver = _driver() or "none"
-        text = (
-            f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver "
-            f"{driver}"
-        )
+        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {driver}"
         do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
         yield Finding("note", "GPU", text, do if _driver() else "")
     else:

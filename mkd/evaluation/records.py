@@ -14,8 +14,10 @@ from mkd.errors import DataError
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
-"""The keys of mkd, HumanEval and MBPP. In MBPP the text is a sentence, not the beginning of code: a line
-break follows."""
+"""The keys of mkd, HumanEval and MBPP.
+
+In MBPP the text is a sentence, not the beginning of code, so a line break follows it.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Question:
     choices: tuple[str, ...]
     answer: int  # index of the right choice
     subject: str | None
-    line: int  # in its file, from 1
+    line: int  # line in its file, from 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Completion:
 
     prompt: str  # may be empty
     completion: str
-    line: int  # in its file, from 1
+    line: int  # line in its file, from 1
 
 
 Record = TypeVar("Record", Question, Completion)
@@ -200,7 +202,7 @@ def _is_text(value) -> bool:
 
 
 def _encodes(text: str) -> bool:
-    """Return whether it is text at all: JSON may hold half of a surrogate pair."""
+    """Return True if `text` can be encoded: JSON may hold half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

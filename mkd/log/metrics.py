@@ -45,8 +45,8 @@ METRICS = (
         "kd_loss",
         "nats/row",
         Reduction.ROW_MEAN,
-        "divergence from the teacher, temperature scaling included; a row is a loss token, or an "
-        "aligned chunk of a cross-tokenizer teacher; of several teachers the sum of teacher_weight * kd_loss",
+        "divergence from the teacher, temperature scaling included; a row is a loss token, or an aligned chunk of a "
+        "cross-tokenizer teacher; of several teachers the sum of teacher_weight * kd_loss",
     ),
     Metric(
         "teacher_ce",

@@ -122,10 +122,7 @@ class TensorBoardWriter:
             raise UsageError(
                 "--tensorboard-dir is set and tensorboard is not installed",
                 why=f"the import failed with: {error}",
-                do=(
-                    "pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is "
-                    "written either way)"
-                ),
+                do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
                 code="tensorboard-missing",
             ) from error
         self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(

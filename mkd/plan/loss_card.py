@@ -81,15 +81,15 @@ def _formula(config: Config, student: ModelShape) -> Iterator[tuple[str, str]]:
     yield (
         "mask",
         (
-            "the next token of the same document; of conversations those of assistant turns, of "
-            "prompt and completion those of the completion; never padding"
+            "the next token of the same document; of conversations those of assistant turns, of prompt and completion those of the "
+            "completion; never padding"
         ),
     )
     yield (
         "normaliser",
         (
-            "sums over the global batch divided once by its number of loss tokens, counted over all "
-            "ranks and micro-batches before the first forward"
+            "sums over the global batch divided once by its number of loss tokens, counted over all ranks and micro-batches before "
+            "the first forward"
             + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
         ),
     )
@@ -104,8 +104,7 @@ def _teachers(
             "static"
             if kd.teacher_weighting == "static"
             else (
-                f"in each pack softmax(ln weight - {kd.teacher_weighting} / "
-                f"{kd.teacher_weighting_temperature:g})"
+                f"in each pack softmax(ln weight - {kd.teacher_weighting} / {kd.teacher_weighting_temperature:g})"
             )
         )
         yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
@@ -136,10 +135,7 @@ def _vocabulary(teacher: TeacherConfig, student: ModelShape, shape: ModelShape) 
         )
     if sizes[0] == sizes[1]:
         return f"all {sizes[0]} rows of both models"
-    return (
-        f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes "
-        "renormalised there"
-    )
+    return f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes renormalised there"
 
 
 def _elsewhere(

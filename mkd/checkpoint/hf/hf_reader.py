@@ -45,8 +45,7 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
     except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be "
-            "downloaded",
+            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be downloaded",
             reason[0],
             "check the path, or download the model where there is a network and pass its folder",
             code="hf-model-not-found",
@@ -222,10 +221,7 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
         )
     for name in found.keys() - expected.keys() - allowed.keys():
         if not DERIVED_TENSOR.fullmatch(name):
-            why = (
-                f"a {shape.family} model as config.json describes it has no such weight: leaving it out "
-                "changes the model"
-            )
+            why = f"a {shape.family} model as config.json describes it has no such weight: leaving it out changes the model"
             problems.append(
                 CheckpointError(
                     f"{where}: tensor {name} is not expected",
@@ -357,8 +353,7 @@ def _is_safe_basename(file: object) -> bool:
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
     return CheckpointError(
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
-        "it must be the plain name of a .safetensors file in the same folder; a path could lead "
-        "anywhere on this machine",
+        "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere on this machine",
         "do not use this checkpoint unless you know who made it",
         code="hf-shard-outside-folder",
     )

@@ -129,8 +129,8 @@ def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel])
             yield UsageError(
                 f"the {role}'s {groups} key/value heads of a process are not divisible by "
                 f"context-parallel-size {context}",
-                f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism "
-                "then trades tokens for heads",
+                f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism then trades "
+                "tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="heads-not-divisible",
             )
