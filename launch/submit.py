@@ -1,9 +1,10 @@
-"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, hand that to sbatch.
+"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, pass that to sbatch.
 
     python launch/submit.py --nodes 4 --partition gpu --time 24:00:00 --config FILE.yaml [--flag value ...]
 
-Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository, where the job runs.
-No torch: it runs on a login node in under a second. Exit codes: 0, 64 for what cannot work, 1 when sbatch refuses.
+Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository,
+where the job runs. The tool needs no torch and runs on a login node in under a second. Exit codes: 0, 64 for
+what cannot work, 1 if sbatch refuses.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)  # what sbatch reads as it stand
 
 @returns_exit_code
 def main(argv: list[str]) -> int:
-    """Submit, or print the script; returns the exit code."""
+    """Submit the script, or print it. Return the exit code."""
     own, run = own_flags(argv)
     script = render(own, run)
     if own.dry_run:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this tool, and the command line of the run."""
+    """Return the options of this tool, and the command line of the run."""
     parser = FlagParser(
         prog="submit.py",
         description=__doc__.splitlines()[0],
@@ -115,7 +116,10 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def render(own: argparse.Namespace, run: list[str]) -> str:
-    """The batch script: slurm.sbatch with these options and this run. Raises ErrorList with everything that is wrong."""
+    """Return the batch script: slurm.sbatch with these options and this run.
+
+    Raises ErrorList with every problem.
+    """
     config = load_config(run).config
     processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
     options = {
@@ -143,7 +147,10 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
 
 
 def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
-    """`template` with its own #SBATCH lines replaced by these options, the others behind them, and `run` as its arguments."""
+    """Return `template` with these options and with `run` as its arguments.
+
+    Options replace the #SBATCH lines of the same name; the others follow them.
+    """
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
         line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
@@ -155,7 +162,10 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
 
 
 def quoted(value: str) -> str:
-    """For a #SBATCH line: nearly as in a shell, but a backslash counts in quotes of either kind, and # begins a comment."""
+    """Quote `value` for a #SBATCH line.
+
+    This is nearly as in a shell, but a backslash counts in quotes of either kind, and # begins a comment.
+    """
     if PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -175,7 +185,10 @@ def _can_be_written(options: dict[str, str]) -> list[MkdError]:
 
 
 def _are_options(texts: list[str]) -> list[MkdError]:
-    """Those of --option: well formed, and none that this tool writes and has checked itself."""
+    """Check the texts of --option.
+
+    They must be well formed. They must not be options that this tool writes and has checked itself.
+    """
     problems = []
     for text in texts:
         match = OPTION.fullmatch(text)
@@ -203,7 +216,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
 
 
 def _can_go_on(config: Config) -> list[MkdError]:
-    """A job that is put back into the queue has to find what it has saved."""
+    """Check that a job that is put back into the queue can resume from what it has saved."""
     save, load = config.checkpoint.save, config.checkpoint.load
     problems = []
     if not save or not load or (ROOT / save).resolve() != (ROOT / load).resolve():
@@ -259,7 +272,10 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
 
 
 def seconds(time: str) -> int | None:
-    """Of a time limit as sbatch reads it: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None where it is none."""
+    """Return the seconds of a time limit as sbatch reads it; None if it is not one.
+
+    Forms: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s.
+    """
     match = TIME.fullmatch(time)
     if not match:
         return None

@@ -15,8 +15,9 @@ from mkd.config.field import option
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a divergence depends on: `jsd_beta` of a teacher, `kd_jsd_beta` and `--kd-jsd-beta` for
-    all of them.
+    """A number that a divergence depends on.
+
+    Example: `jsd_beta` of a teacher; `kd_jsd_beta` and `--kd-jsd-beta` for all teachers.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a divergence is called, what it reads, and how it is written down."""
+    """The name of a divergence, its parameter and its formula."""
 
     name: str
     help: str  # completes "NAME ..." in the help of --kd-divergence
@@ -138,7 +139,7 @@ class KDDivergence:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """One teacher's own divergence: part of its section. None means the value of `kd`."""
+    """One teacher's divergence: part of its section. None means the value of `kd`."""
 
     divergence: str | None = option(
         None,
@@ -164,7 +165,7 @@ class DivergenceSettings:
 
     @classmethod
     def from_config(cls, kd: KDDivergence, teacher: TeacherDivergence | None = None) -> DivergenceSettings:
-        """Return what `teacher` is compared by: its own settings, else those of `kd`."""
+        """Return the divergence for `teacher`: its own settings, else those of `kd`."""
 
         def first(name: str) -> object:
             own = getattr(teacher, name, None)
@@ -176,7 +177,7 @@ class DivergenceSettings:
         return cls(name, value)
 
     def resolved(self) -> DivergenceSettings:
-        """Return the divergence that this one means at an end of its parameter's range, else itself."""
+        """Return the divergence that this one equals at an end of its parameter's range, else itself."""
         ends = dict(DECLARATIONS[self.name].ends)
         name = None if self.parameter is None else ends.get(self.parameter)
         return self if name is None else DivergenceSettings(name)

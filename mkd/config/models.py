@@ -126,7 +126,7 @@ class TeacherConfig(TeacherDivergence):
 
 
 def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
-    """Return a name for each teacher: the configured one, else that of its folder, else `teacher0`.
+    """Return a name for each teacher: the configured one, else its folder's name, else `teacher0`.
 
     If another teacher already has a folder's name, the teacher's number is appended. Configured names never
     change.

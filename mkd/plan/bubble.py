@@ -1,10 +1,10 @@
-"""The pipeline bubble, the time that ranks wait in a step: a formula for equal stages, a simulation for any
-stages.
+"""The pipeline bubble, the time that ranks wait in a step.
 
-The simulation runs every rank's work in Megatron's order. A task starts when its rank is free and its input
-has been computed. Messages take no time, and the update after the last backward is not included. Only the
-beginning of a long step is simulated: once the pipeline is full, each further micro-batch adds the time of
-the slowest rank, or of ranks that wait for each other.
+A formula gives it for equal stages, a simulation for any stages. The simulation runs every rank's work in
+Megatron's order. A task starts when its rank is free and its input has been computed. Messages take no time,
+and the update after the last backward is not included. Only the beginning of a long step is simulated. Once
+the pipeline is full, each further micro-batch adds the time of the slowest rank, or of ranks that wait for
+each other.
 """
 
 from __future__ import annotations
