@@ -222,7 +222,7 @@ class _Models:
         return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield (activations alive, transient), bytes, at each moment of the schedule that may be the peak."""
+        """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
         # The gradient of embedding or head that autograd returns.
