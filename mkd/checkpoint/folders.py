@@ -23,7 +23,7 @@ from mkd.plan.model_shape import ModelShape
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"
-COMMON_FILE = "common.pt"  # everything that is no tensor and is equal on all ranks
+COMMON_FILE = "common.pt"  # all content except tensors that is equal on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"

@@ -55,7 +55,7 @@ class Written:
 
 
 def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: bool) -> Shards:
-    """Divide the tensors among the ranks of `group` that hold the same ones. Collective over all ranks.
+    """Divide the tensors among the ranks of `group` that hold equal copies. Collective over all ranks.
 
     If `copied`, the items are copies in host memory, which later training steps do not change.
     """

@@ -184,8 +184,8 @@ class TrainingConfig:
     )
     exit_interval: int | None = option(
         None,
-        "number of iterations to stop and save after, when the iteration is a multiple of it (default: at "
-        "the end)",
+        "interval of iterations: the run saves and stops when the iteration is a multiple of it "
+        "(default: at the end)",
     )
     exit_duration_in_mins: float | None = option(
         None,

@@ -20,7 +20,7 @@ from mkd.parallel.zigzag import context_parallel_rows, document_parts
 
 
 class LayerRopeAttention(SelfAttention):
-    """Megatron's self-attention that takes the rotary embedding of its own layer.
+    """Megatron's self-attention that takes the rotary embedding of its layer.
 
     For models whose layers differ in their embeddings. `rotary_pos_emb` holds all of them, [embeddings, n, 1,
     1, d], because Megatron hands one tensor to all layers.
@@ -41,8 +41,8 @@ class PackedAttention(nn.Module):
     """Core attention that Megatron's `SelfAttention` calls; documents of a pack never see each other.
 
     Padding (the positions between a document's real and padded length) gives zeros and is never attended to.
-    With context parallelism a rank's queries meet the keys and values of the whole pack, all-gathered over
-    the group.
+    With context parallelism a rank's queries attend to the keys and values of the whole pack, all-gathered
+    over the group.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PackedAttention(nn.Module):
         """Return the keys and values of all ranks in document order.
 
         Shapes: [t, groups, d] twice -> [cp * t, groups, d] twice. All-gather over context parallel. Backward:
-        reduce-scatter SUM, each rank gets the gradient of its own rows.
+        reduce-scatter SUM, each rank gets the gradient of its rows.
         """
         gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
         rows = [context_parallel_rows(cu_seqlens_padded, rank, self.cp_size) for rank in range(self.cp_size)]

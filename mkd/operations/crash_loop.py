@@ -36,7 +36,7 @@ class CrashCounter(Follower):
     def start(cls, save: Path, config: Config) -> CrashCounter:
         """Mark the run as under way. Raise CrashLoop if the last `MAX_CRASHES` runs crashed in the same step.
 
-        A run with other settings restarts the count, because somebody has changed something.
+        A run with other settings restarts the count, because something has changed.
         """
         path, settings = save / RUNNING, hashlib.sha256(repr(config).encode()).hexdigest()
         crash = _last_crash(path)

@@ -109,7 +109,7 @@ class Profiler(Follower):
             self._end_steps()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End and write whatever is running.
+        """End and write what is running.
 
         If the run failed with `error`, the memory history covers its last allocations.
         """

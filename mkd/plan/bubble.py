@@ -83,8 +83,8 @@ def rank_order(
 def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
     """Simulate one step over `stages` (in model order, a multiple of `pipeline_parallel`).
 
-    Beyond `SIMULATED` micro-batches per rank, each further one takes as long as those of the second half on
-    average, or as long as the slowest rank needs for it, if that is more.
+    Beyond `SIMULATED` micro-batches per rank, each further one takes the average time of those in the second
+    half. If the slowest rank needs longer for it, that time counts.
     """
     simulated = SIMULATED * pipeline_parallel
     if num_microbatches <= simulated:
