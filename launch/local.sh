@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Train on this machine, one process per GPU, or on the CPU:
+# Train on this machine, one process per GPU, or on the CPU.
 #
 #     launch/local.sh --config configs/FILE.yaml [--flag value ...]
 #     NPROC=2 launch/local.sh --config configs/quickstart.yaml --tensor-model-parallel-size 2
 #
-# NPROC is the number of processes (default: one per GPU, 1 without GPUs). The exit code is that of pretrain_kd.py.
+# NPROC is the number of processes (default: one per GPU, 1 without GPUs). The exit code is the one of
+# pretrain_kd.py.
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -1,9 +1,10 @@
-"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, hand that to sbatch.
+"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, pass that to sbatch.
 
     python launch/submit.py --nodes 4 --partition gpu --time 24:00:00 --config FILE.yaml [--flag value ...]
 
-Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository, where the job runs.
-No torch: it runs on a login node in under a second. Exit codes: 0, 64 for what cannot work, 1 when sbatch refuses.
+Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository,
+where the job runs. The tool needs no torch and runs on a login node in under a second. Exit codes: 0, 64 for
+what cannot work, 1 if sbatch refuses.
 """
 
 from __future__ import annotations
@@ -75,26 +76,33 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=partial(whole_number, least=0),
         default=8,
         metavar="N",
-        help="GPUs of a machine, a process each (default: 8). 0: a CPU run, with NPROC of the environment as its processes",
+        help=(
+            "GPUs of a machine, one process each (default: 8). "
+            "0 means a CPU run, with as many processes as the environment variable NPROC says"
+        ),
     )
     parser.add_argument(
         "--cpus-per-task", type=whole_number, metavar="N", help="cores of a machine (default: slurm.sbatch)"
     )
     parser.add_argument(
-        "--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)"
+        "--time",
+        metavar="T",
+        help="time limit in Slurm's format: 90, 12:00:00, 2-12 (default: the partition's)",
     )
     parser.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's)")
-    parser.add_argument("--account", metavar="NAME", help="who pays (default: your own account)")
+    parser.add_argument("--account", metavar="NAME", help="account that pays (default: your own account)")
     parser.add_argument(
-        "--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)"
+        "--job-name", metavar="NAME", help="name in the queue (default: the run's name, log.name)"
     )
     parser.add_argument(
         "--signal-lead-s",
         type=whole_number,
         default=120,
         metavar="S",
-        help="seconds before the time limit at which the run is told to save and end; longer than a step and a save take "
-        "(default: 120)",
+        help=(
+            "seconds before the time limit at which the run is told to save and end. "
+            "Must exceed the time of a step and a save (default: 120)"
+        ),
     )
     parser.add_argument(
         "--option",
@@ -241,8 +249,8 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
     if 0 < limit_s <= lead_s + SIGNAL_EARLIER_S:  # 0: no limit
         return [
             UsageError(
-                f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, or up to "
-                f"{SIGNAL_EARLIER_S} s earlier",
+                f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, "
+                f"or up to {SIGNAL_EARLIER_S} s earlier",
                 "it would go back into the queue without having done a step",
                 "give a longer --time or a shorter --signal-lead-s",
                 code="slurm-time-too-short",
