@@ -144,7 +144,7 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
 
 
 def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
-    """Return `template` with its #SBATCH lines replaced by `options`, new ones appended, and `run` as arguments."""
+    """Return `template` with `options` as its #SBATCH lines and `run` as arguments."""
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
         line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
@@ -156,7 +156,7 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
 
 
 def quoted(value: str) -> str:
-    """Quote for a #SBATCH line: as in a shell, but a backslash also counts in quotes, and # begins a comment."""
+    """Quote for a #SBATCH line: a backslash also counts in quotes, and # begins a comment."""
     if PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -260,7 +260,10 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
 
 
 def seconds(time: str) -> int | None:
-    """Return the seconds of sbatch's time limit: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None if it is not one."""
+    """Return the seconds of sbatch's time limit: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s.
+
+    None if it is not one.
+    """
     match = TIME.fullmatch(time)
     if not match:
         return None

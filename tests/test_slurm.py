@@ -91,7 +91,10 @@ class Slurm:
         return self.ask(sys.executable, ROOT / "launch" / "submit.py", *own, *argv).split()[-1]
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm knows about a job: JobState, Restarts, ExitCode, ... Ask a busy controller again."""
+        """Return what Slurm knows about a job: JobState, Restarts, ExitCode, ...
+
+        Ask a busy controller again.
+        """
         deadline = time.monotonic() + CONTROLLER_S
         while True:
             try:
@@ -181,7 +184,7 @@ def files(tmp_path_factory):
 
 
 def run_flags(files: Path, run: str, *more: object) -> list[str]:
-    """Return the flags of a run that resumes from its own checkpoints, saves only at signals, at a constant learning rate."""
+    """Return the flags of a run that resumes from its checkpoints and saves only at signals."""
     save = files / run
     return flags(files, run, "--save", save, "--load", save, "--lr-decay-style", "constant", *more)
 

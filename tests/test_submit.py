@@ -185,7 +185,8 @@ def test_times_are_read_as_slurm_reads_them(time, expected):
 
 def test_without_slurm_and_without_torch(config, tmp_path):
     """Run it as a program without sbatch; nothing heavy is imported."""
-    code = f"import sys; from launch.submit import main; print(main(['--config', {config!r}]), 'torch' in sys.modules)"
+    call = f"main(['--config', {config!r}])"
+    code = f"import sys; from launch.submit import main; print({call}, 'torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ended.stdout == "1 False\n" and ended.stderr.startswith("error[sbatch-missing]: ")

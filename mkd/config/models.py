@@ -118,8 +118,8 @@ class TeacherConfig(TeacherDivergence):
     )
     residency: str = option(
         "device",
-        "place of the teacher's weights: device, or host (pinned memory). With host, layers are copied to the "
-        "device one after another, which takes less device memory and is slower",
+        "place of the teacher's weights: device, or host (pinned memory). With host, layers are copied to "
+        "the device one after another, which takes less device memory and is slower",
         choices=RESIDENCIES,
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer

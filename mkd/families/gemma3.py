@@ -1,8 +1,9 @@
 """Gemma 3 text models: a window and another rope in five of six layers, norms around every block.
 
-Tried on CPU ranks against transformers (logits, gradients). Transformer Engine's layers get the same switches (zero-centred
-norms, post norms, a window and a rope for each layer, the scale of attention); they have not run on a GPU yet.
-transformers gives the embedding of `pad_token_id` no gradient from its inputs; mkd trains it like any other row.
+Tried on CPU ranks against transformers (logits, gradients). Transformer Engine's layers get the same switches
+(zero-centred norms, post norms, a window and a rope for each layer, the scale of attention). They have not
+run on a GPU yet. transformers gives the embedding of `pad_token_id` no gradient from its inputs; mkd trains
+it like any other row.
 """
 
 from __future__ import annotations

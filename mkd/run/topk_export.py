@@ -150,15 +150,6 @@ def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
     )
 
 
-def _add_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
-    """Return `compute()`. If it fails, return None and add its error to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None
-
-
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Relative links of all Markdown files lead to files, and to headings where they name one; the index has every page."""
+"""Relative links of all Markdown files lead to files, and to headings where they name one.
+
+The index has every page.
+"""
 
 from __future__ import annotations
 

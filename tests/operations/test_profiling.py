@@ -99,7 +99,10 @@ def test_phases_are_ranges_for_nsight_systems(tmp_path, monkeypatch):
 
 
 class Recorder:
-    """Replaces CUDA's recorder on machines without a GPU; records the calls, and writes their number as a snapshot."""
+    """Replaces CUDA's recorder on machines without a GPU.
+
+    Records the calls, and writes their number as a snapshot.
+    """
 
     def __init__(self, monkeypatch):
         import torch

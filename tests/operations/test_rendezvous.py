@@ -1,4 +1,7 @@
-"""A start problem of one machine ends all ranks; the lowest rank that hit it prints it, and all use its exit code."""
+"""A start problem of one machine ends all ranks.
+
+The lowest rank that hit it prints it, and all use its exit code.
+"""
 
 from __future__ import annotations
 

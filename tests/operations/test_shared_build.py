@@ -23,7 +23,7 @@ def files(tmp_path_factory):
 
 
 def long_text(files, megabytes: float):
-    """Return a file that takes a third of a second per megabyte, and a function: are its tokens being written?"""
+    """Return a file that takes a third of a second per megabyte, and a function that tells if it is read."""
     texts = (
         f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950))
     )
@@ -34,7 +34,7 @@ def long_text(files, megabytes: float):
 
 
 def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
-    """Return (what was shared or raised, seconds since the start, seconds since the watchdog last saw progress)."""
+    """Return (value or error, seconds since the start, seconds since the last progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
     from mkd.operations.phases import Phases
@@ -146,7 +146,10 @@ def test_a_long_build_is_no_hang(files, tmp_path):
 
 
 def count_workers(argv: list[str]) -> tuple[int, int]:
-    """Run so that any file is worth a process; return (exit code, the most processes tokenising at a time)."""
+    """Run so that any file is worth a process.
+
+    Return (exit code, the most processes tokenising at a time).
+    """
     import multiprocessing
 
     from mkd.data import encoding

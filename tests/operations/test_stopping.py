@@ -32,7 +32,7 @@ def run_and_signal(
     to_group=False,
     until_gone=False,
 ):
-    """Signal a long run once it has printed `after`; return (exit code or -signal of each process, output of rank 0).
+    """Signal a long run once it has printed `after`; return (exit codes or -signals, output of rank 0).
 
     Return (exit code or -signal of each process, output of rank 0). The signal goes to the last rank alone,
     or to all processes and their data workers; it is sent once, or repeatedly.
@@ -168,7 +168,7 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
 
 
 def agreements(finite: list[bool], received: int):
-    """Return what this rank is told if each rank knows whether it is finite, and rank 1 has received a signal."""
+    """Return what this rank is told if each rank knows if it is finite, and rank 1 has a signal."""
     from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Phases
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
@@ -191,7 +191,10 @@ def agreements(finite: list[bool], received: int):
 @pytest.mark.parametrize("finite", [[True, True], [True, False], [False, True]])
 @pytest.mark.parametrize("received", [0, signal.SIGTERM])
 def test_all_ranks_agree_on_a_step(finite, received, ranks):
-    """One exchange tells every rank whether the update is applied and whether the run ends; phases time the step."""
+    """One exchange tells every rank whether the update is applied and whether the run ends.
+
+    Phases time the step.
+    """
     answer = (all(finite), "received SIGTERM" if received else None, True, True)
     assert ranks.run(agreements, 2, finite, int(received)) == [answer, answer]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: which ones they resume from, which they refuse, and the content of a background save."""
+"""Checkpoints of real runs: the ones they resume from or refuse, and a save in the background."""
 
 from __future__ import annotations
 

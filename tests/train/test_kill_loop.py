@@ -20,7 +20,7 @@ DOCUMENTS, CRASH_EVERY = 24, 7
 
 @pytest.fixture
 def files(tmp_path):
-    """Each document has a different number of loss tokens, so that the log identifies the document of a step."""
+    """Each document has another number of loss tokens, so the log identifies the document of a step."""
     make_files(tmp_path)
     write_records(tmp_path / "text.jsonl", *({"text": "fox " * i} for i in range(1, DOCUMENTS + 1)))
     return tmp_path

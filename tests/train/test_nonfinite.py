@@ -56,7 +56,7 @@ def rare_flags(files, run, *more, student="nan student", teacher="teacher"):
 
 
 def steps_of(argv, fault=None):
-    """Return (hashes of the state before and after every step, rare samples, samples by step, last position)."""
+    """Return (hashes of the state around every step, rare samples, samples by step, last position)."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config

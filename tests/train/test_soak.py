@@ -1,4 +1,4 @@
-"""Runs that hit one fault after another and are restarted each time end like a run without faults, bit for bit."""
+"""Runs that are restarted after one fault after another end like a run without faults, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clean(files):
-    """Return a function: number of steps -> content of the last checkpoint of an undisturbed run, each run once."""
+    """Return a function: number of steps -> last checkpoint of an undisturbed run, each run once."""
     runs = {}
 
     def get(steps: int) -> dict[str, str]:

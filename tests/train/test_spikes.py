@@ -21,7 +21,7 @@ def files(tmp_path_factory):
 
 
 def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]:
-    """Return a loss that falls from 10 to 2, with multiplicative noise of heavier tails than a normal distribution."""
+    """Return a loss that falls from 10 to 2, with heavy-tailed multiplicative noise."""
     generator = random.Random(seed)
     losses = []
     for step in range(steps):
@@ -57,7 +57,10 @@ def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
 
 
 def train_with_a_broken_weight(argv, step):
-    """Train with a final norm 40 times larger in one step; return the output, and this rank's samples of that step."""
+    """Train with a final norm 40 times larger in one step.
+
+    Return the output, and this rank's samples of that step.
+    """
     from mkd.config.load import load_config
     from mkd.operations.console import console
     from mkd.platform import detect
