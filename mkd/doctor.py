@@ -1,7 +1,7 @@
 """Examine this machine and its Python environment without trusting either.
 
-Only the standard library is imported here. Child processes import everything else. A broken installation,
-even one that kills its process, therefore becomes a line of the report.
+Only the standard library is imported here; child processes import everything else. Even an installation that
+kills its process therefore becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of shar
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
 PROBE_TIMEOUT_S = 180
-ENVIRONMENT = re.compile(
-    r"(CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON)_\w+|(LOCAL_)?RANK|WORLD_SIZE"
-)
+LIBRARIES = "CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON"
+ENVIRONMENT = re.compile(rf"({LIBRARIES})_\w+|(LOCAL_)?RANK|WORLD_SIZE")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS")
 
 _TORCH_PROBE = """
@@ -372,9 +371,8 @@ def _environment() -> Iterator[Finding]:
 
 def _disk(folder: Path) -> list[Finding]:
     """Check that the run can write to `folder`, or to its nearest existing parent."""
-    existing = next(
-        (path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/")
-    )
+    folders = folder.absolute(), *folder.absolute().parents
+    existing = next((path for path in folders if path.exists()), Path("/"))
     if not existing.is_dir():
         text = f"{folder} cannot be a folder: {existing} is a file"
         return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]

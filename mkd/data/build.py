@@ -52,8 +52,7 @@ def open_datasets(
 
     The process with `is_builder` tokenises raw files into `cache_dir`, once for every content, tokenizer and
     setting. Every process calls `share(value)` once; it waits for the builder and returns the builder's value
-    (picklable). An error of the builder is raised in every process. The builder calls `progress` often; it
-    may raise.
+    (picklable), or raises its error. The builder calls `progress` often; it may raise.
 
     With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora are
     tokenised and aligned in the same way, and packs get their part. A record that one of them refuses is a
@@ -76,8 +75,7 @@ def open_datasets(
         overlong=overlong,
         document_multiple=document_multiple,
     )
-    train_data = _open_blend(train, prepared, 0.0, train_end, open_packed)
-    if train_data is None:
+    if (train_data := _open_blend(train, prepared, 0.0, train_end, open_packed)) is None:
         raise DataError(
             f"--split {split} leaves no document for training",
             do="give training a larger part, or more documents",

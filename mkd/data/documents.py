@@ -28,7 +28,6 @@ Row = bytes | Mapping | DataError
 A record is a line of JSON, a row of a table, or {"text": bytes} for a line of text.
 """
 
-
 TEXT, MESSAGES, PROMPT_COMPLETION = "text", "messages", "prompt-completion"
 """The forms of documents: how a record is tokenised, which of its tokens have loss, and how it is aligned."""
 

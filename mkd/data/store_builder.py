@@ -70,11 +70,8 @@ def build_store(
             summary = _write_tokens(batches, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
-            why = (
-                f"{summary.bad_records} bad records were skipped, from these on"
-                if bad
-                else "there is nothing to train on"
-            )
+            skipped = f"{summary.bad_records} bad records were skipped, from these on"
+            why = skipped if bad else "there is nothing to train on"
             empty = DataError(
                 f"no tokens in {', '.join(inputs)}",
                 why,

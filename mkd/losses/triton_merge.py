@@ -58,8 +58,7 @@ def merge_kernel(
     """Do as `statistics.merge_statistics`: row values of the whole vocabulary from all shards' statistics."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
-    row = gathered_pointer + rows
-    out = out_pointer + rows
+    row, out = gathered_pointer + rows, out_pointer + rows
     scale = inverse_temperature * LOG2E
     NEXT: tl.constexpr = 4 + FORWARD + REVERSE
     MEAN: tl.constexpr = NEXT + HOT
@@ -72,12 +71,10 @@ def merge_kernel(
             mean = _merge_mean(row, k, n, 2, 3, 4, 0, m_t, s_t, m_s, inverse_temperature, inside, TP)
             kd += forward * (mean - log_t + log_s)
         if REVERSE:
-            mean = _merge_mean(
-                row, k, n, 0, 1, 4 + FORWARD, 2, m_s, s_s, m_t, inverse_temperature, inside, TP
-            )
-            residual = mean - log_s + log_t
-            kd += reverse * residual
-            tl.store(out + 4 * n, residual, mask=inside)
+            CROSS: tl.constexpr = 4 + FORWARD
+            mean = _merge_mean(row, k, n, 0, 1, CROSS, 2, m_s, s_s, m_t, inverse_temperature, inside, TP)
+            kd += reverse * (mean - log_s + log_t)
+            tl.store(out + 4 * n, mean - log_s + log_t, mask=inside)
         plain, log_plain = s_t, log_t
         if HOT:
             _m, plain = _merge_softmax(row, k, n, 2, NEXT, LOG2E, inside, TP)
@@ -90,9 +87,8 @@ def merge_kernel(
         for shard in tl.static_range(1, TP):
             label = tl.maximum(label, tl.load(row + (shard * k + MEAN + 1) * n, mask=inside, other=0.0))
             local = tl.load(row + (shard * k + 2) * n, mask=inside, other=0.0)
-            at_top = tl.where(
-                local > best, tl.load(row + (shard * k + MEAN + 2) * n, mask=inside, other=0.0), at_top
-            )
+            found = tl.load(row + (shard * k + MEAN + 2) * n, mask=inside, other=0.0)
+            at_top = tl.where(local > best, found, at_top)
             best = tl.maximum(best, local)
         tl.store(out, m_s, mask=inside)
         tl.store(out + n, log_s, mask=inside)

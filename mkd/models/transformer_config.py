@@ -61,18 +61,14 @@ def transformer_config(
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(layer.sliding_window is not None) for layer in shape.layers],
         init_method_std=shape.initializer_range,
-        # Weights are overwritten soon. But only initialisation marks them as tensor-parallel, which the
-        # gradient norm reads.
-        perform_initialization=True,
+        perform_initialization=True,  # it marks weights as tensor-parallel, which the gradient norm reads
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         pipeline_dtype=options.dtype,
         tensor_model_parallel_size=context.tp_size,
         sequence_parallel=options.sequence_parallel and context.tp_size > 1,
         context_parallel_size=context.cp_size,
-        # For Transformer Engine's attention, whose ring has no sliding window. mkd's own attention always
-        # gathers.
-        cp_comm_type="a2a" if windows else "p2p",
+        cp_comm_type="a2a" if windows else "p2p",  # Transformer Engine's ring has no sliding window
         pipeline_model_parallel_size=context.pp_size,
         virtual_pipeline_model_parallel_size=context.virtual_stages if interleaved else None,
         pipeline_model_parallel_layout=layout.to_megatron() if context.pp_size > 1 else None,
