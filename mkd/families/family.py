@@ -56,26 +56,26 @@ def with_windows(
     `CheckpointError` if a mixture does not name every layer.
     """
     window = config.get("sliding_window")
-    kinds = kinds or ["sliding_attention"] * len(layers)
-    for kind in kinds:
+    named = list(kinds or ["sliding_attention"] * len(layers))
+    for kind in named:
         if kind not in ("sliding_attention", "full_attention"):
             raise UsageError(
                 f"layer type {kind!r} is not supported",
                 "mkd knows full_attention and sliding_attention",
                 code="layer-type-not-supported",
             )
-    if len(set(kinds)) == 1:  # some configurations with fewer layers than their model keep the whole list
-        kinds = kinds[:1] * len(layers)
-    if len(kinds) != len(layers):
+    if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
+        named = named[:1] * len(layers)
+    if len(named) != len(layers):
         raise CheckpointError(
-            f"layer_types names {len(kinds)} layers, num_hidden_layers is {len(layers)}",
+            f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}",
             "each layer must have its kind of attention",
             "download or write it again",
             code="layer-types-incomplete",
         )
     return tuple(
         replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
-        for layer, kind in zip(layers, kinds, strict=True)
+        for layer, kind in zip(layers, named, strict=True)
     )
 
 

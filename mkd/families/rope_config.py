@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
@@ -22,14 +23,14 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
     kind = {"su": "longrope"}.get(kind, kind)
     fraction = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     fraction = float(fraction or 1.0) if is_partial else 1.0
-    base = dict(theta=theta, rotary_dim=int(head_dim * fraction), kind=kind)
+    base = RopeShape(theta=theta, rotary_dim=int(head_dim * fraction), kind=kind)
     if kind == "default":
-        return RopeShape(**base)
+        return base
     if kind == "linear":
-        return RopeShape(**base, factor=float(scaling["factor"]))
+        return replace(base, factor=float(scaling["factor"]))
     if kind == "llama3":
-        return RopeShape(
-            **base,
+        return replace(
+            base,
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
@@ -54,16 +55,16 @@ def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
 
 
-def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict[str, Any]) -> RopeShape:
+def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:
     """Read LongRoPE as Phi-3 configurations spell it.
 
     Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753.
     """
     for name in ("short_factor", "long_factor"):
-        if len(scaling[name]) != base["rotary_dim"] // 2:
+        if len(scaling[name]) != base.rotary_dim // 2:
             raise CheckpointError(
                 f"the rope parameters have {len(scaling[name])} numbers of {name}",
-                f"each belongs to two of the {base['rotary_dim']} channels of a head that are rotated",
+                f"each belongs to two of the {base.rotary_dim} channels of a head that are rotated",
                 "download config.json or write it again",
                 code="rope-lengths-differ",
             )
@@ -72,8 +73,8 @@ def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return RopeShape(
-        **base,
+    return replace(
+        base,
         factor=factor,
         original_max_position_embeddings=original,
         short_factor=tuple(float(x) for x in scaling["short_factor"]),

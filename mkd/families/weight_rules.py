@@ -77,6 +77,11 @@ def _whole(length: Callable[[ModelSizes, LayerShape | None], int]) -> Rule:
     )
 
 
+def _ffn_slice(layer: LayerShape | None, ranks: int) -> int:
+    assert layer is not None, "an MLP belongs to a layer"
+    return layer.ffn_hidden_size // ranks
+
+
 HIDDEN = _whole(lambda model, layer: model.hidden_size)
 HEAD = _whole(lambda model, layer: model.head_dim)
 VOCABULARY = Rule(lambda m, layer, ranks: m.vocab_size, lambda m, layer, ranks: (1,), any_padding=True)
@@ -89,8 +94,8 @@ HEADS = Rule(
     lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
     dim=1,
 )
-GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (layer.ffn_hidden_size // ranks,) * 2)
-FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (layer.ffn_hidden_size // ranks,), dim=1)
+GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
+FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
 QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
 
 LAYER = "model.layers.{layer}."

@@ -74,6 +74,12 @@ class Activations:
         """MLP width of the widest layer, before tensor parallelism."""
         return max(layer.ffn_hidden_size for layer in self.shape.layers)
 
+    @property
+    def _recompute_num_layers(self) -> int:
+        number = self.config.training.recompute_num_layers
+        assert number is not None, "check_recomputation requires it for full recomputation"
+        return number
+
     def _ffn_bytes(self, width: int) -> int:
         """Return the size of [t, f] on one process for an MLP of `width` channels."""
         return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
@@ -105,9 +111,9 @@ class Activations:
         training = self.config.training
         kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":
-            kept = -(-len(layers) // training.recompute_num_layers) * self.hidden_bytes
+            kept = -(-len(layers) // self._recompute_num_layers) * self.hidden_bytes
         elif training.recompute_granularity == "full":
-            again = min(training.recompute_num_layers, len(layers))
+            again = min(self._recompute_num_layers, len(layers))
             kept = sum(map(self.layer_bytes, layers[again:])) + again * self.hidden_bytes
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
 
@@ -132,7 +138,7 @@ class Activations:
         weight = 2 * self.shape.hidden_size * self._widest_ffn // tensor * self.element
         again = 0
         if training.recompute_granularity == "full":
-            layers = training.recompute_num_layers if training.recompute_method == "uniform" else 1
+            layers = self._recompute_num_layers if training.recompute_method == "uniform" else 1
             again = layers * max(map(self.layer_bytes, self.shape.layers))
         gathered = self.is_sharded * self.full_hidden_bytes
         return self.hidden_bytes + gathered + 2 * self._ffn_bytes(self._widest_ffn) + weight + again

@@ -48,10 +48,15 @@ def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Itera
         f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
     )
     roles = ("student", *teacher_roles(config.teachers))
-    models = zip(roles, shapes, (config.student, *config.teachers), layout_flags(config), strict=False)
-    for role, shape, source, flag in models:
+    models = zip(roles, shapes, given_layouts(config), layout_flags(config), strict=False)
+    for role, shape, layout, flag in models:
         if shape is not None:
-            yield PlannedModel(role, shape, source.pipeline_layout, flag)
+            yield PlannedModel(role, shape, layout, flag)
+
+
+def given_layouts(config: Config) -> list[str | None]:
+    """Return the explicit layout of the student and of each teacher; None if it has none."""
+    return [config.student.pipeline_layout, *(teacher.pipeline_layout for teacher in config.teachers)]
 
 
 def layout_flags(config: Config) -> list[str]:
@@ -178,18 +183,19 @@ def balance_all(
 
     `balance` places the student and the slowest teacher first, then one teacher at a time.
     """
-    first, *others = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model]) or [None]
+    slowest_first = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model])
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
-    for pair in [(0, first), *((other, None) for other in others)]:
-        counts, times = (
-            tuple(0 if model is None else of[model] for model in pair) for of in (layers, layer_ms)
-        )
+    pairs: list[tuple[int, int | None]] = [(0, slowest_first[0] if slowest_first else None)]
+    pairs += [(teacher, None) for teacher in slowest_first[1:]]
+    for model, beside in pairs:
+        counts = layers[model], 0 if beside is None else layers[beside]
+        times = layer_ms[model], 0.0 if beside is None else layer_ms[beside]
         split = balance(counts, times, bins)
         bins = [
             replace(one, fixed_ms=one.fixed_ms + _load(given, times))
             for one, given in zip(bins, split, strict=True)
         ]
-        columns |= dict(zip(pair, zip(*split, strict=True), strict=True))
+        columns |= dict(zip((model, beside), zip(*split, strict=True), strict=True))
     return list(zip(*(columns[model] for model in range(len(layers))), strict=True))
 
 

@@ -122,7 +122,8 @@ def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microba
                 if source is not None and source not in done_ms:
                     break
                 took_ms = stages[stage].forward_ms if task.is_forward else stages[stage].backward_ms
-                clock_ms[rank] = max(clock_ms[rank], done_ms.get(source, 0.0)) + took_ms
+                ready_ms = 0.0 if source is None else done_ms[source]
+                clock_ms[rank] = max(clock_ms[rank], ready_ms) + took_ms
                 done_ms[(task.is_forward, task.microbatch, stage)] = clock_ms[rank]
                 position[rank] += 1
         assert position != before, "the schedule waits for itself"

@@ -159,7 +159,11 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
 
 def _recomputed_share(training: TrainingConfig, layers: float) -> float:
     """Return the proportion (0 to 1) of a stage's `layers` that full recomputation runs again."""
-    return 1.0 if training.recompute_method == "uniform" else min(training.recompute_num_layers / layers, 1.0)
+    if training.recompute_method == "uniform":
+        return 1.0
+    number = training.recompute_num_layers
+    assert number is not None, "check_recomputation requires it for full recomputation"
+    return min(number / layers, 1.0)
 
 
 def _milliseconds(flops: float, tflops_per_s: float) -> float:

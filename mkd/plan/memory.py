@@ -264,7 +264,7 @@ class _Models:
         sequence parallelism hidden states are gathered.
         """
         student = self._student_activations
-        groups = [(teacher,) for teacher in self.teachers] or [()]
+        groups: list[tuple[Teacher, ...]] = [(teacher,) for teacher in self.teachers] or [()]
         if self.config.kd.averages_teachers:
             groups = [self.teachers]
         whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)

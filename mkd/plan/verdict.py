@@ -8,6 +8,7 @@ from itertools import combinations
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
+from mkd.plan.auto_layout import given_layouts
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import RankMemory
 
@@ -94,7 +95,8 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     combination of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
     change in a remedy is necessary.
     """
-    config = _training(forecast.config, global_batch_size=forecast.batch.global_batch_size)
+    training = replace(forecast.config.training, global_batch_size=forecast.batch.global_batch_size)
+    config = replace(forecast.config, training=training)
     known = list(changes(config, max(forecast.student_layout.layers)))
     found: list[Remedy] = []
     for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):
@@ -140,12 +142,18 @@ def changes(config: Config, stage_layers: int) -> Iterator[Change]:
         )
     if not parallel.use_distributed_optimizer:
         yield Change(
-            "optimizer", "--use-distributed-optimizer", lambda c: _parallel(c, use_distributed_optimizer=True)
+            "optimizer",
+            "--use-distributed-optimizer",
+            lambda c: replace(c, parallel=replace(c.parallel, use_distributed_optimizer=True)),
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield Change("sequence", "--sequence-parallel", lambda c: _parallel(c, sequence_parallel=True))
+        yield Change(
+            "sequence",
+            "--sequence-parallel",
+            lambda c: replace(c, parallel=replace(c.parallel, sequence_parallel=True)),
+        )
     if not config.training.bf16:
-        yield Change("precision", "--bf16", lambda c: _training(c, bf16=True))
+        yield Change("precision", "--bf16", lambda c: replace(c, training=replace(c.training, bf16=True)))
     yield from _smaller_batches(config)
     yield from _recomputations(config, stage_layers)
     yield from _on_the_host(config)
@@ -155,10 +163,16 @@ def changes(config: Config, stage_layers: int) -> Iterator[Change]:
 def _smaller_batches(config: Config) -> Iterator[Change]:
     size = config.training.micro_batch_size // 2
     while size:
-        yield Change(
-            "batch", f"--micro-batch-size {size}", lambda c, size=size: _training(c, micro_batch_size=size)
-        )
+        yield _smaller_batch(size)
         size //= 2
+
+
+def _smaller_batch(size: int) -> Change:
+    return Change(
+        "batch",
+        f"--micro-batch-size {size}",
+        lambda c: replace(c, training=replace(c.training, micro_batch_size=size)),
+    )
 
 
 def _recomputations(config: Config, stage_layers: int) -> Iterator[Change]:
@@ -166,15 +180,31 @@ def _recomputations(config: Config, stage_layers: int) -> Iterator[Change]:
         return
     shares = sorted({-(-stage_layers * quarters // 4) for quarters in (1, 2, 3)})
     for method, layers in [*(("block", share) for share in shares), ("uniform", 1)]:
-        text = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
-        given = dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
-        yield Change("recomputation", text, lambda c, given=given: _training(c, **given))
+        yield _recomputation(method, layers)
+
+
+def _recomputation(method: str, layers: int) -> Change:
+    def apply(config: Config) -> Config:
+        training = replace(
+            config.training,
+            recompute_granularity="full",
+            recompute_method=method,
+            recompute_num_layers=layers,
+        )
+        return replace(config, training=training)
+
+    text = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
+    return Change("recomputation", text, apply)
 
 
 def _on_the_host(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
-        yield Change("optimizer on host", text, lambda c: _training(c, optimizer_residency="host"))
+        yield Change(
+            "optimizer on host",
+            text,
+            lambda c: replace(c, training=replace(c.training, optimizer_residency="host")),
+        )
     waiting = [teacher for teacher in config.teachers if not teacher.topk and teacher.residency == "device"]
     if waiting:
         text = (
@@ -202,9 +232,11 @@ def _factor_larger(config: Config, factor: int) -> Iterator[Change]:
     )
     yield Change(
         "pipeline",
-        f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto" + _given_layouts(config),
+        f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto" + _layouts_text(config),
         lambda c: _without_layouts(
-            _parallel(c, pipeline_model_parallel_size=pipeline, pipeline_layout="auto")
+            replace(
+                c, parallel=replace(c.parallel, pipeline_model_parallel_size=pipeline, pipeline_layout="auto")
+            )
         ),
     )
     if tensor <= MAX_TENSOR_PARALLEL:
@@ -212,30 +244,22 @@ def _factor_larger(config: Config, factor: int) -> Iterator[Change]:
             "tensor",
             f"--tensor-model-parallel-size {tensor}"
             + ("" if parallel.sequence_parallel else " --sequence-parallel"),
-            lambda c: _parallel(c, tensor_model_parallel_size=tensor, sequence_parallel=True),
+            lambda c: replace(
+                c, parallel=replace(c.parallel, tensor_model_parallel_size=tensor, sequence_parallel=True)
+            ),
         )
     context = factor * parallel.context_parallel_size
     yield Change(
-        "context", f"--context-parallel-size {context}", lambda c: _parallel(c, context_parallel_size=context)
+        "context",
+        f"--context-parallel-size {context}",
+        lambda c: replace(c, parallel=replace(c.parallel, context_parallel_size=context)),
     )
 
 
-def _given_layouts(config: Config) -> str:
-    return (
-        " without explicit layouts"
-        if any(one.pipeline_layout for one in (config.student, *config.teachers))
-        else ""
-    )
+def _layouts_text(config: Config) -> str:
+    return " without explicit layouts" if any(given_layouts(config)) else ""
 
 
 def _without_layouts(config: Config) -> Config:
     teachers = tuple(replace(teacher, pipeline_layout=None) for teacher in config.teachers)
     return replace(config, student=replace(config.student, pipeline_layout=None), teachers=teachers)
-
-
-def _parallel(config: Config, **values: object) -> Config:
-    return replace(config, parallel=replace(config.parallel, **values))
-
-
-def _training(config: Config, **values: object) -> Config:
-    return replace(config, training=replace(config.training, **values))

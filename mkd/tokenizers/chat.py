@@ -36,7 +36,7 @@ class EncodedChat:
     turns: tuple[Turn, ...]  # the assistant's turns
 
 
-def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
     """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
     The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
@@ -61,7 +61,9 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     )
 
 
-def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]) -> EncodedChat:
+def encode_turns(
+    hf: Any, messages: Sequence[Mapping[str, Any]], pieces: Sequence[bytes | None]
+) -> EncodedChat:
     """Encode the conversation and locate its assistant turns.
 
     `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
@@ -89,7 +91,7 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
     return EncodedChat(encoded, data, tuple(named))
 
 
-def end_of_turn(hf) -> str | None:
+def end_of_turn(hf: Any) -> str | None:
     """Return the control token that closes an assistant turn in the chat template of `hf`, or None."""
     messages = [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": "answer"}]
     try:
@@ -106,7 +108,9 @@ def _encode_rendered(hf: Any, text: str) -> Any:
     return backend.encode(text, add_special_tokens=False)
 
 
-def _find_turns(hf, messages: Sequence[Mapping], text: str) -> dict[int, tuple[int, int, int] | None]:
+def _find_turns(
+    hf: Any, messages: Sequence[Mapping[str, Any]], text: str
+) -> dict[int, tuple[int, int, int] | None]:
     """Return number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
@@ -116,7 +120,9 @@ def _first_hidden(turns: Mapping[int, tuple[int, int, int] | None]) -> int:
     return 1 + next(turn for turn, span in turns.items() if span is None)
 
 
-def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:
+def _turn_span(
+    hf: Any, messages: Sequence[Mapping[str, Any]], turn: int, text: str
+) -> tuple[int, int, int] | None:
     """Return (start, end of the content, end) of assistant message `turn`, in characters of `text`.
 
     `text` is the rendered conversation. The end-of-turn token, if there is one, lies between the two ends.
@@ -142,7 +148,7 @@ def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[i
     return None
 
 
-def _end_of_turn_length(hf, after: str) -> int:
+def _end_of_turn_length(hf: Any, after: str) -> int:
     """Count the characters from the end of a turn's content through the control token that closes it.
 
     The count is 0 without such a token.
@@ -165,7 +171,7 @@ def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int
     return mask.tolist()
 
 
-def _generation_prompt(hf, messages: Sequence[Mapping]) -> str | None:
+def _generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the prompt for the next turn; None if the template has no prompt, or refuses one here."""
     if not messages:
         return None

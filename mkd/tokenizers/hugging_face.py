@@ -41,7 +41,7 @@ class _Style:
     byte_tokens: bool  # <0xNN> is a byte
 
     @classmethod
-    def from_parsed(cls, tokenizer: Mapping) -> _Style:
+    def from_parsed(cls, tokenizer: Mapping[str, Any]) -> _Style:
         """Return the style of a parsed tokenizer.json, told by its decoder.
 
         Raises UsageError for any other style.
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids |= {
             # byte-level BPE never emits UNK, and may name any other token for it
             "unk": None if unknown in ids.values() else unknown,
-            "end_of_turn": self.vocabulary.get(closing),
+            "end_of_turn": None if closing is None else self.vocabulary.get(closing),
         }
         return {role: i for role, i in ids.items() if i is not None}
 
@@ -209,7 +209,7 @@ def load_hugging_face(model: str) -> Tokenizer:
     return HuggingFaceTokenizer(require_fast(hf, model))
 
 
-def require_fast(hf, name: str):
+def require_fast(hf: Any, name: str) -> Any:
     """Return `hf`. Raises UsageError, which calls it `name`, if it is not a fast tokenizer."""
     if not hf.is_fast:
         raise UsageError(

@@ -86,12 +86,13 @@ def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return tokens, encoded.starts[inside][last], ends[last]
 
 
-def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
+def _from_pieces(pieces: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
     """Return the ends [n] int64 of pieces that spell the text, apart from a blank before some of them.
 
     Return None if they spell another text.
     """
-    if None in parts:
+    parts = [piece for piece in pieces if piece is not None]
+    if len(parts) < len(pieces):
         return None
     ends = np.cumsum([len(part) for part in parts])
     joined = b"".join(parts)

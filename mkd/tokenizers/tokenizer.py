@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
@@ -42,7 +43,7 @@ class Tokenizer(ABC):
         known bytes.
         """
 
-    def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         """Return (ids, loss mask) of a conversation.
 
         The mask is 1 on assistant turns and their end-of-turn token, 0 elsewhere. Raises DataError for a
@@ -50,7 +51,7 @@ class Tokenizer(ABC):
         """
         raise no_chat_template()
 
-    def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
+    def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
         """Render and encode the conversation with the chat template, and locate each assistant turn.
 
         The template is the tokenizer's. Raises DataError for a conversation that the template refuses, or
@@ -161,7 +162,7 @@ def no_chat_template() -> DataError:
     )
 
 
-def sha256_of(content) -> str:
+def sha256_of(content: Any) -> str:
     """Return the SHA-256 of content that JSON can write."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

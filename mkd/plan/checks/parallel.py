@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.auto_layout import PlannedModel, layout_flags, layouts_of, one_layout, virtual_stages
+from mkd.plan.auto_layout import (
+    PlannedModel,
+    given_layouts,
+    layout_flags,
+    layouts_of,
+    one_layout,
+    virtual_stages,
+)
 from mkd.plan.batch import BatchPlan, document_multiple
 
 
@@ -35,8 +43,8 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
             "raise --pipeline-model-parallel-size, or remove the virtual stages",
             code="virtual-stages-without-pipeline",
         )
-    models = zip((config.student, *config.teachers), layout_flags(config), strict=True)
-    flags = [flag for model, flag in models if model.pipeline_layout]
+    layouts = zip(given_layouts(config), layout_flags(config), strict=True)
+    flags = [flag for layout, flag in layouts if layout]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
     if parallel.pipeline_layout == "auto" and flags:
         given = " and ".join(flags)
@@ -161,7 +169,7 @@ def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel
     stages = collect_error(problems, lambda: _virtual_stages(config, models))
     if stages is not None and config.parallel.pipeline_layout == "even":
         for model in models:
-            collect_error(problems, lambda model=model: one_layout(config, model, stages))
+            collect_error(problems, partial(one_layout, config, model, stages))
     yield from problems
 
 
