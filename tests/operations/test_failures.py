@@ -1,4 +1,7 @@
-"""Check that all ranks end within seconds of a failure, and that only the first rank's traceback is shown."""
+"""Check that all ranks end within seconds of one rank's failure.
+
+The one traceback that matters is that of the rank that failed first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check runs that are told to end: by a signal to any rank, by --exit-duration, by the end of a Slurm job."""
+"""Check runs that are told to end: by a signal to any rank, their own clock, or the end of a Slurm job."""
 
 from __future__ import annotations
 
