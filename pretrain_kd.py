@@ -1,4 +1,7 @@
-"""Distil a teacher into a student: `torchrun --nproc-per-node N pretrain_kd.py --teacher-hf A --student-hf B --data-path T`."""
+"""Distil a teacher into a student.
+
+torchrun --nproc-per-node N pretrain_kd.py --teacher-hf A --student-hf B --data-path T
+"""
 
 import signal
 import sys

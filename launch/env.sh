@@ -11,47 +11,47 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHON
 
-# Threads of a process for CPU operators. Too many on one machine fight for its cores: 1 is right beside a GPU; on CPU runs
-# set it to cores / processes.
+# Threads of each process for CPU operators. Too many compete for the cores: use 1 beside a GPU, and cores / processes on
+# CPU runs.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Tokenizers start threads of their own, and warn when data workers are forked after that.
+# Tokenizers start threads, and warn if data workers are forked after that.
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-# Progress lines appear when they are printed, also in files.
+# Progress lines appear at once, also in files.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 # A crash in native code prints the Python stack.
 export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER:-1}"
 
-# One hardware queue, so that kernels start in the order in which they were launched: Megatron overlaps tensor- and
-# sequence-parallel communication by launching it before the matrix product beside it. Wanted for tensor or context
-# parallelism on Hopper and older; without either, 8 lets more kernels run side by side. UCC and FSDP want more than 1.
+# One hardware queue, so that kernels start in launch order: Megatron overlaps tensor- and sequence-parallel communication
+# by launching it before the matrix product. Needed for tensor or context parallelism on Hopper and older. Without either,
+# 8 lets more kernels run concurrently. UCC and FSDP need more than 1.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# Segments that grow instead of new ones: packs make tensors of many sizes, and fixed segments leave holes between them.
+# Growing segments: packs make tensors of many sizes, which fragment segments of fixed size.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
-# NCCL says what is wrong, not what it does. INFO shows rings, transports and interfaces.
+# NCCL prints only warnings. INFO shows rings, transports and interfaces.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-# No NVLink multicast (NVLS): it holds extra memory per communicator and fails where the fabric manager or the container does
-# not allow it. 1 makes large all-reduces inside one machine faster where it is known to work.
+# No NVLink multicast (NVLS): it takes extra memory per communicator, and fails if the fabric manager or the container
+# forbids it. 1 makes large all-reduces inside one machine faster where it is known to work.
 export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
-# On clusters with several networks NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose one; NCCL finds them by itself elsewhere.
+# On clusters with several networks, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose one; elsewhere NCCL finds it by itself.
 
-# The last collectives of each process are kept and written out when one times out (--distributed-timeout-minutes), so that
-# it is known which process was missing. torch before 2.9 calls the buffer TORCH_NCCL_TRACE_BUFFER_SIZE.
+# Keep the last collectives of each process, and write them if one times out (--distributed-timeout-minutes), to show which
+# process was missing. torch before 2.9 calls the buffer TORCH_NCCL_TRACE_BUFFER_SIZE.
 export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}"
-# An error or timeout of a collective ends the process (3, torch's default) instead of leaving it to hang.
+# An error or timeout of a collective ends the process (3, torch's default) instead of letting it hang.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 
 # Transformer Engine may use attention kernels whose backward adds in any order; set 0 with --deterministic-mode.
-# NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN stay unset: Megatron writes them itself and refuses other values.
+# Leave NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN unset: Megatron sets them and refuses other values.
 export NVTE_ALLOW_NONDETERMINISTIC_ALGO="${NVTE_ALLOW_NONDETERMINISTIC_ALGO:-1}"
 
-# Seconds that processes have after a signal which torchrun has passed on, before SIGKILL: longer than a save takes. torch
-# before 2.12 knows no such setting and gives them 30.
+# Seconds between a signal that torchrun forwards and SIGKILL; must be longer than a save. torch before 2.12 ignores this
+# setting and waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
-# How often a Slurm job goes back into the queue, at most: a time limit too short to get on would otherwise go round for ever.
-# (A run that crashes is not requeued, and one that is started again and crashes in the same step ends with 76 the fourth time.)
+# Most requeues of a Slurm job. Without a limit, a job whose time is too short for progress would be requeued for ever.
+# (A run that crashes is not requeued. If it is restarted and crashes in the same step, the fourth start ends with 76.)
 export MAX_RESTARTS="${MAX_RESTARTS:-1000}"
 
 # Options of torchrun, the same on every machine.
@@ -59,8 +59,8 @@ export MAX_RESTARTS="${MAX_RESTARTS:-1000}"
 TORCHRUN_OPTIONS=(
     # Forward these to the training processes. By default SIGUSR1 kills torchrun and orphans them.
     --signals-to-handle "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    # A failed run is restarted from its checkpoint by whoever started it, not by torchrun.
+    # The caller, not torchrun, restarts a failed run from its checkpoint.
     --max-restarts 0
-    # Start rank.sh as it is: a shell script, not Python.
+    # rank.sh is a shell script, not Python.
     --no-python
 )

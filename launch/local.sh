@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Train on this machine, one process per GPU, or on the CPU:
+# Train on this machine, one process per GPU, or on the CPU.
 #
 #     launch/local.sh --config configs/FILE.yaml [--flag value ...]
 #     NPROC=2 launch/local.sh --config configs/quickstart.yaml --tensor-model-parallel-size 2
 #
-# NPROC is the number of processes (default: one per GPU, 1 without GPUs). The exit code is that of pretrain_kd.py.
+# NPROC is the number of processes (default: one per GPU, 1 without GPUs). The exit code is the one of
+# pretrain_kd.py.
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -21,11 +22,11 @@ export EXIT_CODE_FILE=$scratch/exit_code
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" "${TORCHRUN_OPTIONS[@]}" \
     "$ROOT/launch/rank.sh" "$@" &
 torchrun=$!
-# The first signal to this shell alone is passed on to torchrun; Ctrl-C reaches it anyway. More of them would end torchrun before
-# the processes that are saving, or these while they return 75. Each one interrupts `wait`.
+# Forward the first signal to torchrun; Ctrl-C reaches it anyway. Further signals would end torchrun before the processes that
+# are saving, or these while they return 75. Each signal interrupts `wait`.
 asked=""
 for name in TERM HUP QUIT USR1; do
-    # shellcheck disable=SC2064  # the names of now
+    # shellcheck disable=SC2064  # the current names
     trap "[ -n \"\$asked\" ] || kill -$name $torchrun 2>/dev/null || true; asked=yes" "$name"
 done
 trap : INT

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One training process under torchrun: pretrain_kd.py, with the exit code of the first process that fails left in EXIT_CODE_FILE.
-# torchrun itself exits 1 whatever happened, so that scripts could not tell "preempted, start me again" from a crash.
+# Run pretrain_kd.py as one process of torchrun, and leave the exit code of the first failing process in EXIT_CODE_FILE.
+# torchrun itself exits 1 after any failure, so that scripts could not tell "preempted, restart me" from a crash.
 set -uo pipefail
 
-# torchrun signals the whole process group. Python acts on it; this shell only has to stay until Python has ended.
+# torchrun signals the whole process group. Python handles the signal; this shell only waits until Python has ended.
 trap : TERM INT HUP QUIT USR1
 "$PYTHON" "$ROOT/pretrain_kd.py" "$@"
 code=$?
 if [ "$code" -ne 0 ]; then
-    # noclobber: whoever comes second does not replace what the first one wrote
+    # noclobber: a later process does not replace the code of the first one
     (set -C; echo "$code" >"$EXIT_CODE_FILE") 2>/dev/null
 fi
 exit "$code"

@@ -1,9 +1,10 @@
-"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, hand that to sbatch.
+"""Submit a run to Slurm: check it, write its batch script from slurm.sbatch, pass that to sbatch.
 
     python launch/submit.py --nodes 4 --partition gpu --time 24:00:00 --config FILE.yaml [--flag value ...]
 
-Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository, where the job runs.
-No torch: it runs on a login node in under a second. Exit codes: 0, 64 for what cannot work, 1 when sbatch refuses.
+Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository,
+where the job runs. The tool needs no torch and runs on a login node in under a second. Exit codes: 0, 64 for
+what cannot work, 1 if sbatch refuses.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)  # what sbatch reads as it stand
 
 @returns_exit_code
 def main(argv: list[str]) -> int:
-    """Submit, or print the script; returns the exit code."""
+    """Submit the script or print it; return the exit code."""
     own, run = own_flags(argv)
     script = render(own, run)
     if own.dry_run:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this tool, and the command line of the run."""
+    """Split the command line into this tool's options and the run's."""
     parser = FlagParser(
         prog="submit.py",
         description=__doc__.splitlines()[0],
@@ -75,26 +76,33 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=partial(whole_number, least=0),
         default=8,
         metavar="N",
-        help="GPUs of a machine, a process each (default: 8). 0: a CPU run, with NPROC of the environment as its processes",
+        help=(
+            "GPUs of a machine, one process each (default: 8). "
+            "0 means a CPU run, with as many processes as the environment variable NPROC says"
+        ),
     )
     parser.add_argument(
         "--cpus-per-task", type=whole_number, metavar="N", help="cores of a machine (default: slurm.sbatch)"
     )
     parser.add_argument(
-        "--time", metavar="T", help="time limit in Slurm's way: 90, 12:00:00, 2-12 (default: the partition's)"
+        "--time",
+        metavar="T",
+        help="time limit in Slurm's format: 90, 12:00:00, 2-12 (default: the partition's)",
     )
     parser.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's)")
-    parser.add_argument("--account", metavar="NAME", help="who pays (default: your own account)")
+    parser.add_argument("--account", metavar="NAME", help="account that pays (default: your own account)")
     parser.add_argument(
-        "--job-name", metavar="NAME", help="name in the queue (default: that of the run, log.name)"
+        "--job-name", metavar="NAME", help="name in the queue (default: the run's name, log.name)"
     )
     parser.add_argument(
         "--signal-lead-s",
         type=whole_number,
         default=120,
         metavar="S",
-        help="seconds before the time limit at which the run is told to save and end; longer than a step and a save take "
-        "(default: 120)",
+        help=(
+            "seconds before the time limit at which the run is told to save and end. "
+            "Must exceed the time of a step and a save (default: 120)"
+        ),
     )
     parser.add_argument(
         "--option",
@@ -108,7 +116,7 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def render(own: argparse.Namespace, run: list[str]) -> str:
-    """The batch script: slurm.sbatch with these options and this run. Raises ErrorList with everything that is wrong."""
+    """Return slurm.sbatch with these options and this run. Raises one ErrorList with all problems."""
     config = load_config(run).config
     processes = own.nodes * (own.gpus_per_node or int(os.environ.get("NPROC", "1")))
     options = {
@@ -136,7 +144,7 @@ def render(own: argparse.Namespace, run: list[str]) -> str:
 
 
 def fill_in(options: dict[str, str | None], run: list[str], template: str) -> str:
-    """`template` with its own #SBATCH lines replaced by these options, the others behind them, and `run` as its arguments."""
+    """Return `template` with `options` as its #SBATCH lines and `run` as arguments."""
     header, body = re.split(r"(?m)^(?=set -euo pipefail$)", template)
     for name, value in options.items():
         line = f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={quoted(value)}"
@@ -148,7 +156,7 @@ def fill_in(options: dict[str, str | None], run: list[str], template: str) -> st
 
 
 def quoted(value: str) -> str:
-    """For a #SBATCH line: nearly as in a shell, but a backslash counts in quotes of either kind, and # begins a comment."""
+    """Quote for a #SBATCH line: a backslash also counts in quotes, and # begins a comment."""
     if PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -168,7 +176,7 @@ def _can_be_written(options: dict[str, str]) -> list[MkdError]:
 
 
 def _are_options(texts: list[str]) -> list[MkdError]:
-    """Those of --option: well formed, and none that this tool writes and has checked itself."""
+    """Check each --option: it is well formed, and not one that this tool writes and checks itself."""
     problems = []
     for text in texts:
         match = OPTION.fullmatch(text)
@@ -196,7 +204,7 @@ def _are_options(texts: list[str]) -> list[MkdError]:
 
 
 def _can_go_on(config: Config) -> list[MkdError]:
-    """A job that is put back into the queue has to find what it has saved."""
+    """Check that a requeued job will find its own checkpoints."""
     save, load = config.checkpoint.save, config.checkpoint.load
     problems = []
     if not save or not load or (ROOT / save).resolve() != (ROOT / load).resolve():
@@ -241,8 +249,8 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
     if 0 < limit_s <= lead_s + SIGNAL_EARLIER_S:  # 0: no limit
         return [
             UsageError(
-                f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, or up to "
-                f"{SIGNAL_EARLIER_S} s earlier",
+                f"--time {time} leaves no time to train: the run is told to end {lead_s} s before it, "
+                f"or up to {SIGNAL_EARLIER_S} s earlier",
                 "it would go back into the queue without having done a step",
                 "give a longer --time or a shorter --signal-lead-s",
                 code="slurm-time-too-short",
@@ -252,7 +260,10 @@ def _has_time_to_save(time: str | None, lead_s: int) -> list[MkdError]:
 
 
 def seconds(time: str) -> int | None:
-    """Of a time limit as sbatch reads it: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s. None where it is none."""
+    """Return the seconds of sbatch's time limit: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s.
+
+    None if it is not one.
+    """
     match = TIME.fullmatch(time)
     if not match:
         return None

@@ -1,7 +1,7 @@
 """Examine this machine and its Python environment without trusting either.
 
-Only the standard library is imported here. Child processes import everything else, so a broken installation,
-even one that kills its process, becomes a line of the report.
+Only the standard library is imported here; child processes import everything else. Even an installation that
+kills its process therefore becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ GIB = 2**30
 MEGATRON_CORE = "0.16.1"
 TORCH_AT_LEAST = (2, 9)  # since then torchrun forwards SIGUSR1
 TE_AT_LEAST, TE_BELOW = (2, 9), (2, 12)
-SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of it
+SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of shared memory
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
 PROBE_TIMEOUT_S = 180
-ENVIRONMENT = re.compile(
-    r"(CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON)_\w+|(LOCAL_)?RANK|WORLD_SIZE"
-)
+LIBRARIES = "CUDA|NCCL|GLOO|NVTE|PYTORCH|TORCH|OMP|MKL|SLURM_JOB|MASTER|TRITON"
+ENVIRONMENT = re.compile(rf"({LIBRARIES})_\w+|(LOCAL_)?RANK|WORLD_SIZE")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS")
 
 _TORCH_PROBE = """
@@ -103,17 +102,17 @@ def examine(folder: Path) -> list[Finding]:
         _machine,
         _environment,
     )
-    with ThreadPoolExecutor() as threads:  # child processes that import something take most of the time
+    with ThreadPoolExecutor() as threads:  # most of the time goes to child processes that import something
         findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
 
 
 def _found_by(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return what a check finds. If the check itself fails, add a note."""
+    """Return what a check finds. If the check itself fails, return a note."""
     findings: list[Finding] = []
     try:
         findings += check()
-    except Exception as error:  # the report of a broken machine must not break
+    except Exception as error:  # a broken machine must not break the report
         findings.append(Finding("note", check.__name__.strip("_"), f"could not be examined: {error!r}"))
     return findings
 
@@ -126,7 +125,7 @@ def describe(findings: list[Finding]) -> str:
 
 
 def is_healthy(findings: list[Finding]) -> bool:
-    """Return whether a run can start."""
+    """Return True if a run can start."""
     return not any(finding.level == "FAIL" for finding in findings)
 
 
@@ -185,7 +184,10 @@ def _devices(found: dict) -> Iterator[Finding]:
         )
     elif found["cuda"]:
         driver = _driver() or "none"
-        text = f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver {driver}"
+        text = (
+            f"torch is built for CUDA {found['cuda']} and sees no GPU: a run would use the CPU; driver "
+            f"{driver}"
+        )
         do = "compare the driver's CUDA version (nvidia-smi) with torch's, and look at CUDA_VISIBLE_DEVICES"
         yield Finding("note", "GPU", text, do if _driver() else "")
     else:
@@ -369,9 +371,8 @@ def _environment() -> Iterator[Finding]:
 
 def _disk(folder: Path) -> list[Finding]:
     """Check that the run can write to `folder`, or to its nearest existing parent."""
-    existing = next(
-        (path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/")
-    )
+    folders = folder.absolute(), *folder.absolute().parents
+    existing = next((path for path in folders if path.exists()), Path("/"))
     if not existing.is_dir():
         text = f"{folder} cannot be a folder: {existing} is a file"
         return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, Follower, Phases
 
@@ -136,16 +137,15 @@ def poison_next_step() -> None:
 
 
 def skip_next_exchange() -> None:
-    """Let this rank decide about its next step without the all-reduce that the other ranks wait in."""
-    from mkd.operations.stopping import StepAgreement, Stopper
+    """Let this rank decide about its step without the all-reduce that the other ranks wait in."""
+    from mkd.operations import stopping
 
-    exchange = Stopper.exchange
+    dist = stopping.dist
 
-    def skipped(self: Stopper, is_finite: bool) -> StepAgreement:
-        Stopper.exchange = exchange
-        return StepAgreement(is_finite)
+    def skip(*args, **kwargs) -> None:
+        stopping.dist = dist
 
-    Stopper.exchange = skipped
+    stopping.dist = SimpleNamespace(all_reduce=skip, ReduceOp=dist.ReduceOp)
 
 
 def out_of_memory(text: str) -> Exception:

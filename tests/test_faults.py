@@ -1,4 +1,4 @@
-"""Check the fault table: every row has a test, and shows its result."""
+"""Every row of the fault table has a test and shows its outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the launch scripts: they parse, train, and pass pretrain_kd.py's exit code through torchrun."""
+"""The launch scripts parse, train, and return the exit code of pretrain_kd.py through torchrun."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(script: str, argv: list[str], cwd: Path, **environment) -> subprocess.
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Return (exit code, stdout, stderr)."""
+    """Wait for the process; return (exit code, stdout, stderr)."""
     try:
         stdout, stderr = process.communicate(timeout=400)
     finally:
@@ -86,10 +86,7 @@ def test_local_returns_the_exit_code_of_the_training(files):
 
 @pytest.mark.fault(13)
 def test_a_signal_to_local_reaches_the_training(files, tmp_path):
-    """A stand-in for Python acts as a training that saves at SIGUSR1.
-
-    Every process gets the signal, and time to end.
-    """
+    """Replace Python by a script that saves at SIGUSR1: every process gets the signal and time to end."""
     python = program(
         tmp_path / "python",
         f'case "$1" in *pretrain_kd.py) ;; *) exec {sys.executable} "$@";; esac\n'
@@ -105,7 +102,7 @@ def test_a_signal_to_local_reaches_the_training(files, tmp_path):
 
 
 def assert_saved_its_last_step(process, save, number):
-    """Check that the run saved because of the signal `number`, and asked to be restarted."""
+    """Check that the signal `number` ended it with a checkpoint of its last step."""
     code, _, stderr = finish(process)
     assert code == 75, stderr
     assert json.loads((save / "PREEMPTED").read_text())["reason"] == f"received {number.name}"
@@ -118,7 +115,7 @@ def assert_saved_its_last_step(process, save, number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.slow
 def test_a_signal_that_comes_three_times(number, files):
-    """If torchrun got all three signals, it would end, or the processes would while they return 75."""
+    """If torchrun got all of them, it would end, or the processes would end while they return 75."""
     save = files / f"three times {number.name}"
     process = start(
         "local.sh", flags(files, save, *TP2, "--train-iters", 100000, "--save", save), files, NPROC="2"
@@ -145,7 +142,7 @@ def test_a_signal_during_a_save(files):
 
 
 def wait_for(*paths: Path, size: int = 0) -> None:
-    """Wait until the files exist, with at least `size` bytes."""
+    """Wait until the files exist and have at least `size` bytes."""
     deadline = time.monotonic() + 60
     while not all(path.exists() and path.stat().st_size >= size for path in paths):
         assert time.monotonic() < deadline
@@ -193,7 +190,7 @@ def test_slurm_trains_on_two_processes(files, slurm, tmp_path):
 def test_slurm_requeues_a_preempted_job_and_no_other(
     training_ends_with, environment, is_requeued, slurm, tmp_path
 ):
-    """A run that was stopped by a signal and has saved exits with 75."""
+    """A run that a signal stopped and that has saved ends with 75."""
     python = program(
         tmp_path / "python",
         f'case "$1" in *pretrain_kd.py) exit {training_ends_with};; esac; exec {sys.executable} "$@"',
@@ -227,10 +224,7 @@ def test_a_busy_controller_is_asked_again(busy, failures, requeues, slurm, tmp_p
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_slurm_passes_its_warning_on(is_training, slurm, tmp_path):
-    """The warning reaches a training that saves.
-
-    It also reaches a Python that is still starting, has no handler yet, and dies of it.
-    """
+    """The warning reaches a training that saves, or a Python that is still starting and dies of it."""
     save = "trap 'sleep 1; echo 75 >$EXIT_CODE_FILE; exit 1' USR1; touch started; while :; do sleep 0.1; done"
     die = "touch started; exec sleep 60"
     python = program(tmp_path / "python", save if is_training else die)

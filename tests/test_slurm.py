@@ -60,7 +60,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Slurm:
-    """Machine with a controller, reached through the variable SLURM_CONF."""
+    """Slurm on one machine with a controller, reached through the variable SLURM_CONF."""
 
     settings: Path
 
@@ -71,7 +71,7 @@ class Slurm:
         ).stdout
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a user who is about to start CPU runs of two processes."""
+        """Environment of a user who starts CPU runs of two processes."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -86,12 +86,15 @@ class Slurm:
         }
 
     def submit(self, argv: list[str], output: Path, *options: object) -> str:
-        """Start a run by launch/submit.py; return the job's number."""
+        """Start a run with launch/submit.py; return the number of the job."""
         own = ("--gpus-per-node", 0, "--cpus-per-task", 1, "--option", f"output={output}", *options)
         return self.ask(sys.executable, ROOT / "launch" / "submit.py", *own, *argv).split()[-1]
 
     def job(self, number: str) -> dict[str, str]:
-        """Return a job's fields (JobState, Restarts, ExitCode, ...); ask a busy controller again."""
+        """Return what Slurm knows about a job: JobState, Restarts, ExitCode, ...
+
+        Ask a busy controller again.
+        """
         deadline = time.monotonic() + CONTROLLER_S
         while True:
             try:
@@ -127,7 +130,7 @@ def is_ready(slurm: Slurm) -> bool:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    """Yield a private Slurm with its folder, ports and key; remove it at the end."""
+    """Run a private Slurm with a folder, ports and a key of its own; remove it at the end."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         pytest.skip(
             f"Slurm is not installed, no {' '.join(missing)}: "
@@ -181,16 +184,13 @@ def files(tmp_path_factory):
 
 
 def run_flags(files: Path, run: str, *more: object) -> list[str]:
-    """Return flags of a run that resumes from its own checkpoints.
-
-    Only signals make it save, and its learning rate does not depend on the last step.
-    """
+    """Return the flags of a run that resumes from its checkpoints and saves only at signals."""
     save = files / run
     return flags(files, run, "--save", save, "--load", save, "--lr-decay-style", "constant", *more)
 
 
 def steps_of(files: Path, run: str) -> int:
-    """Return the last step that is logged."""
+    """Return the last logged step."""
     lines = read_metrics(files / run) if (files / run / "metrics.jsonl").exists() else []
     return lines[-1]["iteration"] if lines else 0
 
@@ -232,10 +232,7 @@ def test_the_script_is_one_that_slurm_takes(slurm, files):
 
 @pytest.mark.fault(15)
 def test_warned_three_times_before_its_time_limit(slurm, files):
-    """The run has no last step until it has restarted three times.
-
-    It then ends like one that was never stopped.
-    """
+    """The run gets a last step only after three restarts; it then ends like one that was never stopped."""
     output, settings = files / "warned.out", files / "length.yaml"
     settings.write_text("train_iters: 1000000\n")
     argv = [*run_flags(files, "warned"), "--config", str(settings)]
@@ -276,7 +273,7 @@ def test_warned_three_times_before_its_time_limit(slurm, files):
 
 @pytest.mark.fault(15)
 def test_preempted_goes_on_and_cancelled_does_not(slurm, files):
-    """Slurm tells both by SIGTERM, and the run saves and ends with 75 both times."""
+    """Slurm sends SIGTERM in both cases, and the run saves and ends with 75 both times."""
     output = files / "urgent.out"
     job = slurm.submit(run_flags(files, "urgent", "--train-iters", 1000000), output)
     wait_until(lambda: steps_of(files, "urgent") > 5, 120, "training")

@@ -1,4 +1,4 @@
-"""Check launch/submit.py: the batch script that it writes, and the runs that it refuses to queue."""
+"""launch/submit.py: the batch script that it writes, and the runs that it refuses before they are queued."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ VALUES = {
 
 @pytest.mark.parametrize(("value", "written"), VALUES.items())
 def test_values_are_quoted_as_sbatch_reads_them(value, written, config, capsys):
-    """tests/test_slurm.py shows that sbatch accepts this."""
+    """The real sbatch reads this in tests/test_slurm.py."""
     printed = script(capsys, "--config", config, "--name", value, "--option", f"comment={value}").splitlines()
     assert f"#SBATCH --job-name={written}" in printed and f"#SBATCH --comment={written}" in printed
 
@@ -184,14 +184,14 @@ def test_times_are_read_as_slurm_reads_them(time, expected):
 
 
 def test_without_slurm_and_without_torch(config, tmp_path):
-    """Run it as a program without sbatch; it imports nothing heavy."""
-    code = "import sys; from launch.submit import main; "
-    code += f"print(main(['--config', {config!r}]), 'torch' in sys.modules)"
+    """Run it as a program without sbatch; nothing heavy is imported."""
+    call = f"main(['--config', {config!r}])"
+    code = f"import sys; from launch.submit import main; print({call}, 'torch' in sys.modules)"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ended.stdout == "1 False\n" and ended.stderr.startswith("error[sbatch-missing]: ")
 
 
 def test_no_time_limit_is_one_too(config, capsys):
-    """In Slurm 0 means that the job is never told to end."""
+    """Slurm's 0 means that the job is never told to end."""
     assert "#SBATCH --time=0\n" in script(capsys, "--config", config, "--time", "0")

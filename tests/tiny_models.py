@@ -68,6 +68,7 @@ FAMILIES = {
             sliding_window=12,
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
             query_pre_attn_scalar=24,
+            pad_token_id=None,  # transformers drops the gradient of this token's embedding, mkd does not
             rope_parameters={
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -2,10 +2,11 @@
 
 Layout of a save directory:
 
-    SAVE/iter_0000010/               a `torch_dist` checkpoint, readable at any TP x PP x DP layout
-    SAVE/iter_0000010/mkd.json       iteration, consumed samples, layout, fingerprints (plain JSON)
-    SAVE/iter_0000010/hf/            the student's config.json and generation config, the tokenizer: for the
-    export to HF SAVE/iter_0000010/manifest.json  size and SHA-256 of every file
+    SAVE/iter_0000010/                a `torch_dist` checkpoint, readable at any TP x PP x DP layout
+    SAVE/iter_0000010/mkd.json        iteration, consumed samples, layout, fingerprints (plain JSON)
+    SAVE/iter_0000010/hf/             the student's config.json and generation config, the tokenizer:
+                                      for the export to HF
+    SAVE/iter_0000010/manifest.json   size and SHA-256 of every file
     SAVE/latest_checkpointed_iteration.txt    written last, replaced atomically
 
 A checkpoint never contains the teacher.
@@ -59,7 +60,7 @@ __all__ = [
     "start_save",
 ]
 
-# State of modules that can have 8-bit scales: written as by Megatron; not read, because mkd has none.
+# State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"
 STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
 
@@ -70,9 +71,8 @@ class TrainingState:
 
     models: Sequence[MegatronModule]  # this rank's parts of the student, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
-    scheduler: OptimizerParamScheduler | None = (
-        None  # not saved: its count of updates follows from the position
-    )
+    # Not saved, because its count of updates follows from the position.
+    scheduler: OptimizerParamScheduler | None = None
 
 
 def save_checkpoint(
@@ -85,8 +85,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/iter_NNNNNNN`, move the pointer to it and return the folder. Collective.
 
-    `more` goes to `start_save`. If one rank fails, all raise CheckpointError; the pointer and the checkpoints
-    that were there before stay as they are.
+    `more` goes to `start_save`. If one rank fails, all raise CheckpointError. The pointer and the earlier
+    checkpoints then stay as they are.
     """
     return start_save(directory, state, position, context, assets, **more).write().finish()
 
@@ -100,10 +100,10 @@ def start_save(
     *,
     # Identity of the run: fingerprints and settings, compared when it resumes.
     run_identity: Mapping[str, object] | None = None,
-    open_interval: Mapping[str, object] | None = None,  # metrics of steps that are in no record yet
+    open_interval: Mapping[str, object] | None = None,  # metrics of steps that no record has yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
-    announce: Callable[[str, int], None] = announce_nothing,  # told of the moments of the save
+    announce: Callable[[str, int], None] = announce_nothing,  # called at each moment of the save
 ) -> Save:
     """Capture the current state, `copied` if training continues before it is written. Collective."""
     if state.optimizer is not None:

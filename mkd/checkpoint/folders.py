@@ -3,7 +3,7 @@
 SAVE/iter_0000010/                        a complete checkpoint with its manifest
 SAVE/iter_0000010.partial/                a checkpoint that is being written or removed; never read
 SAVE/iter_0000010.replaced/               the old checkpoint of an iteration while the new one takes its name
-SAVE/iter_0000010.abandoned/              a checkpoint after the one that a run was rewound to; never read
+SAVE/iter_0000010.abandoned/              a checkpoint after the one that a run rewound to; never read
 SAVE/latest_checkpointed_iteration.txt    the pointer: written last, replaced atomically
 """
 
@@ -23,7 +23,7 @@ from mkd.plan.model_shape import ModelShape
 
 POINTER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "mkd.json"
-COMMON_FILE = "common.pt"  # everything that is not a tensor and equal on all ranks
+COMMON_FILE = "common.pt"  # all content except tensors that is equal on all ranks
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
@@ -36,7 +36,7 @@ class TrainingPosition:
 
     iteration: int = 0
     consumed_samples: int = 0
-    consumed_tokens: int = 0  # of these packs, whose length may change between runs
+    consumed_tokens: int = 0  # tokens of these packs, whose length may change between runs
     skipped_iterations: int = 0
 
 
@@ -48,7 +48,7 @@ class Retention:
     interval: int | None = None  # also keep iterations that are a multiple of it
 
     def keeps(self, iteration: int, place: int) -> bool:
-        """Return whether the checkpoint of `iteration`, number `place` from the latest (0), stays."""
+        """Return True if the checkpoint of `iteration`, number `place` from the latest (0), stays."""
         if self.newest is None and self.interval is None:
             return True
         return place < (self.newest or 1) or (self.interval is not None and iteration % self.interval == 0)
@@ -60,7 +60,7 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 
 
 def holds_checkpoints(directory: Path) -> bool:
-    """Return whether `directory` is a checkpoint or contains any, intact or damaged."""
+    """Return True if `directory` is a checkpoint or contains any, intact or damaged."""
     return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(
         saved_iterations(directory)
     )
@@ -69,7 +69,7 @@ def holds_checkpoints(directory: Path) -> bool:
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     """Return the iteration folder that `directory` points to or is itself; None if nothing is saved there.
 
-    Looks at names only; `load_checkpoint` checks the contents. Raises CheckpointError if the pointer leads
+    Look at names only; `load_checkpoint` checks the contents. Raises CheckpointError if the pointer leads
     nowhere, or if `directory` is a checkpoint of another step.
     """
     if (directory / MEGATRON_FILE).exists():
@@ -103,7 +103,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
 
 
 def named_by_pointer(directory: Path) -> Path | None:
-    """Return the folder that the pointer names, existing or not; None and errors as `read_pointer`."""
+    """Return the folder that the pointer names, existing or not. None and errors are as in `read_pointer`."""
     step = read_pointer(directory)
     return None if step is None else iteration_folder(directory, step)
 
@@ -159,7 +159,7 @@ def point_at(folder: Path) -> None:
 
 
 def later_than_pointer(directory: Path) -> list[Path]:
-    """Return the checkpoints after the one that the pointer names: a rewind left them behind."""
+    """Return the checkpoints after the one that the pointer names, which a rewind left behind."""
     try:
         named = read_pointer(directory)
     except CheckpointError:
@@ -169,7 +169,7 @@ def later_than_pointer(directory: Path) -> list[Path]:
 
 
 def abandon(folders: Iterable[Path]) -> None:
-    """Rename checkpoints so that retention and fallback ignore them; delete older ones of that name."""
+    """Rename checkpoints so that retention and fallback ignore them. Delete older ones of that name."""
     for folder in folders:
         left = folder.with_name(folder.name.removesuffix(REPLACED) + ABANDONED)
         remove(left)
@@ -197,7 +197,7 @@ def _iteration(folder: Path) -> int:
 
 
 def has_valid_names(folder: Path) -> bool:
-    """Return whether a folder has a manifest and all files in it have their sizes."""
+    """Return True if a folder has a manifest and all files in it have their sizes."""
     try:
         entries = read_manifest(folder)
     except ManifestError:
@@ -217,7 +217,7 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint if it exists, renamed to .partial first, so that nobody reads the remains."""
+    """Delete a checkpoint if it exists, renamed to .partial first, so that no process reads the remains."""
     if not folder.exists():
         return
     doomed = folder.with_name(folder.name.removesuffix(PARTIAL) + PARTIAL)
@@ -236,7 +236,7 @@ def remove_stumps(directory: Path) -> None:
 def apply_retention(directory: Path, retention: Retention, latest: int) -> list[Path]:
     """Delete intact checkpoints up to iteration `latest`, just saved, that `retention` drops; return them.
 
-    Damaged ones, later ones and those without a manifest are neither counted nor deleted.
+    Damaged checkpoints, later ones and those without a manifest are neither counted nor deleted.
     """
     doomed, place = [], 0
     for folder in saved_iterations(directory):
@@ -263,7 +263,7 @@ def position_of(state: Mapping) -> TrainingPosition:
 
 
 def require_same_model(folder: Path, shape: ModelShape) -> None:
-    """Raise CheckpointError if `folder` describes another model; accept a folder without a description."""
+    """Raise CheckpointError if `folder` describes another model. Accept a folder without a description."""
     described = folder / HF_FOLDER
     if not (described / "config.json").exists():
         return
@@ -279,7 +279,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
 
 
 def read_state(folder: Path) -> dict:
-    """Return the JSON state of a checkpoint; one of another Megatron engine has none and starts at 0."""
+    """Return the JSON state of a checkpoint. One of another Megatron engine has none and starts at 0."""
     path, first = folder / STATE_FILE, asdict(TrainingPosition())
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

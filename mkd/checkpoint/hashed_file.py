@@ -1,6 +1,6 @@
 """A new file that is hashed while it is written to the disk, past the page cache.
 
-An ordinary write copies bytes to the page cache and from there to the disk; the kernel's copy takes a
+An ordinary write copies bytes to the page cache and from there to the disk. The kernel's copy takes a
 processor nearly as long as hashing. With O_DIRECT the disk fetches the bytes from a buffer of this process,
 and the processor hashes meanwhile.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from mkd.checkpoint.manifest import FileEntry
 
 BUFFER_BYTES = 1 << 22
-ALIGNMENT = 1 << 12  # bytes; disks need it of offsets, lengths and memory
+ALIGNMENT = 1 << 12  # bytes; disks require it for offsets, lengths and memory
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems in memory, of disks with larger blocks
+NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # file systems in memory, disks with larger blocks
 
 
 class HashedFile:

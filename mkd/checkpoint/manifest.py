@@ -57,7 +57,7 @@ def manifest_text(entries: Mapping[str, FileEntry]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry] | None:
-    """Return file -> entry; None for a folder without manifest. Raises ManifestError if it is damaged."""
+    """Return file -> entry; None for a folder without a manifest. Raises ManifestError if it is damaged."""
     path = folder / MANIFEST_FILE
     try:
         text = path.read_bytes().decode("utf-8")
@@ -102,7 +102,7 @@ def check_contents(folder: Path, entries: Mapping[str, FileEntry]) -> str | None
 
 
 def share_of(entries: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, FileEntry]:
-    """Return the share of `rank` when all ranks check: every file once, about equal bytes per rank."""
+    """Return the files that `rank` checks: every file on one rank, about equal bytes per rank."""
     loads, mine = [0] * world_size, {}
     for name in sorted(entries, key=lambda name: (-entries[name].size, name)):
         lightest = loads.index(min(loads))

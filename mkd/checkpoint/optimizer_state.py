@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mkd.errors import CheckpointError
 
-STATE_KEYS = ("params", "step")  # of a parameter group; all other keys are settings
+STATE_KEYS = ("params", "step")  # keys of a parameter group that are state; all others are settings
 
 
 def optimizer_kind(optimizer: MegatronOptimizer | None) -> str | None:
@@ -77,11 +77,11 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
 
     With torch's AdamW, Megatron's distributed optimizer skips `step` when it reads and then asks for it. So
     the shared step is loaded first, with the groups, and is set aside while the moments are copied. At that
-    point it is one tensor for all parameters, which AdamW would increment once for each; so every parameter
-    gets its own copy.
+    point it is one tensor for all parameters, which AdamW would increment once for each of them. Every
+    parameter therefore gets a copy.
     """
     (inner,) = optimizer.chained_optimizers
-    # Moments of the distributed optimizer; the replicated one has them in `state`.
+    # Moments of the distributed optimizer. The replicated one has them in `state`.
     moments = loaded.pop("param_state", None)
     _count_as(inner.optimizer, loaded.get("optimizer", loaded))
     settings = [

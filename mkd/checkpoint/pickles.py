@@ -1,4 +1,4 @@
-"""Check of the pickles in a `torch_dist` checkpoint before Megatron loads them: none of them may run code.
+"""Check the pickles in a `torch_dist` checkpoint before Megatron loads them: none may run code.
 
 torch unpickles `.metadata`, a plain pickle, and the byte entries of the shards, `torch.save` files, without
 limits. This check first reads both with an allow-list and refuses everything else by name.

@@ -54,8 +54,8 @@ def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
 class WriterLock:
     """The lock that rank 0 holds for as long as the run may save.
 
-    The operating system's lock on the file decides; it ends with the process, however that ends. The text in
-    the file is for people. Only on a file system without locks does the text decide. A writer is then a live
+    The operating system's lock on the file decides. It ends with the process, however the process ends. The
+    text in the file is for people, and decides only on a file system without locks. A writer is then a live
     process of this host, or any process of another host, unless it belongs to the same Slurm job.
     """
 
@@ -108,7 +108,7 @@ def _read(descriptor: int) -> dict:
 
 
 def _is_writer(holder: dict) -> bool:
-    """Return whether the process named in the file may still write; {} names nobody."""
+    """Return True if the process named in the file may still write; {} names none."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():

@@ -50,11 +50,11 @@ class Contents:
 
     position: TrainingPosition
     state: dict  # other entries of mkd.json: layout, optimizer, fingerprints
-    assets: HFAssets | None  # of the student
+    assets: HFAssets | None  # the student's
 
 
 def announce_nothing(moment: str, iteration: int) -> None:
-    """Ignore the moments of a save that nobody follows."""
+    """Ignore the moments of a save that has no followers."""
 
 
 @dataclass
@@ -65,9 +65,8 @@ class Save:
     contents: Contents
     context: ParallelContext
     retention: Retention = Retention()
-    announce: Callable[[str, int], None] = (
-        announce_nothing  # (moment of the save, iteration); see mkd.operations.phases
-    )
+    # Called with (moment of the save, iteration); see mkd.operations.phases.
+    announce: Callable[[str, int], None] = announce_nothing
     entries: dict[str, FileEntry] = field(default_factory=dict)  # one for each file of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
@@ -84,7 +83,7 @@ class Save:
         return self.folder.with_name(self.folder.name + PARTIAL)
 
     def start(self, sharded: ShardedStateDict, copied: bool) -> Save:
-        """Capture the tensors, as copies or as they are, and plan who writes what. Collective."""
+        """Capture the tensors, as copies or as they are, and plan which rank writes which. Collective."""
         self.begun = time.monotonic()
         on_rank_0(self._make_room, self._explain)
         tensors, common = save_preprocess(sharded)

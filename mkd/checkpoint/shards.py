@@ -55,7 +55,7 @@ class Written:
 
 
 def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: bool) -> Shards:
-    """Divide the tensors among the ranks of `group` that hold the same ones. Collective over all ranks.
+    """Divide the tensors among the ranks of `group` that hold equal copies. Collective over all ranks.
 
     If `copied`, the items are copies in host memory, which later training steps do not change.
     """
@@ -102,7 +102,7 @@ def write_metadata(metadata: Metadata, written: Sequence[Written], folder: Path)
 
 
 def _balanced(items: Sequence[tuple[WriteItem, Tensor | io.BytesIO]]) -> list[list]:
-    """Return the items in lists of about equal bytes, one for each file and thread."""
+    """Divide the items into lists of about equal bytes, one for each file and thread."""
     files = min(MAX_FILES, usable_cores())
     buckets, loads = [[] for _ in range(files)], [0] * files
     for item, data in sorted(items, key=lambda pair: -pair[1].nbytes if isinstance(pair[1], Tensor) else 0):
@@ -120,9 +120,8 @@ def _write_file(path: Path, bucket: list, on_item: Callable[[], None]) -> tuple[
             start = file.size
             if isinstance(data, Tensor):
                 data = data.cpu()
-                if (
-                    data.untyped_storage().nbytes() != data.nbytes
-                ):  # a view: torch would save the whole storage
+                # torch would save the whole storage of a view.
+                if data.untyped_storage().nbytes() != data.nbytes:
                     data = data.clone()
                 torch.save(data, file)
             else:

@@ -93,7 +93,7 @@ def _problem(
 
 
 def _others(directory: Path, named: Path | None) -> list[Path]:
-    """Return the checkpoints except `named`, latest first; those after it, left by a rewind, come last."""
+    """Return the checkpoints except `named`, latest first. Those after it, left by a rewind, come last."""
     folders = [folder for folder in saved_iterations(directory) if folder != named]
     return (
         folders

@@ -1,14 +1,16 @@
-"""Settings of a run, without torch. In reading order:
+"""Settings of a run, without torch.
 
-field.py             a documented field, which becomes a flag and a YAML key
-schema.py            all settings of a run, a dataclass per section
-models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
-divergence.py        the divergences: names, parameters, formulas
-run_files.py         data, checkpoints, reports
-split.py             the format of the setting `split`
-options.py           the schema as a flat list of options; reading values from text
-megatron_flags.py    flags of Megatron-LM that mkd does not have
-flags.py             the command line
-yaml_file.py         the YAML file
-load.py              both together, with the origin of every value
+In reading order:
+
+    field.py             a documented field, which becomes a flag and a YAML key
+    schema.py            all settings of a run, a dataclass per section
+    models.py            student, teachers, and the extra settings of a cross-tokenizer teacher
+    divergence.py        the divergences: names, parameters, formulas
+    run_files.py         data, checkpoints, reports
+    split.py             the format of the setting `split`
+    options.py           the schema as a flat list of options; reading values from text
+    megatron_flags.py    flags of Megatron-LM that mkd does not have
+    flags.py             the command line
+    yaml_file.py         the YAML file
+    load.py              both together, with the origin of every value
 """

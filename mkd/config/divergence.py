@@ -15,8 +15,9 @@ from mkd.config.field import option
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a divergence depends on: `jsd_beta` of a teacher, `kd_jsd_beta` and `--kd-jsd-beta` for
-    all of them.
+    """A number that a divergence depends on.
+
+    Example: `jsd_beta` of a teacher; `kd_jsd_beta` and `--kd-jsd-beta` for all teachers.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a divergence is called, what it reads, and how it is written down."""
+    """The name of a divergence, its parameter and its formula."""
 
     name: str
     help: str  # completes "NAME ..." in the help of --kd-divergence
@@ -56,8 +57,8 @@ SKEW_ALPHA = Parameter(
     0.1,
     "from 0 to below 1",
     lambda x: 0.0 <= x < 1.0,
-    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it is compared "
-    "with, from 0 to below 1; 0 means the plain KL",
+    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it "
+    "is compared with, from 0 to below 1; 0 means the plain KL",
 )
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
@@ -91,7 +92,8 @@ DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
             # Source of both: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1.
             Declaration(
                 "skewed_forward_kl",
-                "is KL(teacher || mixture of both), with a gradient that stays bounded where the student is 0",
+                "is KL(teacher || mixture of both), with a gradient that stays bounded where the "
+                "student is 0",
                 "KL(p_t || m), m = {x:g} p_t + {y:g} p_s",
                 SKEW_ALPHA,
                 ends=((0.0, "forward_kl"),),
@@ -127,7 +129,7 @@ class KDDivergence:
 
     kd_divergence: str = option(
         "forward_kl",
-        "what is minimised: " + "; ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
+        "divergence to minimise: " + "; ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
         choices=DIVERGENCES,
     )
     kd_jsd_beta: float = _for_all(JSD_BETA)
@@ -137,10 +139,13 @@ class KDDivergence:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """One teacher's own divergence: part of its section. None means the value of `kd`."""
+    """One teacher's divergence: part of its section. None means the value of `kd`."""
 
     divergence: str | None = option(
-        None, "what is minimised for this teacher (default: --kd-divergence)", choices=DIVERGENCES, flag=False
+        None,
+        "divergence to minimise for this teacher (default: --kd-divergence)",
+        choices=DIVERGENCES,
+        flag=False,
     )
     jsd_beta: float | None = _for_teacher(JSD_BETA)
     mixed_kl_weight: float | None = _for_teacher(MIXED_KL_WEIGHT)
@@ -160,7 +165,7 @@ class DivergenceSettings:
 
     @classmethod
     def from_config(cls, kd: KDDivergence, teacher: TeacherDivergence | None = None) -> DivergenceSettings:
-        """Return what `teacher` is compared by: its own settings, else those of `kd`."""
+        """Return the divergence for `teacher`: its own settings, else those of `kd`."""
 
         def first(name: str) -> object:
             own = getattr(teacher, name, None)
@@ -172,7 +177,7 @@ class DivergenceSettings:
         return cls(name, value)
 
     def resolved(self) -> DivergenceSettings:
-        """Return the divergence that this one means at an end of its parameter's range, else itself."""
+        """Return the divergence that this one equals at an end of its parameter's range, else itself."""
         ends = dict(DECLARATIONS[self.name].ends)
         name = None if self.parameter is None else ends.get(self.parameter)
         return self if name is None else DivergenceSettings(name)

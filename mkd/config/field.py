@@ -1,4 +1,4 @@
-"""A documented field of the schema: its help text is that of its flag and of its YAML key."""
+"""A documented field of the schema. Its flag and its YAML key share its help text."""
 
 from __future__ import annotations
 

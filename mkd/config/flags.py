@@ -1,4 +1,4 @@
-"""The command line: argparse built from the schema, with errors of mkd's own family."""
+"""The command line: argparse built from the schema, with errors of mkd's own classes."""
 
 from __future__ import annotations
 

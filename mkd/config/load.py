@@ -1,4 +1,4 @@
-"""Read the command line and a YAML file into a `Config` whose values all know their origin."""
+"""Read the command line and a YAML file into a `Config`, and record the origin of every value."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LoadedConfig:
 def load_config(argv: Sequence[str]) -> LoadedConfig:
     """Read the command line (without the program's name) and the YAML file it names with --config.
 
-    The command line wins over the file, the file over defaults. Raises one ErrorList with everything that is
-    wrong.
+    The command line takes precedence over the file, the file over defaults. Raises one ErrorList with every
+    problem.
     """
     command_line = parse_command_line(argv)
     file = read_yaml(command_line.config_file) if command_line.config_file else YamlFile("")

@@ -1,6 +1,6 @@
-"""Flags of Megatron-LM's training scripts that mkd does not have, and flags that mkd does not have yet.
+"""Flags of Megatron-LM's training scripts that mkd does not have, or does not have yet.
 
-If a command line or YAML file names one, the error says what to do instead; no flag is silently ignored.
+If a command line or YAML file names one, the error says what to do instead. No flag is silently ignored.
 """
 
 from __future__ import annotations

@@ -69,18 +69,18 @@ class XTokenConfig:
     )
     top_k: int | None = option(
         None,
-        "teacher's most probable common tokens that partition_kl compares one by one. The others count in "
-        "sum (default: all)",
+        "teacher's most probable common tokens that partition_kl compares one by one. The others count "
+        "as one sum (default: all)",
     )
     exact_token_match_only: bool = option(
-        False, "leave out all chunks but those of one student token and the same teacher token"
+        False, "skip all chunks except those of one student token and the same teacher token"
     )
     relaxed_map: bool = option(
         False,
         "count tokens as common that differ only in case, leading space or normalisation, with gold or h_kl",
     )
     reasoning: bool = option(
-        True, "distil the reasoning regions of assistant turns too. Without it only what follows them"
+        True, "distil the reasoning regions of assistant turns too. Without it, only the text after them"
     )
 
 
@@ -118,15 +118,15 @@ class TeacherConfig(TeacherDivergence):
     )
     residency: str = option(
         "device",
-        "place of the teacher's weights: device, or host (pinned memory). From the host layers come to the "
-        "device one after another: less device memory, slower",
+        "place of the teacher's weights: device, or host (pinned memory). With host, layers are copied to "
+        "the device one after another, which takes less device memory and is slower",
         choices=RESIDENCIES,
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
 
 
 def teacher_names(teachers: Sequence[TeacherConfig]) -> tuple[str, ...]:
-    """Return a name for each teacher: the configured one, else that of its folder, else `teacher0`.
+    """Return a name for each teacher: the configured one, else its folder's name, else `teacher0`.
 
     If another teacher already has a folder's name, the teacher's number is appended. Configured names never
     change.

@@ -14,7 +14,7 @@ from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import UsageError
 
 FIRST_TEACHER = "teachers[0]"
-XTOKEN = ".xtoken"  # behind a teacher's section, that of its cross-tokenizer settings
+XTOKEN = ".xtoken"  # after a teacher's section: the section of its cross-tokenizer settings
 _NAME_PREFIXES = {"student": "student_", FIRST_TEACHER: "teacher_", FIRST_TEACHER + XTOKEN: "xtoken_"}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -32,7 +32,7 @@ class Option:
     name: str
     kind: type  # int, float, bool, str, or tuple for a list of str
     default: Any
-    optional: bool  # None is a value
+    optional: bool  # None is a valid value
     help: str
     choices: tuple[str, ...] | None
     has_flag: bool
@@ -61,7 +61,7 @@ class Option:
         return self.flag if self.has_flag else self.path
 
     def parse(self, texts: list[str], label: str) -> Any:
-        """Parse `texts` (one, or several for a list). Raises UsageError that starts with `label`."""
+        """Parse `texts` (one, or several for a list). Raises UsageError whose text starts with `label`."""
         if self.kind is tuple:
             return tuple(texts)
         (text,) = texts

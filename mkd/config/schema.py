@@ -51,7 +51,7 @@ class ParallelConfig:
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
-        "virtual stages of each pipeline rank, for interleaving. Another way to give "
+        "virtual stages of each pipeline rank, for interleaving. Alternative to "
         "--num-layers-per-virtual-pipeline-stage (default: no interleaving)",
     )
     pipeline_layout: str = option(
@@ -103,7 +103,7 @@ class KDConfig(KDDivergence):
     kd_ratio: float = option(
         0.5,
         "weight of distillation in the loss, 0 to 1. 0 is plain training and never loads the teacher; "
-        "1 never computes the cross entropy",
+        "training at 1 computes no cross entropy",
     )
     kd_temperature: float = option(
         1.0,
@@ -142,17 +142,17 @@ class KDConfig(KDDivergence):
 
     @property
     def averages_teachers(self) -> bool:
-        """Whether one divergence compares the student with the mean of all teachers."""
+        """True if one divergence compares the student with the mean of all teachers."""
         return self.teacher_combination == "average"
 
     @property
     def selects_teacher(self) -> bool:
-        """Whether each pack has the loss of its best teacher alone."""
+        """True if each pack has the loss of its best teacher alone."""
         return self.teacher_combination == "select"
 
     @property
     def weighs_packs(self) -> bool:
-        """Whether the weights of several teachers differ from pack to pack."""
+        """True if the weights of several teachers differ from pack to pack."""
         return self.selects_teacher or self.teacher_weighting != "static"
 
 
@@ -179,13 +179,13 @@ class TrainingConfig:
     )
     eval_iters: int = option(
         10,
-        "global batches of one evaluation, at most. 0 means never evaluate. Fewer than Megatron's 100 suffice, "
-        "because packs of held-out text are full",
+        "global batches of one evaluation, at most. 0 means never evaluate. Fewer than Megatron's "
+        "100 suffice, because packs of held-out text are full",
     )
     exit_interval: int | None = option(
         None,
-        "number of iterations to stop and save after, when the iteration is a multiple of it (default: at "
-        "the end)",
+        "interval of iterations: the run saves and stops when the iteration is a multiple of it "
+        "(default: at the end)",
     )
     exit_duration_in_mins: float | None = option(
         None,
@@ -234,7 +234,7 @@ class TrainingConfig:
 
     @property
     def evaluates(self) -> bool:
-        """True if the run evaluates held-out data or tasks; Megatron's --eval-iters 0 switches that off too."""
+        """True if the run evaluates held-out data or tasks. Megatron's --eval-iters 0 switches both off."""
         return bool(self.eval_interval and self.eval_iters)
 
 

@@ -19,7 +19,7 @@ class Split(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float]:
-        """(end of training, end of validation) as fractions of the documents; test has the rest."""
+        """(end of training, end of validation) as fractions of the documents; the rest is test."""
         total = sum(self)
         return self.training / total, (self.training + self.validation) / total
 

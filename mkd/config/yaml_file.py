@@ -1,6 +1,6 @@
 """The YAML file: same names as the flags, grouped in sections for people; every value remembers its line.
 
-The file is parsed into YAML nodes only, never into Python objects, so that no file can run code; the schema
+The file is parsed into YAML nodes only, never into Python objects, so that no file can run code. The schema
 decides how a scalar's text is read. A key is known by its flag name (`kd_ratio`), in any section or at the
 top level, and inside its own section also without the section's name (`ratio`).
 """
@@ -38,7 +38,7 @@ class YamlFile:
         return f"{self.path}:{node.start_mark.line + 1}"
 
     def fail(self, node: yaml.Node, error: UsageError) -> None:
-        """Add `error`, with the place of `node` before it."""
+        """Add `error`, preceded by the place of `node`."""
         self.errors.append(error.located(self.place(node)))
 
 
@@ -107,7 +107,7 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
 
 
 def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
-    """Read the nested section. Even empty it has a meaning, so its own path is among the values."""
+    """Read the nested section. Even empty it has a meaning, so its path is among the values."""
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
         file.fail(

@@ -1,17 +1,17 @@
 """The data of a run: the journey documents -> encoding -> store -> packing -> batch -> loader.
 
-sources.py              the data flags: blends of paths, splits, raw files and tokenised corpora
-documents.py            the records of a raw file, and the document (ids and loss mask) that each becomes
+sources.py              data flags: blends of paths, splits, raw files and tokenised corpora
+documents.py            records of a raw file, and the document (ids and loss mask) that each becomes
 quarantine.py           bad records: counted, listed with their place, and skipped up to a limit
-encoding.py             raw files to encoded documents in worker processes, with texts joined and cut
+encoding.py             encoding of raw files in worker processes, with texts joined and cut
 drafts.py               names of files that are still being written; removal of abandoned ones
 store_builder.py        a tokenised corpus written to disk, whole or not at all
 store.py                a tokenised corpus on disk, read memory-mapped
 packing.py              documents to pieces, pieces to packs, packs to rows
-order.py, dataset.py    which pack is sample k of a run, and packs by number
+order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
 loader.py               the micro-batches of one rank for training and for evaluation
-build.py                from the data flags to the data sets of a run, cross-tokenizer teachers included
+build.py                the data sets of a run from its data flags, cross-tokenizer teachers included
 pack_view.py            packs as text for people
 aligned/                the same corpus in the tokens of a cross-tokenizer teacher, with the aligned chunks
 stored/                 the top-k predictions of a teacher that ran earlier

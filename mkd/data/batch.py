@@ -39,7 +39,7 @@ def whole(values: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Extra:
-    """An input of the stages that is no token id: positions of several dimensions, images, document ids."""
+    """An input of the stages other than token ids: positions of several dimensions, images, document ids."""
 
     values: Tensor
     cut: Callable[[Tensor, Tensor], Tensor] = by_token  # (values, rows of a context-parallel rank)
@@ -47,7 +47,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """k packs as one THD row of k * seq_length tokens, or the t of them that one context-parallel rank holds.
+    """k packs as one THD row of k * seq_length tokens, or the t of them on one context-parallel rank.
 
     Document i lies at [cu_seqlens_padded[i], cu_seqlens_padded[i+1]) of the row and has cu_seqlens[i+1] -
     cu_seqlens[i] tokens; the rest of its span is padding, which has no loss. A pack's unused tail is padding
@@ -111,8 +111,10 @@ class PackedBatch:
 
 
 def empty_pack(seq_length: int, pad_id: int) -> Pack:
-    """Return a pack of padding alone: one document without tokens, no loss. It fills up the last step of an
-    evaluation."""
+    """Return a pack of padding alone: one document without tokens, no loss.
+
+    It fills up the last step of an evaluation.
+    """
     return Pack(
         tokens=np.full(seq_length, pad_id, dtype=np.int64),
         labels=np.zeros(seq_length, dtype=np.int64),

@@ -1,6 +1,4 @@
-"""From the data flags to the data sets of a run: one process prepares the corpora, then all processes open
-them.
-"""
+"""The data sets of a run, from its data flags: one process prepares the corpora, then all open them."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def open_datasets(
     append_eod: bool = True,
     cache_dir: str,  # folder for the tokens of raw files; all processes must see it
     document_multiple: int = 1,  # documents are padded to a multiple of it
-    workers: int = 0,  # most processes that tokenise; 0: this one. Small files do not start any
-    characters_per_sample: int | None = None,  # join text records to so many characters; default: do not join
+    workers: int = 0,  # most processes that tokenise; 0: this one. Small files start none
+    characters_per_sample: int | None = None,  # join text records to this many characters; default: no join
     max_bad_records: int = 0,  # bad records of a raw file that may be skipped
     quarantine: str | None = None,  # file that lists the skipped records; default: no file
     teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher that runs
@@ -54,10 +52,11 @@ def open_datasets(
 
     The process with `is_builder` tokenises raw files into `cache_dir`, once for every content, tokenizer and
     setting. Every process calls `share(value)` once; it waits for the builder and returns the builder's value
-    (picklable). An error of the builder is raised in every process. The builder calls `progress` often; it
-    may raise. With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the
-    corpora are tokenised and aligned in the same way, and packs get their part. A record that one of them
-    refuses is a bad record, and the student skips it too.
+    (picklable), or raises its error. The builder calls `progress` often; it may raise.
+
+    With `valid_data_path`, all of `data_path` is for training. For cross-tokenizer `teachers` the corpora are
+    tokenised and aligned in the same way, and packs get their part. A record that one of them refuses is a
+    bad record, and the student skips it too.
     """
     train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
     valid = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
@@ -76,8 +75,7 @@ def open_datasets(
         overlong=overlong,
         document_multiple=document_multiple,
     )
-    train_data = _open_blend(train, prepared, 0.0, train_end, open_packed)
-    if train_data is None:
+    if (train_data := _open_blend(train, prepared, 0.0, train_end, open_packed)) is None:
         raise DataError(
             f"--split {split} leaves no document for training",
             do="give training a larger part, or more documents",
@@ -138,8 +136,9 @@ class _Preparation:
         }
 
     def _student_prefix(self, path: str, flag: str) -> str:
-        """Return the prefix of the tokenised corpus of `path`, checked against the model; tokenise unless it
-        is cached.
+        """Return the prefix of the tokenised corpus of `path`, checked against the model.
+
+        The corpus is tokenised unless it is cached.
         """
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
         store = TokenStore.open(prefix)
@@ -199,13 +198,15 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
 
 
 def require_text(store: TokenStore, name: str) -> None:
-    """Raise DataError if the corpus, called `name`, holds what no cross-tokenizer teacher can read:
-    conversations.
+    """Raise DataError if the corpus, called `name`, holds conversations.
+
+    No cross-tokenizer teacher can read them from tokens: they are in the student's chat template.
     """
     if "messages" in store.meta.get("kinds", ()):
         raise DataError(
             f"{name} is a tokenised corpus of conversations, and a teacher has another tokenizer",
-            "the conversations are in the student's chat template, and this teacher was trained on another one",
+            "the conversations are in the student's chat template, "
+            "and this teacher was trained on another one",
             "name the raw file of the conversations instead: each model then reads them in its own template",
             code="corpus-of-conversations-for-teacher",
         )
@@ -225,7 +226,7 @@ def require_file(path: str, flag: str) -> None:
 def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[[Any], Any]) -> Any:
     """Return the builder's result of `prepare()`, or raise its error, in every process.
 
-    Every error of the builder is shared, so that no process waits for ever.
+    Every error of the builder is shared, so that no process waits forever.
     """
     outcome = cause = None
     if is_builder:
@@ -255,8 +256,9 @@ def _open_blend(
     end: float,
     open_packed: Callable[..., PackedDataset],
 ) -> BlendedDataset | None:
-    """Return the documents [begin, end) of each corpus (fractions, rounded as Megatron does); None if there
-    are none.
+    """Return the documents [begin, end) of each corpus; None if there are none.
+
+    The borders are fractions, rounded as Megatron does.
     """
     members, weights = [], []
     for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):

@@ -112,9 +112,7 @@ class PackedDataset:
         ]
 
     def _describe_bad_records(self) -> str:
-        """Count the bad records of the whole corpus and the documents of this data set that a teacher
-        refuses.
-        """
+        """Count the corpus's bad records and the documents of this data set that a teacher refuses."""
         bad = self.store.meta.get("bad_records", 0) + self._num_left_out
         return f", {bad} bad records skipped" if bad else ""
 
@@ -152,11 +150,11 @@ class PackedDataset:
 
 
 class BlendedDataset:
-    """Several packed corpora, concatenated: pack i of member m has the number (packs of the members before m)
-    + i.
+    """Several packed corpora, concatenated.
 
-    With `weights`, training and evaluation draw from the members in that proportion, and each member has
-    separate epochs. Without weights, all packs form one epoch.
+    Pack i of member m has the number (packs of the members before m) + i. With `weights`, training and
+    evaluation draw from the members in that proportion, and each member has separate epochs. Without weights,
+    all packs form one epoch.
     """
 
     def __init__(self, members: Sequence[PackedDataset], weights: Sequence[float] | None = None):
@@ -174,7 +172,7 @@ class BlendedDataset:
         return replace(member[number], sample_id=index)
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
-        """See PackedDataset."""
+        """Return the same as PackedDataset."""
         member, number = self._place(index)
         return member.documents_of(number)
 
@@ -197,7 +195,10 @@ class BlendedDataset:
         return BlendOrder([len(member) for member in self.members], self.weights, seed, shuffle)
 
     def evenly_spaced(self, count: int) -> np.ndarray:
-        """Return `count` packs that represent all of them, int64; with weights, every member has its share."""
+        """Return `count` packs that represent all of them, int64.
+
+        With weights, each member gives its share.
+        """
         return evenly_spaced([len(member) for member in self.members], self.weights, count)
 
     def describe(self) -> list[str]:
@@ -212,6 +213,7 @@ def _no_loss_tokens(store: TokenStore, num_documents: int, seq_length: int, over
     return DataError(
         f"{store.prefix}: no loss tokens",
         why,
-        "check that conversations have assistant turns, completions are not empty, and texts are longer than one token",
+        "check that conversations have assistant turns, completions are not empty, "
+        "and texts are longer than one token",
         code="corpus-without-loss-tokens",
     )

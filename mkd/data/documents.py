@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,32 +19,55 @@ JSON_SUFFIXES = (".jsonl", ".json")
 ARROW_SUFFIXES = (".parquet", ".arrow")
 TEXT_SUFFIX = ".txt"
 RAW_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES, TEXT_SUFFIX)
-KINDS = {"text": ("text",), "messages": ("messages",), "prompt-completion": ("prompt", "completion")}
-FORMS = '{"text"}, {"messages"} or {"prompt", "completion"}'
 MAX_CHARACTERS = 1_000_000  # in one document; tokenizers need up to 200 bytes of memory per character
 TABLE_ROWS_PER_READ = 256  # rows of a parquet or arrow file held in memory at a time
 
 Row = bytes | Mapping | DataError
-"""A raw record: a line of JSON, a row of a table, {"text": bytes} for a line of text, or why a row has no
-values.
+"""A raw record, or the reason why a row has no values.
+
+A record is a line of JSON, a row of a table, or {"text": bytes} for a line of text.
 """
+
+TEXT, MESSAGES, PROMPT_COMPLETION = "text", "messages", "prompt-completion"
+"""The forms of documents: how a record is tokenised, which of its tokens have loss, and how it is aligned."""
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """The keys of a record, and the form that it becomes."""
+
+    keys: tuple[str, ...]
+    form: str
+    convert: Callable[..., tuple[Any, ...]] = lambda *values: values
+    """Values of the keys -> values of the form: a text, a list of messages, or a prompt and a completion."""
+
+
+KINDS: Mapping[str, RecordKind] = {
+    "text": RecordKind(("text",), TEXT),
+    "messages": RecordKind(("messages",), MESSAGES),
+    "prompt-completion": RecordKind(("prompt", "completion"), PROMPT_COMPLETION),
+}
+"""To add a kind of record, name its keys here, and convert their values into those of a form."""
+
+*_OTHERS, _LAST = ("{" + ", ".join(f'"{key}"' for key in kind.keys) + "}" for kind in KINDS.values())
+FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One valid record: its kind (a key of KINDS) and the values of that kind's keys."""
+    """One valid record: its form and the form's values."""
 
-    kind: str
-    values: tuple
+    kind: str  # TEXT, MESSAGES or PROMPT_COMPLETION
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """The tokens of one record; `loss[i] == 1` means that token i counts as a label (predicted at token i-1)."""
+    """The tokens of one record; `loss[i] == 1` means that token i counts as a label (predicted at i-1)."""
 
     ids: np.ndarray  # [n] int32
     loss: np.ndarray  # [n] uint8
-    kind: str  # kind of its record
+    kind: str  # form of its record
 
 
 def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int, Row]]:
@@ -76,45 +100,45 @@ def read_rows(path: str | Path, keep_blank: bool = False) -> Iterator[tuple[int,
 
 
 def parse_row(row: Row) -> Record:
-    """Return the record in a raw row. Raises DataError for anything else; the caller adds file and line to
-    it.
+    """Return the record in a raw row.
 
-    A text may have any length; see `encoding.cut_texts`.
+    A text may have any length; see `encoding.cut_texts`. Raises DataError for anything else; the caller adds
+    file and line to it.
     """
     if isinstance(row, DataError):
         raise row
     fields = _json_object(row) if isinstance(row, bytes) else row
-    kinds = [kind for kind, keys in KINDS.items() if all(fields.get(key) is not None for key in keys)]
-    if len(kinds) != 1:
-        raise _wrong_keys(fields, kinds)
-    values = tuple(
-        _utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in KINDS[kinds[0]]
-    )
-    if kinds[0] == "messages":
+    named = [name for name, kind in KINDS.items() if all(fields.get(key) is not None for key in kind.keys)]
+    if len(named) != 1:
+        raise _wrong_keys(fields, named)
+    kind = KINDS[named[0]]
+    given = (_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys)
+    values = kind.convert(*given)
+    if kind.form == MESSAGES:
         _check_messages(values[0])
     else:
-        for key, value in zip(KINDS[kinds[0]], values, strict=True):
+        for key, value in zip(kind.keys, values, strict=True):
             _check_string(value, key)
-    if kinds[0] != "text":
-        _check_size(kinds[0], values)
-    return Record(kinds[0], values)
+    if kind.form != TEXT:
+        _check_size(kind.form, values)
+    return Record(kind.form, values)
 
 
 def encode_record(record: Record, tokenizer: Tokenizer, append_eod: bool) -> Document:
-    """Return the tokens and loss mask of a record; if `append_eod`, end texts and completions with the EOS
-    token.
+    """Return the tokens and loss mask of a record.
 
-    Text: loss everywhere. Messages: the chat template's ids, loss on assistant turns. Prompt and completion:
-    loss on the completion and its EOS; only the prompt has the tokenizer's BOS.
+    If `append_eod`, texts and completions end with the EOS token. Text: loss everywhere. Messages: the chat
+    template's ids, loss on assistant turns. Prompt and completion: loss on the completion and its EOS; only
+    the prompt has the tokenizer's BOS.
     """
-    if record.kind == "messages":
+    if record.kind == MESSAGES:
         ids, loss = tokenizer.apply_chat_template(record.values[0])
     else:
         ids = tokenizer.encode(record.values[0])
         if len(ids) > 1 and ids[-1] == tokenizer.eos_id:
             ids = ids[:-1]  # drop the EOS that the tokenizer's configuration adds: append_eod alone decides
         num_prompt = 0
-        if record.kind == "prompt-completion":
+        if record.kind == PROMPT_COMPLETION:
             num_prompt = len(ids)
             ids = ids + tokenizer.encode_continuation(record.values[1])
         if append_eod:
@@ -177,8 +201,9 @@ def _arrow_batches(pa, source) -> Iterator:
 
 
 def _batch_rows(batch) -> Iterator[Row]:
-    """Yield the rows of a record batch; a row whose string column holds invalid UTF-8 is yielded as a
-    DataError.
+    """Yield the rows of a record batch.
+
+    A row whose string column holds invalid UTF-8 is yielded as a DataError.
     """
     try:
         rows = batch.to_pylist()
@@ -191,9 +216,9 @@ def _batch_rows(batch) -> Iterator[Row]:
 
 
 def _known_columns(names: list[str], path: Path) -> list[str]:
-    wanted = {key for keys in KINDS.values() for key in keys}
+    wanted = {key for kind in KINDS.values() for key in kind.keys}
     known = [name for name in names if name in wanted]
-    if not any(set(keys) <= set(known) for keys in KINDS.values()):
+    if not any(set(kind.keys) <= set(known) for kind in KINDS.values()):
         raise _unknown("columns", names, f"{path} has ")
     twice = next((name for name in known if known.count(name) > 1), None)
     if twice is not None:
@@ -268,7 +293,7 @@ def _wrong_keys(fields: Mapping, kinds: list[str]) -> DataError:
             f"keep the keys of one of {FORMS}",
             code="record-ambiguous",
         )
-    nulls = [key for keys in KINDS.values() for key in keys if key in fields and fields[key] is None]
+    nulls = [key for kind in KINDS.values() for key in kind.keys if key in fields and fields[key] is None]
     if nulls:
         return DataError(
             f"{nulls[0]} is null",
@@ -345,11 +370,12 @@ def _check_string(value, name: str) -> None:
 
 
 def _check_size(kind: str, values: tuple) -> None:
-    texts = [value for message in values[0] for value in message.values()] if kind == "messages" else values
+    texts = [value for message in values[0] for value in message.values()] if kind == MESSAGES else values
     size = sum(len(text) for text in texts if isinstance(text, str))
     if size > MAX_CHARACTERS:
         raise DataError(
-            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} of {size} characters, more than "
+            f"{'a conversation' if kind == 'messages' else 'a prompt and completion'} "
+            f"of {size} characters, more than "
             f"{MAX_CHARACTERS}",
             "a longer text is cut, but the rest of an answer would lose its question",
             "split it into records that make sense alone, or remove it",

@@ -23,7 +23,7 @@ _DRAFT = re.compile(r"\.partial-(?P<place>.+)-(?P<process>\d+)(\.|$)")
 
 
 def draft_name(name: str) -> str:
-    """Return the name that `name`, or a prefix of names, has until it is complete: NAME.partial-HOST-PROCESS."""
+    """Return the name of `name`, or of a prefix of names, until it is complete: NAME.partial-HOST-PROCESS."""
     return f"{name}.partial-{_place()}-{os.getpid()}"
 
 
@@ -46,7 +46,7 @@ def remove_left_behind(name: str) -> None:
 
 
 def _is_gone(writer: tuple[str, int] | None, paths: Iterable[Path]) -> bool:
-    """Whether the writer of the drafts `paths` is gone; `writer` is None if the names do not tell.
+    """Return True if the writer of the drafts `paths` is gone; `writer` is None if the names do not tell.
 
     Drafts with this process's own id belong to an earlier process: this one has only just begun.
     """

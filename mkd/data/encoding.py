@@ -1,7 +1,7 @@
-"""Raw files to encoded documents, in order, in worker processes.
+"""Encode raw files as documents, in order, in worker processes.
 
-Texts are changed before they are tokenised: short ones joined to samples of a least length (lazy character
-packing), huge ones cut.
+Texts are changed before they are tokenised. Short ones are joined to samples of a least length (lazy
+character packing); huge ones are cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The documents of consecutive rows of one file, concatenated, and the errors of the rows that make none."""
+    """Documents of consecutive rows of one file, concatenated, and the errors of the rows that make none."""
 
     ids: np.ndarray  # [t] int32
     loss: np.ndarray  # [t] uint8
@@ -38,9 +38,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files in batches: (path, [(number, row), ...]), or the error that stopped the reading of a
-    file.
-    """
+    """Rows of files in batches: (path, [(number, row), ...]), or the error that stopped reading a file."""
 
     paths: Sequence[str]
     characters_per_sample: int | None = None  # see `join_texts`; default: every record is a document
@@ -131,8 +129,9 @@ def _sample(first: int, texts: list[str]) -> Iterator[tuple[int, Row]]:
 
 
 def useful_workers(num_bytes: int, most: int) -> int:
-    """Return how many processes, up to `most`, are worth starting for `num_bytes` of raw files; 0: use this
-    process.
+    """Return how many processes, up to `most`, are worth starting for `num_bytes` of raw files; 0: none.
+
+    With 0, this process does the work.
     """
     workers = min(most, num_bytes // WORKER_BYTES)
     return workers if workers > 1 else 0
@@ -141,18 +140,18 @@ def useful_workers(num_bytes: int, most: int) -> int:
 def in_workers(
     source: Iterable, function: Callable, workers: int = 0, progress: Callable[[], None] = lambda: None
 ) -> Iterator:
-    """Yield `function(part)` for every part of `source`, in order, computed in `workers` processes (0: this
-    one).
+    """Yield `function(part)` for every part of `source`, in order, computed in `workers` processes.
 
-    Every worker iterates over the whole source and skips the parts of the others. So both arguments must be
-    picklable, and iterating must be quick. `progress` is called for each part, and may raise.
+    With 0 workers this process computes. Every worker iterates over the whole source and skips the parts of
+    the others. So both arguments must be picklable, and iterating must be quick. `progress` is called for
+    each part, and may raise.
     """
     loader = DataLoader(
         _Share(source, function),
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,
-        # Not fork: the process may hold a GPU, and the tokenizers library threads, that do not survive it.
+        # Do not fork: this process may hold a GPU and threads of tokenizers, which do not survive a fork.
         multiprocessing_context="spawn" if workers else None,
         generator=torch.Generator(),  # private, because the loader would draw from the global generator
         worker_init_fn=outlive_signals,
@@ -161,9 +160,7 @@ def in_workers(
         for result in loader:
             progress()
             yield result
-    except (
-        RuntimeError
-    ):  # a signal to the whole group may have killed a worker before it could ignore signals
+    except RuntimeError:  # a signal to the group may kill a worker before it ignores signals
         progress()
         raise
 
@@ -175,7 +172,7 @@ def outlive_signals(worker: int) -> None:
 
 
 class _Share(IterableDataset):
-    """The parts w, w+n, ... for worker w of n; the loader asks the workers in turn, which restores the order."""
+    """Parts w, w+n, ... for worker w of n; the loader asks the workers in turn, which restores the order."""
 
     def __init__(self, source: Iterable, function: Callable):
         self._source, self._function = source, function
@@ -194,11 +191,11 @@ def encode_files(
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[EncodedBatch]:
-    """Yield the encoded batches of all files, in the order of files and rows, in `workers` processes (0: this
-    one).
+    """Yield the encoded batches of all files, in the order of files and rows.
 
-    A batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. The
-    result does not depend on `workers`. For `progress` see `in_workers`.
+    They are computed in `workers` processes (0: this one); the result does not depend on their number. A
+    batch lists the errors of its malformed rows; an unreadable file gives a batch with that one error. For
+    `progress` see `in_workers`.
     """
     return in_workers(
         FileRows(paths, characters_per_sample), _Encoder(tokenizer, append_eod), workers, progress

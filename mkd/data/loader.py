@@ -1,5 +1,6 @@
-"""Micro-batches of one data- and context-parallel rank: an endless stream for training, a restartable pass
-for evaluation.
+"""Micro-batches of one data- and context-parallel rank: a stream for training, a pass for evaluation.
+
+The stream is endless; the pass can be repeated.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class BatchLayout:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def microbatches(self, samples: np.ndarray) -> np.ndarray:
-        """Return this rank's part, [num_microbatches, micro_batch_size], of the samples of one global batch,
-        [global].
+        """Return this rank's part of one global batch, [num_microbatches, micro_batch_size].
+
+        `samples` [global] are the samples of the whole batch.
         """
         shape = (self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
         return samples.reshape(shape)[:, self.data_parallel_rank]
@@ -57,8 +59,8 @@ class TrainStream:
     """The micro-batches of one data-parallel rank, step after step, without end.
 
     The position in the stream is `consumed_samples`, the packs of all ranks in the steps so far. A stream
-    that starts at a position continues with the same packs. Workers (processes) only read ahead and change no
-    result.
+    that starts at a position yields the same packs from there. Workers (processes) only read ahead and change
+    no result.
     """
 
     def __init__(

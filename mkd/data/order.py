@@ -1,5 +1,6 @@
-"""Which pack is sample k of a training run: a function of k and the seed alone, so that one number is the
-position.
+"""The pack of sample k of a training run: a function of k and the seed alone.
+
+So one number is the position in the data.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class BlendOrder:
         members, ordinals = interleave(self._weights, first, count)
         chosen = np.empty(count, dtype=np.int64)
         for member in np.unique(members):
-            inside = np.flatnonzero(members == member)  # their ordinals are consecutive
+            inside = np.flatnonzero(members == member)  # these have consecutive ordinals
             packs = self._orders[member](int(ordinals[inside[0]]), len(inside))
             chosen[inside] = self._offsets[member] + packs
         return chosen
@@ -64,7 +65,7 @@ def evenly_spaced(sizes: Sequence[int], weights: Sequence[float] | None, count: 
     """Return `count` packs that represent all data sets, int64, ascending.
 
     They are evenly spaced over all packs or, with `weights`, over each data set. A data set with fewer packs
-    than its share repeats some. Pack numbers are those of BlendOrder.
+    than its share repeats some. Packs are numbered as in BlendOrder.
     """
     if weights is None:
         return np.arange(count) * sum(sizes) // max(count, 1)
@@ -79,10 +80,10 @@ def interleave(weights: np.ndarray, first: int, count: int) -> tuple[np.ndarray,
     """Return (member, ordinal in the member) of the samples first, first + 1, ..., both int64 [count].
 
     The weights sum to 1. The next sample always comes from the member that is furthest behind its weight.
-    Sample c of a member with weight w is due at (c + 1/2) / w (the method of apportionment of Webster, or
-    Sainte-Lague), and samples come in the order in which they are due. About t +- members/2 samples are due
-    up to t. So the order around sample k follows from the due times around k, without counting from the first
-    sample.
+    Sample c of a member with weight w is due at (c + 1/2) / w, and samples come in the order in which they
+    are due. This is the method of apportionment of Webster, or Sainte-Lague. About t +- members/2 samples are
+    due up to t. So the order around sample k follows from the due times around k, without counting from the
+    first sample.
     """
     slack = len(weights) + 2
     begin = np.floor(weights * max(first - slack, 0) + 0.5).astype(np.int64)

@@ -1,6 +1,4 @@
-"""Packs as text for people: documents with their borders, tokens without loss marked, and a summary of a data
-set.
-"""
+"""Packs as text for people: documents with borders and loss marked, and a summary of a data set."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ LENGTH_BINS = 50
 
 
 def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
-    """Return a line about the pack, then one for each document (or piece of one) with its tokens between
-    bars.
+    """Return a line about the pack, then one for each document (or piece of one).
 
-    With `colour`, tokens with loss are green and all others grey; without, tokens without loss are in
-    parentheses. The first token of a piece never has loss, because nothing in the pack predicts it.
+    Its tokens stand between bars. With `colour`, tokens with loss are green and all others grey; without,
+    tokens without loss are in parentheses. The first token of a piece never has loss, because nothing in the
+    pack predicts it.
     """
     used, loss_tokens = int(pack.lengths.sum()), int(np.count_nonzero(pack.loss_mask))
     lines = [
@@ -41,7 +39,7 @@ def view_pack(pack: Pack, tokenizer: Tokenizer, *, colour: bool) -> str:
 
 
 def summarise(dataset: BlendedDataset) -> Iterator[str]:
-    """Yield lines: sizes of every corpus, proportions of loss tokens and of used positions, document lengths."""
+    """Yield lines: sizes of every corpus, proportions of loss tokens and used positions, document lengths."""
     yield from dataset.describe()
     lengths = document_lengths(dataset)
     tokens = sum(member.num_tokens for member in dataset.members)
@@ -56,8 +54,9 @@ def summarise(dataset: BlendedDataset) -> Iterator[str]:
 
 
 def document_lengths(dataset: BlendedDataset) -> np.ndarray:
-    """Return the tokens of every document before it is cut, int64 [documents], documents without loss
-    included.
+    """Return the tokens of every document before it is cut, int64 [documents].
+
+    Documents without loss are included.
     """
     return np.concatenate([_lengths(member) for member in dataset.members])
 

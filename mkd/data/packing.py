@@ -1,8 +1,8 @@
 """Documents to pieces, pieces to packs of a fixed number of tokens, packs to one row of documents.
 
-Best-fit decreasing: Johnson, Demers, Ullman, Garey, Graham, "Worst-case performance bounds for simple
-one-dimensional packing algorithms", SIAM J. Comput. 3(4), 1974: at most 11/9 of the optimal number of packs,
-plus a constant.
+Packing is best-fit decreasing. It needs at most 11/9 of the optimal number of packs, plus a constant. Source:
+Johnson, Demers, Ullman, Garey, Graham, "Worst-case performance bounds for simple one-dimensional packing
+algorithms", SIAM J. Comput. 3(4), 1974.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Pieces:
     """Parts of documents that fit into a pack, in corpus order. All arrays are int64 [pieces].
 
     Position i of a piece has a label for i < num_labels: the next token of the document. A document of n
-    tokens that is split keeps its n-1 labels, because the last token of a piece still predicts the first
-    token of the next piece.
+    tokens that is split keeps its n-1 labels: the last token of a piece still predicts the first one of the
+    next.
     """
 
     document: np.ndarray
@@ -40,9 +40,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packs:
-    """Which pieces each pack holds (compressed sparse rows): pack p has piece_ids[offsets[p] : offsets[p +
-    1]].
-    """
+    """The pieces of each pack (compressed sparse rows): pack p has piece_ids[offsets[p] : offsets[p + 1]]."""
 
     offsets: np.ndarray  # int64 [packs + 1]
     piece_ids: np.ndarray  # int64 [pieces]
@@ -56,7 +54,7 @@ class Packs:
 
 
 def padded_lengths(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Return the tokens that documents occupy in a pack: the only place that decides it.
+    """Return the tokens that documents occupy in a pack. No other code decides it.
 
     Context parallelism needs multiples.
     """
@@ -111,8 +109,9 @@ def as_row(values: np.ndarray) -> Tensor:
 
 
 def cumulative(lengths: np.ndarray) -> Tensor:
-    """Return the borders of documents of `lengths` [documents], int32 [documents + 1], as packed attention
-    takes them.
+    """Return the borders of documents as packed attention takes them, int32 [documents + 1].
+
+    `lengths` [documents] are their tokens.
     """
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
@@ -123,8 +122,7 @@ def position_ids(spans: np.ndarray) -> Tensor:
 
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the pack of each piece, int64 [pieces]: longest piece first, each into the fullest pack that has
-    room.
+    """Return the pack of each piece, int64 [pieces]: longest first, each into the fullest pack with room.
 
     Packs are grouped by their room; bit r of `rooms` is set if some pack has room r. So the smallest
     sufficient room is the lowest set bit after a shift, and 1M pieces take a few seconds.

@@ -23,8 +23,9 @@ class BadRecord(DataError):
 
     @classmethod
     def from_row(cls, path: str, line: int, row: object, error: DataError) -> BadRecord:
-        """Return `error` of the raw record `row` (bytes, or a row of a table) with its place: `line` of the
-        file `path`.
+        """Return `error` of the raw record `row` (bytes, or a row of a table) with its place.
+
+        The place is `line` of the file `path`.
         """
         start = (
             row[: 4 * SHOWN_CHARACTERS].decode("utf-8", "backslashreplace")
@@ -71,17 +72,18 @@ class Quarantine:
 
     @property
     def is_over(self) -> bool:
-        """Whether the corpus is refused; reading continues only to collect further errors."""
+        """True if the corpus is refused; reading continues only to collect further errors."""
         return self._unreadable or self.count > self._limit
 
     @property
     def is_full(self) -> bool:
-        """Whether enough errors of a refused corpus are collected, so that reading can stop."""
+        """True if enough errors of a refused corpus are collected, so that reading can stop."""
         return self.is_over and len(self._first) >= MAX_REPORTED_ERRORS
 
     def close(self) -> None:
-        """Raise DataError, or ErrorList with the first ten errors, if there were more bad records than
-        allowed.
+        """Raise the errors if there were more bad records than allowed.
+
+        Raises DataError, or ErrorList with the first ten errors.
         """
         if self.is_over:
             raise _too_many(self._first, self.count, self._limit, self.is_full)
@@ -104,8 +106,9 @@ def first_of(path: Path) -> list[BadRecord]:
 
 
 def collect(paths: Iterable[Path], target: Path) -> int:
-    """Write the lines of all existing quarantine files to `target` and return their number; no record, no
-    file.
+    """Write the lines of all existing quarantine files to `target` and return their number.
+
+    If there is no record, write no file.
     """
     lines = [
         line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()

@@ -32,7 +32,8 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     if _number(values[0]) is not None and len(values) % 2 and len(values) > 1:
         raise UsageError(
             f"{flag} has {len(values)} values: a weight or a path is missing",
-            f"the list starts with the number {values[0]}, so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
+            f"the list starts with the number {values[0]}, "
+            f"so it is read as {flag} WEIGHT PATH WEIGHT PATH ...",
             "give every path a weight, or none; a path that is a number is written ./1",
             code="blend-incomplete",
         )
@@ -51,7 +52,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
 
 
 def is_raw(path: str) -> bool:
-    """Whether a path is a file of records to tokenise; otherwise it is the prefix of a tokenised corpus."""
+    """Return True if a path is a file of records to tokenise, else it is the prefix of a tokenised corpus."""
     return Path(path).suffix in RAW_SUFFIXES
 
 

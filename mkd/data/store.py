@@ -47,9 +47,8 @@ class StoreFiles:
         return Path(self.prefix + ".quarantine.jsonl")
 
     @property
-    def in_order(
-        self,
-    ) -> tuple[Path, ...]:  # the order of renaming: the file that readers look for comes last
+    def in_order(self) -> tuple[Path, ...]:
+        """Files in the order of renaming: the one that readers look for comes last."""
         return self.quarantine, self.loss_mask, self.bin, self.idx, self.meta
 
 
@@ -62,9 +61,8 @@ class TokenStore:
         self._indexed = indexed
         self._loss_mask = loss_mask
         sequence_ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-        self.offsets = sequence_ends[
-            indexed.document_indices
-        ]  # int64 [documents + 1], first token of each document
+        # int64 [documents + 1], first token of each document
+        self.offsets = sequence_ends[indexed.document_indices]
 
     @classmethod
     def open(cls, prefix: str) -> TokenStore:
@@ -181,15 +179,17 @@ class TokenStore:
 
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
         return DataError(
-            f"{self.prefix}.bin: document {document} has token id {token_id}, the model knows 0 to {vocab_size - 1}",
+            f"{self.prefix}.bin: document {document} has token id {token_id}, "
+            f"the model knows 0 to {vocab_size - 1}",
             "the corpus was made with another tokenizer, or the file is damaged",
             "tokenise the corpus with the tokenizer of this model: tools/preprocess_data.py",
             code="corpus-token-beyond-vocabulary",
         )
 
     def _ids(self, start: int, length: int) -> np.ndarray:
-        """Return a copy, int64 [length], because Megatron unmaps the file under live views when it deletes a
-        data set.
+        """Return a copy, int64 [length].
+
+        A view would not do: Megatron unmaps the file under live views when it deletes a data set.
         """
         dtype = self._indexed.index.dtype
         return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
@@ -250,16 +250,15 @@ def _check_index(path: Path) -> None:
             path, f"its tokens are of type {DType(dtype_code).name}, and token ids are whole numbers"
         )
     expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
-    if path.stat().st_size not in (
-        expected,
-        expected + sequences,
-    ):  # multimodal indices have a byte more per sequence
+    # Multimodal indices have a byte more per sequence.
+    if path.stat().st_size not in (expected, expected + sequences):
         raise _damaged(path, f"it has {path.stat().st_size} bytes where its header says {expected}")
 
 
 def _check_pointers(path: Path, indexed: IndexedDataset) -> None:
-    """Check what `TokenStore` relies on: sequences are contiguous in the .bin, and documents are runs of
-    sequences.
+    """Check the layout that `TokenStore` relies on.
+
+    Sequences are contiguous in the .bin, and documents are runs of sequences.
     """
     lengths, documents = indexed.sequence_lengths, indexed.document_indices
     if np.any(lengths < 0):

@@ -1,4 +1,4 @@
-"""Raw files to a tokenised corpus, for tools/preprocess_data.py and for the token cache."""
+"""Build a tokenised corpus from raw files, for tools/preprocess_data.py and for the token cache."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ def build_store(
     """Tokenise raw files into the corpus PREFIX, and replace an existing one.
 
     Text records are joined to samples of at least `characters_per_sample` characters (None: each is a
-    document). The bytes do not depend on `workers` (processes; 0: this one). The files get their names only
-    when all are complete; the description, with `key` (see `cache_key`), comes last. Up to `max_bad_records`
-    bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises DataError for one more, or ErrorList
-    with the first ten. `progress` is called for every batch of records, and may raise.
+    document). The bytes do not depend on `workers` (processes; 0: this one).
+
+    The files get their names only when all are complete; the description, with `key` (see `cache_key`), comes
+    last. Up to `max_bad_records` bad records are skipped and listed in PREFIX.quarantine.jsonl. Raises
+    DataError for one more, or ErrorList with the first ten. `progress` is called for every batch of records,
+    and may raise.
     """
     inputs = [str(path) for path in inputs]
     for path in inputs:
@@ -68,11 +70,8 @@ def build_store(
             summary = _write_tokens(batches, partial, tokenizer.vocab_size, max_bad_records)
         if not summary.tokens:
             bad = first_of(partial.quarantine)
-            why = (
-                f"{summary.bad_records} bad records were skipped, from these on"
-                if bad
-                else "there is nothing to train on"
-            )
+            skipped = f"{summary.bad_records} bad records were skipped, from these on"
+            why = skipped if bad else "there is nothing to train on"
             empty = DataError(
                 f"no tokens in {', '.join(inputs)}",
                 why,
@@ -112,7 +111,7 @@ def cache_key(
 def content_hash(
     settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None
 ) -> str:
-    """Return the SHA-256 over `settings` (JSON) and the content of files; their names and times do not count."""
+    """Return the SHA-256 over `settings` (JSON) and the content of files, without their names and times."""
     files = [sha256_of_file(path, progress) for path in paths]
     return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 

@@ -1,5 +1,7 @@
-"""The part of a batch that belongs to one teacher: the student's own tokens, tokens of its own, or stored
-predictions."""
+"""The part of a batch that belongs to one teacher.
+
+It holds the student's tokens, the tokens of a cross-tokenizer teacher, or stored predictions.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,8 @@ class ContextParallelCut:
     rank: int
     size: int
     cu_seqlens_padded: Tensor  # [documents + 1] int32, of the student's whole row
-    loss_places: (
-        Tensor  # [n] int64, the loss rows of the whole row that this rank holds, counted among loss rows
-    )
+    # [n] int64, the loss rows of the whole row that this rank holds, counted among loss rows
+    loss_places: Tensor
 
 
 class TeacherInput(Protocol):
@@ -39,7 +40,7 @@ class TeacherInput(Protocol):
         """Return the part with `change` applied to every tensor."""
 
     def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherInput:
-        """Return what the rank of `cut` holds."""
+        """Return the part that the rank of `cut` holds."""
 
     def token_rows(self, student: TokenRow) -> tuple[TokenRow, ...]:
         """Return the row that the teacher's layers read, given the student's; () if none run."""
@@ -57,8 +58,7 @@ class PackPart(Protocol):
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The part of a teacher that reads the student's tokens: there is nothing to add, in a pack as in a
-    micro-batch."""
+    """The part of a teacher that reads the student's tokens: nothing is added to a pack or a micro-batch."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SharedTokens:
         return self

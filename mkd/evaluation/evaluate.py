@@ -1,5 +1,7 @@
-"""Held-out evaluation: when it is due, and one pass over the held-out set with the loss of training, forward
-only."""
+"""Held-out evaluation: when it is due, and its pass over the held-out set.
+
+The pass runs forward only, with the loss of training.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,22 @@ VALID, TASKS = "valid", "tasks"
 
 
 def is_last(iteration: int, training: TrainingConfig) -> bool:
-    """Return whether this start of the run ends after `iteration` steps."""
+    """Return True if this start of the run ends after `iteration` steps."""
     return iteration == training.train_iters or is_due(iteration, training.exit_interval)
 
 
 def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
-    """Return whether a run evaluates after `iteration` steps: before the first, at every interval, after the
-    last."""
+    """Return True if a run evaluates after `iteration` steps.
+
+    It evaluates before the first step, at every interval and after the last step.
+    """
     if not training.evaluates:
         return False
     return is_due(iteration, training.eval_interval) or is_last(iteration, training)
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Return whether `iteration` ends an interval; without an interval none does."""
+    """Return True if `iteration` ends an interval. Without an interval, no iteration does."""
     return bool(interval) and iteration % interval == 0
 
 
@@ -55,8 +59,10 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 
 
 def evaluation_objective(engine: Engine) -> Objective:
-    """Return the objective of training, which also measures the cross entropy. Counts are 1: nothing is
-    differentiated."""
+    """Return the objective of training, which also measures the cross entropy.
+
+    Counts are 1, because nothing is differentiated.
+    """
     terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True)
     ones = torch.ones(1 + len(terms), device=engine.context.device)
     return Objective(engine.kd, engine.context, terms, ones, engine.auxiliary_names)

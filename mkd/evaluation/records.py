@@ -14,8 +14,10 @@ from mkd.errors import DataError
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
-"""The keys of mkd, HumanEval and MBPP. In MBPP the text is a sentence, not the beginning of code: a line
-break follows."""
+"""The keys of mkd, HumanEval and MBPP.
+
+In MBPP the text is a sentence, not the beginning of code, so a line break follows it.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Question:
     choices: tuple[str, ...]
     answer: int  # index of the right choice
     subject: str | None
-    line: int  # in its file, from 1
+    line: int  # line in its file, from 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Completion:
 
     prompt: str  # may be empty
     completion: str
-    line: int  # in its file, from 1
+    line: int  # line in its file, from 1
 
 
 Record = TypeVar("Record", Question, Completion)
@@ -120,7 +122,10 @@ def _json_object(line: bytes) -> Mapping:
 
 
 def _question(record: Mapping, line: int) -> Question:
-    form = 'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have a "subject"'
+    form = (
+        'a record is {"question": text, "choices": [text, ...], "answer": index or letter}, and may have '
+        'a "subject"'
+    )
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
         raise DataError(
@@ -156,7 +161,8 @@ def _answer(answer, num_choices: int) -> int:
         return answer
     raise DataError(
         f"answer is {json.dumps(answer)}",
-        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to {letters[-1]}",
+        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to "
+        f"{letters[-1]}",
         "repair or remove the record",
         code="task-answer-not-valid",
     )
@@ -196,7 +202,7 @@ def _is_text(value) -> bool:
 
 
 def _encodes(text: str) -> bool:
-    """Return whether it is text at all: JSON may hold half of a surrogate pair."""
+    """Return True if `text` can be encoded: JSON may hold half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

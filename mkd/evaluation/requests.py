@@ -1,4 +1,4 @@
-"""Turn prompts and continuations into token ids, and these into packs."""
+"""Turn prompts and continuations into token ids, and the ids into packs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document
-    `inputs`."""
+    """The ids of one pair.
+
+    `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document `inputs`.
+    """
 
     inputs: np.ndarray  # [n] int32, all ids but the last
     labels: np.ndarray  # [m] int32, the continuation; m <= n
@@ -31,13 +33,13 @@ class Request:
 def encode_pairs(
     pairs: Sequence[Pair], tokenizer: Tokenizer, seq_length: int, vocab_size: int
 ) -> list[Request]:
-    """Return the ids of each prompt + continuation as one text; a continuation starts where they leave the
-    prompt's ids.
+    """Return the ids of each prompt + continuation, tokenised as one text.
 
-    A token that spans the border counts as the continuation's, with the few bytes of the prompt in it. A
-    prompt without tokens becomes the end-of-text token, which stands between documents in training. A prompt
-    that does not fit loses its beginning, but not the token that the tokenizer puts before every text. Raises
-    DataError for a continuation that does not fit, or for ids that the model does not know.
+    A continuation starts where these ids differ from the prompt's ids. A token that spans the border counts
+    as part of the continuation, including its few bytes of the prompt. A prompt without tokens becomes the
+    end-of-text token, which separates documents in training. A prompt that does not fit loses its beginning,
+    but keeps the token that the tokenizer puts before every text. Raises DataError for a continuation that
+    does not fit, or for ids that the model does not know.
     """
     requests: list[Request] = []
     before_all = _encode(tokenizer, "")
@@ -54,8 +56,10 @@ def encode_pairs(
 
 
 def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
-    """Return the request of `ids` whose continuation begins at `start`; the first `lead` ids and the last
-    ones are kept."""
+    """Return the request of `ids` whose continuation begins at `start`.
+
+    If it is too long, keep the first `lead` ids and the last ones.
+    """
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
@@ -95,7 +99,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the number of ids that both begin with."""
+    """Return the number of ids in the common prefix of both."""
     shorter = min(len(first), len(second))
     differing = np.flatnonzero(first[:shorter] != second[:shorter])
     return int(differing[0]) if len(differing) else shorter
@@ -103,8 +107,10 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RequestPack:
-    """A pack of documents, and its scores: label `labels[i]` at position `rows[i]`, for request
-    `requests[i]`."""
+    """A pack of documents, and its scores.
+
+    Label `labels[i]` at position `rows[i]` belongs to request `requests[i]`.
+    """
 
     pack: Pack
     rows: np.ndarray  # [n] int64, ascending
@@ -114,15 +120,17 @@ class RequestPack:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch(PackedBatch):
-    """A micro-batch of such packs (see `RequestPack`); nothing in it has loss. Several labels may belong to
-    one row."""
+    """A micro-batch of such packs (see `RequestPack`), without any loss.
 
-    score_rows: Tensor  # [n] int64, among the t positions
+    Several labels may belong to one row.
+    """
+
+    score_rows: Tensor  # [n] int64, positions among t
     score_labels: Tensor  # [n] int64
     score_requests: Tensor  # [n] int64
 
     def context_parallel_shard(self, rank: int, size: int) -> RequestBatch:
-        """Return the part that `rank` of `size` holds, as for every batch; rows count in it."""
+        """Return the part that `rank` of `size` holds, as for every batch. `score_rows` index that part."""
         if size == 1:
             return self
         held = context_parallel_rows(self.cu_seqlens_padded, rank, size)
@@ -133,10 +141,10 @@ class RequestBatch(PackedBatch):
 
 
 class RequestPacks:
-    """The documents of all requests in packs of `seq_length` tokens (best fit, decreasing), made one at a
-    time.
+    """The documents of all requests in packs of `seq_length` tokens, made one at a time.
 
-    Requests with the same inputs share a document: the letters of a question cost one forward pass.
+    Packing is best fit, decreasing. Requests with the same inputs share a document, so the letters of a
+    question cost one forward pass.
     """
 
     def __init__(self, requests: Sequence[Request], seq_length: int, document_multiple: int, pad_id: int):
@@ -154,14 +162,14 @@ class RequestPacks:
         return len(self._packs)
 
     def __getitem__(self, index: int) -> RequestPack:
-        """Return pack `index`; beyond the last one, a pack of padding."""
+        """Return pack `index`, or a pack of padding beyond the last one."""
         pack = empty_pack(self._seq_length, self._pad_id)
         if index >= len(self):
             nothing = np.zeros(0, dtype=np.int64)
             return RequestPack(pack, nothing, nothing, nothing)
         documents = self._packs.pieces_of(index)
         spans = self._spans[documents].copy()
-        spans[-1] += self._seq_length - spans.sum()  # the tail of the pack is padding of its last document
+        spans[-1] += self._seq_length - spans.sum()  # the tail of the pack pads its last document
         scored, lengths = [], []
         for start, document in zip(np.cumsum(spans) - spans, documents, strict=True):
             inputs = self._requests[self._documents[document][0]].inputs
@@ -179,7 +187,7 @@ class RequestPacks:
 
 
 def collate_requests(packs: Sequence[RequestPack]) -> RequestBatch:
-    """Lay the packs one after the other as one micro-batch."""
+    """Concatenate the packs into one micro-batch."""
     batch = collate([pack.pack for pack in packs])
     offsets = np.cumsum([0, *(len(pack.pack.tokens) for pack in packs[:-1])])
     columns = (

@@ -22,7 +22,7 @@ from mkd.operations.stopping import Interruptible, Stopper
 from mkd.parallel.context import ParallelContext
 from mkd.train.schedule import PipelineSchedule
 
-MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough that filling the pipeline costs little
+MICROBATCHES_PER_STAGE = 16  # in one call of the schedule: enough to make filling the pipeline cheap
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,11 @@ class RequestBatches:
         return cls(requests, packs, context, micro_batch_size, seq_length)
 
     def __iter__(self) -> Iterator[list[RequestBatch]]:
-        """Yield lists of micro-batches, of the same length on every rank; padding fills up the last one."""
+        """Yield lists of micro-batches, of the same length on every rank. Padding fills the last one."""
         context = self.context
         packs_at_once = self.micro_batch_size * context.dp_size
-        unit = (
-            context.pp_size if context.virtual_stages > 1 else 1
-        )  # interleaving needs whole groups of micro-batches
+        # Interleaving needs whole groups of micro-batches.
+        unit = context.pp_size if context.virtual_stages > 1 else 1
         left = -(-len(self.packs) // (packs_at_once * unit)) * unit
         first = 0
         while left:
@@ -74,12 +73,12 @@ class RequestBatches:
 def log_likelihoods(
     models: Sequence[LanguageModel], batches: RequestBatches, stopper: Stopper | None = None
 ) -> np.ndarray | None:
-    """Return the sum of ln p over each request's continuation, fp64 [requests], equal on all ranks and for
-    every layout.
+    """Return the sum of ln p over each request's continuation, fp64 [requests].
 
-    `models` are the parts of one model on this rank; no other model runs. Collective (one all-reduce SUM of
-    the result over data and context parallelism, one over the pipeline). None if all ranks agree to stop
-    before a call of the schedule. Raises NonFiniteError, on every rank, for predictions that are not finite.
+    The result is equal on all ranks and for every layout. `models` are the parts of one model on this rank;
+    no other model runs. Collective: one all-reduce SUM of the result over data and context parallelism, one
+    over the pipeline. Return None if all ranks agree to stop before a call of the schedule. Raises
+    NonFiniteError on every rank for predictions that are not finite.
     """
     context = batches.context
     schedule = PipelineSchedule(
@@ -113,10 +112,10 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class _Scorer:
-    """Takes the place of the objective: adds up the log-probabilities of the last stage's micro-batches."""
+    """Replaces the objective: adds up the log-probabilities of the last stage's micro-batches."""
 
     context: ParallelContext
-    scores: Tensor  # [requests] fp64, what this rank has added up
+    scores: Tensor  # [requests] fp64, this rank's sums
     num_sums: int = 0  # the schedule has nothing to add up
 
     def __call__(

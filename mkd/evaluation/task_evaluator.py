@@ -1,5 +1,7 @@
-"""Evaluate held-out tasks during training: encoded once, scored at every evaluation, reported beside the
-losses."""
+"""Evaluate held-out tasks during training.
+
+Tasks are encoded once, scored at every evaluation, and reported beside the losses.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ from mkd.train.teachers.same_tokens import SameTokens
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """Return the tasks that `config` names. Raises one ErrorList with the first problem of every file, from
-    the files alone."""
+    """Return the tasks that `config` names.
+
+    Raises one ErrorList with the first problem of every file. Reads only the files.
+    """
     data = config.data
     return read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot)
 
 
 def task_problems(config: Config) -> list[MkdError]:
-    """Return the problems of the files of tasks, for the list of all problems of a run."""
+    """Return the problems of task files, for the list of all problems of a run."""
     try:
         tasks_of(config)
     except ErrorList as error:
@@ -57,7 +61,7 @@ class TaskEvaluator:
         tokenizer: Tokenizer,
         context: ParallelContext,
         *,
-        vocab_size: int,  # token ids that every model that will be evaluated knows
+        vocab_size: int,  # number of token ids that every evaluated model knows
         seq_length: int,  # tokens of a pack
         micro_batch_size: int,  # packs
     ) -> TaskEvaluator:
@@ -69,12 +73,13 @@ class TaskEvaluator:
         return cls(tuple(tasks), borders, batches)
 
     def describe(self) -> list[str]:
-        """Return one line per task: its size, and how many prompts lost their beginning."""
+        """Return one line for each task: its size, and how many prompts lost their beginning."""
         lines = []
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
             lines.append(
-                f"{task.name}: {last - first} continuations, {cut} prompts cut to {self.batches.seq_length} tokens"
+                f"{task.name}: {last - first} continuations, {cut} prompts cut to "
+                f"{self.batches.seq_length} tokens"
             )
         return lines
 
@@ -82,9 +87,9 @@ class TaskEvaluator:
         self, models: Sequence[LanguageModel], label: str = "", stopper: Stopper | None = None
     ) -> dict[str, float] | None:
         """Return `eval/<task>/<label><metric>` of the model whose parts on this rank are `models`.
-        Collective.
 
-        The values are equal on all ranks; None if `stopper`, asked between batches, has stopped it.
+        Collective. The values are equal on all ranks. Return None if `stopper`, asked between batches, has
+        stopped it.
         """
         scores = log_likelihoods(models, self.batches, stopper)
         if scores is None:
@@ -100,8 +105,7 @@ class TaskEvaluator:
 def build_tasks(
     config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
 ) -> TaskEvaluator | None:
-    """Return the tasks of a run in the ids of its student's `tokenizer`; None if there is nothing to
-    evaluate.
+    """Return the tasks of a run in the ids of its student's `tokenizer`; None if it has no tasks.
 
     Raises DataError as `TaskEvaluator.build`.
     """
@@ -115,7 +119,7 @@ def build_tasks(
 def evaluate_tasks(
     evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
 ) -> dict[str, float] | None:
-    """Return the metrics of a run's student, or None if it was stopped; the teachers do not run."""
+    """Return the metrics of a run's student, or None if it was stopped. The teachers do not run."""
     with engine.parameters_gathered():
         return evaluator.evaluate(
             [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper
@@ -125,14 +129,13 @@ def evaluate_tasks(
 def evaluate_teachers(
     evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
 ) -> dict[str, float] | None:
-    """Return the metrics `eval/<task>/<teacher>/...` of the teachers that run and read the student's tokens.
+    """Return the metrics `eval/<task>/<teacher>/...` of the teachers that read the student's tokens.
 
-    They never change. None if it was stopped.
+    Only teachers that run have metrics. They never change. Return None if the evaluation was stopped.
     """
     metrics: dict[str, float] = {}
-    models = [
-        get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks
-    ]  # by virtual stage and teacher
+    # By virtual stage and teacher.
+    models = [get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks]
     for teacher in engine.teachers:
         if not isinstance(teacher, SameTokens):
             continue

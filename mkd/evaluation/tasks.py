@@ -1,9 +1,8 @@
-"""Held-out tasks by likelihood: the prompts and continuations that a model is asked, and the metrics of its
-answers.
+"""Held-out tasks, scored by likelihood: their prompts and continuations, and their metrics.
 
-A task is prompts and continuations; a model gives each continuation a log-probability; the task makes metrics
-of them. Prompts are those of the Language Model Evaluation Harness (tasks `mmlu` and `mmlu_continuation`),
-which follow Hendrycks et al., "Measuring Massive Multitask Language Understanding", ICLR 2021.
+A model gives each continuation a log-probability, and the task turns these into metrics. Prompts are those of
+the Language Model Evaluation Harness (tasks `mmlu` and `mmlu_continuation`), which follow Hendrycks et al.,
+"Measuring Massive Multitask Language Understanding", ICLR 2021.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STYLES = ("letter", "continuation")
 
 @dataclass(frozen=True)
 class Pair:
-    """One thing to score: the log-probability of `continuation` after `prompt`."""
+    """A pair to score: the log-probability of `continuation` after `prompt`."""
 
     prompt: str
     continuation: str
@@ -41,27 +40,30 @@ class Task(Protocol):
         """Return everything to score, in a fixed order."""
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Return metrics from log-probability (nats) and number of tokens of each pair's continuation, both
-        [pairs]."""
+        """Return the metrics of the answers.
+
+        The inputs, both [pairs], are the log-probability (nats) and the number of tokens of each
+        continuation.
+        """
 
 
 @dataclass(frozen=True)
 class MultipleChoice:
     """Questions whose answer is the option with the largest likelihood.
 
-    Style `letter`: all options are listed in the prompt and their letters compared (`accuracy`). Style
-    `continuation`: no options are shown, and their texts compared, log-probability per UTF-8 byte
+    Style `letter` lists all options in the prompt and compares their letters (`accuracy`). Style
+    `continuation` shows no options and compares their texts by log-probability per UTF-8 byte
     (`accuracy_norm`).
     """
 
     name: str
     path: str
     questions: tuple[Question, ...]
-    examples: tuple[tuple[Question, ...], ...]  # for each question, the answered ones that come before it
+    examples: tuple[tuple[Question, ...], ...]  # for each question, the answered ones before it
     styles: tuple[str, ...] = STYLES
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs style by style, question by question, option by option."""
+        """Return the pairs ordered by style, question and option."""
         return [
             Pair(prompt, " " + option, f"{self.path}, line {question.line}")
             for style in self.styles
@@ -71,8 +73,10 @@ class MultipleChoice:
         ]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Return the proportions of right answers, `accuracy` and `accuracy_norm`, as far as asked, and
-        `num_questions`."""
+        """Return the proportions of right answers and `num_questions`.
+
+        The proportions are `accuracy` and `accuracy_norm`, for the styles that are asked.
+        """
         borders = np.cumsum([len(question.choices) for _ in self.styles for question in self.questions])[:-1]
         scores = iter(np.split(log_likelihoods, borders))
         metrics: dict[str, float] = {}
@@ -84,7 +88,7 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class Completions:
-    """Texts with a known continuation: how well does a model predict it?"""
+    """Texts with a known continuation, to measure how well a model predicts it."""
 
     name: str
     path: str
@@ -94,10 +98,10 @@ class Completions:
         return [Pair(r.prompt, r.completion, f"{self.path}, line {r.line}") for r in self.records]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Return `ce` (nats/token), `perplexity` = exp(ce), `bits_per_byte` (of the completions' UTF-8), and
-        their counts.
+        """Return `ce` (nats/token), `perplexity` = exp(ce), `bits_per_byte`, and their counts.
 
-        All are ratios of sums over the file, so that a long completion weighs more than a short one.
+        Bytes are those of the completions' UTF-8. All are ratios of sums over the file, so a long completion
+        weighs more than a short one.
         """
         nats, tokens = -float(log_likelihoods.sum()), int(num_tokens.sum())
         with np.errstate(over="ignore"):
@@ -119,8 +123,10 @@ def read_tasks(
     num_fewshot: int = 0,
     styles: Sequence[str] = STYLES,
 ) -> list[Task]:
-    """Return the tasks of all files, from their text alone. Raises one ErrorList with the first problem of
-    every file."""
+    """Return the tasks of all files, from their text alone.
+
+    Raises one ErrorList with the first problem of every file.
+    """
     problems: list[MkdError] = []
     tasks: dict[str, Task] = {}
     paths = [(str(path), True) for path in multiple_choice] + [(str(path), False) for path in completions]
@@ -147,11 +153,10 @@ def read_tasks(
 
 
 def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...] = STYLES) -> MultipleChoice:
-    """Return the questions of `path`, each after the first `num_fewshot` examples of its subject, if it has
-    one.
+    """Return the questions of `path`, each after up to `num_fewshot` examples of its subject.
 
-    Examples come from the file `NAME_dev.SUFFIX` beside `NAME.SUFFIX`; without one they are the first records
-    of each subject in `path` itself, which are then not asked. Raises DataError with file and line.
+    Examples come from the file `NAME_dev.SUFFIX` beside `NAME.SUFFIX`. Without that file they are the first
+    records of each subject in `path` itself, which are then not asked. Raises DataError with file and line.
     """
     name, questions = task_name(path), read_questions(path)
     dev = Path(path).with_name(name + "_dev" + Path(path).name.removeprefix(name))
@@ -186,7 +191,7 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
 
 
 def few_shot_prompt(question: Question, examples: Sequence[Question], style: str) -> str:
-    """Return the text that ends in "Answer:", after a line on the subject and answered examples."""
+    """Return the prompt: a line on the subject, answered examples, and the question up to "Answer:"."""
     header = ""
     if question.subject is not None:
         kind = "multiple choice questions" if style == "letter" else "questions"
@@ -211,7 +216,7 @@ def _options(question: Question, style: str) -> Sequence[str]:
 
 
 def _best(question: Question, scores: np.ndarray, style: str) -> int:
-    """Return the option with the largest score, the first of equals."""
+    """Return the option with the largest score; among equals, the first."""
     if style == "continuation":
         scores = scores / [len(choice.encode("utf-8")) for choice in question.choices]
     return int(np.argmax(scores))

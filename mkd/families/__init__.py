@@ -1,11 +1,13 @@
-"""The model families that mkd knows: what their config.json says and which tensors hold their weights. No torch.
+"""The model families that mkd knows: their config.json, and the tensors that hold their weights.
 
-layer_shape.py                   what one decoder layer is
-config_values.py                 the kinds of values that config.json may hold
-rope_config.py                   rotary position embeddings as config.json spells them
-family.py                        what a family must say, and the parts that several families share
-weight_rules.py                  rules and tables: which Hugging Face tensors make which parameter
-llama.py, mistral.py, qwen2.py   one file a family
-qwen3.py, phi3.py, gemma3.py
-registry.py                      model_type -> family
+No torch. In reading order:
+
+    layer_shape.py                   what one decoder layer is
+    config_values.py                 the kinds of values that config.json may hold
+    rope_config.py                   rotary position embeddings as config.json spells them
+    family.py                        what a family must say, and the parts that several families share
+    weight_rules.py                  rules and tables: which Hugging Face tensors make which parameter
+    llama.py, mistral.py, qwen2.py   one file a family
+    qwen3.py, phi3.py, gemma3.py
+    registry.py                      model_type -> family
 """

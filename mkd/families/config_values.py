@@ -1,4 +1,7 @@
-"""Kinds of values in a Hugging Face `config.json`: a value of the wrong kind is a named error, never a crash later."""
+"""Kinds of values in a Hugging Face `config.json`.
+
+A value of the wrong kind is a named error at once, never a crash later.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(holds, value))
 
 
-KINDS = {  # of every key that is read, in config.json itself or in its rope parameters
+KINDS = {  # every key that is read, in config.json itself or in its rope parameters
     **dict.fromkeys(
         (*SIZES, *OPTIONAL_SIZES), Kind("a whole number above 0", lambda v: type(v) is int and v > 0)
     ),
@@ -90,7 +93,7 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_kinds(config: Mapping[str, Any], source: str) -> None:
-    """Raise `CheckpointError` for a value that is not of the kind of its key. `source` names the file."""
+    """Raise `CheckpointError` for a value of another kind than its key requires. `source` names the file."""
     for name, value in config.items():
         kind = KINDS.get(name)
         if kind is not None and not kind.holds(value):

@@ -1,4 +1,4 @@
-"""`Family`: what mkd must know about a Hugging Face `model_type`, and the readers that several families share."""
+"""`Family`: what mkd must know about a Hugging Face `model_type`, and readers that families share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from mkd.families.layer_shape import LayerShape
 from mkd.families.weight_rules import Entry
 
 HFConfig = Mapping[str, Any]
-"""The content of config.json without its nulls, completed by the family's defaults; kinds of values are checked."""
+"""The content of config.json without its nulls, completed by the family's defaults.
+
+The kinds of values have been checked.
+"""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`. Readers get an `HFConfig` and may raise `KeyError` (a missing key) or an `MkdError`."""
+    """One `model_type`.
+
+    Readers get an `HFConfig` and may raise `KeyError` (a missing key) or an `MkdError`.
+    """
 
     model_type: str
     read_layers: Callable[[HFConfig, int], tuple[LayerShape, ...]]  # (configuration, head_dim)
-    tensors: Mapping[str, Entry]  # weight table of one decoder layer, see weights.py
-    defaults: HFConfig = field(default_factory=dict)  # what transformers assumes where config.json has no key
-    read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # more fields of `ModelShape`
+    tensors: Mapping[str, Entry]  # weight table of one decoder layer, see weight_rules.py
+    # The values that transformers assumes for missing keys of config.json.
+    defaults: HFConfig = field(default_factory=dict)
+    read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # further fields of `ModelShape`
 
 
 def repeat_layer(layer: LayerShape, config: HFConfig) -> tuple[LayerShape, ...]:
@@ -43,9 +50,10 @@ def require_silu(config: HFConfig) -> None:
 def with_windows(
     layers: Sequence[LayerShape], config: HFConfig, kinds: Sequence[str] | None
 ) -> tuple[LayerShape, ...]:
-    """Give `sliding_window` to the layers whose kind is `sliding_attention`, or to all if `kinds` is None or empty.
+    """Give `sliding_window` to the layers whose kind is `sliding_attention`.
 
-    Raises `UsageError` for another kind of attention, `CheckpointError` if a mixture does not name every layer.
+    If `kinds` is None or empty, give it to all layers. Raises `UsageError` for another kind of attention,
+    `CheckpointError` if a mixture does not name every layer.
     """
     window = config.get("sliding_window")
     kinds = kinds or ["sliding_attention"] * len(layers)
@@ -72,7 +80,10 @@ def with_windows(
 
 
 def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:
-    """Give windows as Qwen configurations do: behind a switch, from layer `max_window_layers` on unless kinds are named."""
+    """Give windows as Qwen configurations do.
+
+    They apply only behind a switch, and from layer `max_window_layers` on unless kinds are named.
+    """
     if not config.get("use_sliding_window", False):
         return tuple(layers)
     first = config.get("max_window_layers", 28)

@@ -1,7 +1,9 @@
-"""Gemma 3 text models: windows and a rope of their own in five of six layers, norms around every block.
+"""Gemma 3 text models: a window and another rope in five of six layers, norms around every block.
 
-Tried on CPU ranks against transformers (logits, gradients). Transformer Engine's layers get the same switches (zero-centred
-norms, post norms, a window and a rope for each layer, the scale of attention); they have not run on a GPU yet.
+Tried on CPU ranks against transformers (logits, gradients). Transformer Engine's layers get the same switches
+(zero-centred norms, post norms, a window and a rope for each layer, the scale of attention). They have not
+run on a GPU yet. transformers gives the embedding of `pad_token_id` no gradient from its inputs; mkd trains
+it like any other row.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 THETA = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
-THETA_KEY = {GLOBAL: "rope_theta", LOCAL: "rope_local_base_freq"}  # as older configurations spell it
+THETA_KEY = {GLOBAL: "rope_theta", LOCAL: "rope_local_base_freq"}  # the keys of older configurations
 UNSUPPORTED = (  # switches that no released Gemma 3 has set
     ("final_logit_softcapping", "mkd's losses read logits as the head makes them"),
     ("attn_logit_softcapping", "mkd's attention has no soft-cap"),
@@ -58,9 +60,10 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
 
 
 def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
-    """Read the rope of a kind of layers: `rope_parameters` by kind (transformers 5), or keys of the configuration.
+    """Read the rope of one kind of layers.
 
-    `rope_scaling` is the global layers'. transformers merges it into `rope_parameters`.
+    It is in `rope_parameters` by kind (transformers 5), or in keys of the configuration. `rope_scaling`
+    belongs to the global layers; transformers merges it into `rope_parameters`.
     """
     parameters = dict((config.get("rope_parameters") or {}).get(kind) or {})
     if kind == GLOBAL:
@@ -85,7 +88,10 @@ def _read_model(config: HFConfig) -> dict[str, Any]:
 
 
 def _tensors() -> Mapping[str, Entry]:
-    """Return the table with two more norms; what llama calls post-attention norm is the one before the MLP."""
+    """Return the weight table, with two more norms than llama's.
+
+    The norm before the MLP is the one that llama calls post-attention norm.
+    """
     table = {}
     for name, entry in SEPARATE.items():
         table[name] = entry

@@ -23,11 +23,14 @@ class RopeShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer: norm, grouped-query attention, norm, gated MLP, each block with a residual connection."""
+    """One decoder layer: norm, grouped-query attention, norm, gated MLP.
+
+    Each of the two blocks has a residual connection.
+    """
 
     ffn_hidden_size: int  # width of the gate and of the up projection
     rope: RopeShape
-    activation: str = "silu"  # of the gate: `silu` or `gelu_tanh`
+    activation: str = "silu"  # function of the gate: `silu` or `gelu_tanh`
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and models that call themselves so (SmolLM2)."""
+"""Llama 1 to 3, and models that use its model_type (SmolLM2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral. A model of this type that names the kinds of its layers is what transformers calls ministral."""
+"""Mistral. If a model of this type names the kinds of its layers, transformers calls it ministral."""
 
 from __future__ import annotations
 

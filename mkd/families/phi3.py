@@ -1,4 +1,4 @@
-"""Phi-3 and dense Phi-4: fused tensors on disk, LongRoPE, a rotation of a part of each head."""
+"""Phi-3 and dense Phi-4: fused tensors on disk, LongRoPE, rotation of only a part of each head."""
 
 from __future__ import annotations
 

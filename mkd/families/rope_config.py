@@ -11,9 +11,10 @@ from mkd.families.layer_shape import RopeShape
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False) -> RopeShape:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (older, and first if both are given).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
 
-    `is_partial`: the family's models follow `partial_rotary_factor`; the models of the other families ignore it.
+    If both are given, the older keys take precedence. `is_partial`: the family's models follow
+    `partial_rotary_factor`; other families ignore it.
     """
     scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -45,13 +46,19 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
 
 
 def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-    """Return the context length before scaling; the model's own key precedes the rope's, as in transformers."""
+    """Return the context length before scaling.
+
+    The model's own key takes precedence over the rope's, as in transformers.
+    """
     name = "original_max_position_embeddings"
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
 
 
 def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: dict[str, Any]) -> RopeShape:
-    """Read LongRoPE (Ding et al. 2024, https://arxiv.org/abs/2402.13753) as Phi-3 configurations spell it."""
+    """Read LongRoPE as Phi-3 configurations spell it.
+
+    Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753.
+    """
     for name in ("short_factor", "long_factor"):
         if len(scaling[name]) != base["rotary_dim"] // 2:
             raise CheckpointError(

@@ -1,12 +1,13 @@
 """Weight tables: which Hugging Face tensors make which Megatron parameter.
 
-Every parameter is a run of equal *blocks* along one dimension (vocabulary rows, attention groups, MLP slices). A block is
-made of *parts* that come from different Hugging Face tensors, in the order of the table: query, key and value heads of one
-attention group, gate and up rows of one slice. Tensor-parallel rank r owns an equal run of whole blocks; blocks beyond
-the real number are zero padding. `mkd/checkpoint/hf/hf_names.py` reads the tables.
+Every parameter is a run of equal *blocks* along one dimension (vocabulary rows, attention groups, MLP
+slices). A block is made of *parts* that come from different Hugging Face tensors, in the order of the table:
+query, key and value heads of one attention group, gate and up rows of one slice. Tensor-parallel rank r owns
+an equal run of whole blocks; blocks beyond the real number are zero padding. `mkd/checkpoint/hf/hf_names.py`
+reads the tables.
 
-Names of tensors contain `{layer}`, and `{expert}` where each expert has its own tensor. An expert's parameter is one of a
-rank's `{expert}` parameters, or an entry of a stacked parameter [local experts, ...].
+Names of tensors contain `{layer}`, and `{expert}` if each expert has its own tensor. An expert's parameter is
+one of a rank's `{expert}` parameters, or an entry of a stacked parameter [local experts, ...].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mkd.families.layer_shape import LayerShape
 
 
 class ModelSizes(Protocol):
-    """The sizes of a model that rules read: a `ModelShape`."""
+    """The sizes of a model that rules read; `ModelShape` has them."""
 
     hidden_size: int
     head_dim: int
@@ -31,7 +32,7 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of parameter is cut. Functions get (model, layer); `ranks` is the tensor-parallel size.
+    """Rule that cuts a kind of parameter. Functions get (model, layer); `ranks` is the tensor-parallel size.
 
     `layer` is None for parameters outside the layers.
     """
@@ -39,17 +40,21 @@ class Rule:
     blocks: Callable[[ModelSizes, LayerShape | None, int], int]  # (.., ranks) -> real blocks over all ranks
     parts: Callable[[ModelSizes, LayerShape | None, int], tuple[int, ...]]  # (.., ranks) -> part lengths
     dim: int = 0  # the dimension that is cut
+    # Lengths of the dimensions that are not cut, in their order.
     other_dims: Callable[[ModelSizes, LayerShape | None], tuple[int, ...]] = lambda model, layer: (
         model.hidden_size,
-    )  # lengths of the dimensions that are not cut, in their order
+    )
     replicated: bool = False  # every rank holds the whole parameter
-    any_padding: bool = False  # padded further than to the next multiple of tp blocks
+    any_padding: bool = False  # padded beyond the next multiple of tp blocks
     experts: Callable[[ModelSizes, LayerShape | None], int] | None = None  # number of experts over all ranks
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table: the Hugging Face tensor of each part. A repeated name is one fused tensor, parts in order."""
+    """A row of a table: the Hugging Face tensor of each part.
+
+    A repeated name means one fused tensor, parts in order.
+    """
 
     rule: Rule
     tensors: tuple[str, ...]
@@ -58,7 +63,7 @@ class Entry:
 
 
 def _vector(rule: Rule) -> Rule:
-    """Return the rule of the bias that belongs to a matrix which is cut by its rows."""
+    """Return the rule of the bias that belongs to a matrix cut by rows."""
     return Rule(rule.blocks, rule.parts, other_dims=lambda model, layer: ())
 
 
@@ -93,7 +98,7 @@ _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
 
 
 def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the parameters of a pre-norm layer, named relative to it, in the order in which they are exported."""
+    """Return the parameters of a pre-norm layer, named relative to it, in the order of the export."""
 
     def tensors(modules: tuple[str, ...], kind: str) -> tuple[str, ...]:
         return tuple(f"{module}.{kind}" for module in modules)

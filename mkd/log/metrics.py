@@ -45,8 +45,9 @@ METRICS = (
         "kd_loss",
         "nats/row",
         Reduction.ROW_MEAN,
-        "divergence from the teacher, temperature scaling included; a row is a loss token, or an aligned chunk of a "
-        "cross-tokenizer teacher; of several teachers the sum of teacher_weight * kd_loss",
+        "divergence from the teacher, temperature scaling included. A row is a loss token, or an "
+        "aligned chunk of a cross-tokenizer teacher. With several teachers: the sum of "
+        "teacher_weight * kd_loss",
     ),
     Metric(
         "teacher_ce",
@@ -64,8 +65,8 @@ METRICS = (
         "top1_agreement",
         "proportion",
         Reduction.ROW_MEAN,
-        "fraction of rows where both models rank the same id first; of chunks, only one-to-one pairs"
-        " are compared",
+        "fraction of rows where both models rank the same id first. Of aligned chunks, only one-to-one pairs "
+        "are compared",
     ),
     Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
     Metric("learning_rate", "1", Reduction.LAST, "learning rate of the last step, even if it made no update"),
@@ -131,11 +132,11 @@ PER_TEACHER = (  # keys end in a slash and the teacher's name
     ),
 )
 
-AUXILIARY = Metric(  # always with the name of the loss behind a slash
+AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "auxiliary_loss",
     "nats/token",
     Reduction.TOKEN_MEAN,
-    "loss of its own that the student's layers add, coefficient included",
+    "auxiliary loss that the student's layers add, coefficient included",
 )
 
 _BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}

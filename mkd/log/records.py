@@ -12,10 +12,10 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run, given its metrics.jsonl or the folder of that. Empty before the first.
+    """Return the records of a run, given its metrics.jsonl or the folder that holds it.
 
-    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file
-    that cannot be read, or for a line that is no record.
+    Return [] if there is no record yet. An unfinished last line, which a running run is still writing, is
+    left out. Raises DataError for a file that cannot be read, or for a line that is not a record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases."""
+"""Send metrics to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN_ID = "wandb_run_id.txt"  # in the log folder: a resumed run extends the same
 class WandbWriter:
     """Log every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
 
-    W&B cannot delete points: steps that a resumed run repeats are in the curves twice, with the same values.
+    W&B cannot delete points. Steps that a resumed run repeats are in the curves twice, with the same values.
     """
 
     def __init__(
@@ -26,9 +26,8 @@ class WandbWriter:
     ):
         """Start a W&B run whose configuration is `settings`.
 
-        If it `resumes`, extend the curves of the folder's run.
-
-        Raises UsageError if wandb is not installed or does not start.
+        If it `resumes`, extend the curves of the folder's run. Raises UsageError if wandb is not installed or
+        does not start.
         """
         try:
             from wandb import init
@@ -84,7 +83,10 @@ def _first_line(error: Exception) -> str:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """Return the W&B id: the stored one for a run that resumes, else a new one, also in a used folder."""
+    """Return the W&B id of the run.
+
+    A run that resumes has the stored id. Any other gets a new one, even in a used folder.
+    """
     path = folder / RUN_ID
     if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

@@ -115,14 +115,17 @@ class TensorBoardWriter:
     """Write every number of a record as the scalar `train/<key>` or `<split>/<key>` at its iteration."""
 
     def __init__(self, directory: str | Path):
-        """Raises UsageError if tensorboard is not installed."""
+        """Create the event file in `directory`. Raises UsageError if tensorboard is not installed."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
                 "--tensorboard-dir is set and tensorboard is not installed",
                 why=f"the import failed with: {error}",
-                do="pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is written either way)",
+                do=(
+                    "pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is "
+                    "written either way)"
+                ),
                 code="tensorboard-missing",
             ) from error
         self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(

@@ -1,13 +1,13 @@
 """Distillation losses on vocabulary shards.
 
-kd_objective.py          what a loss computes, on which columns, and what it returns
+kd_objective.py          settings of a loss, its columns on a rank, and its result
 divergences.py           one class for each divergence between teacher and student
 dense_reference.py       the whole loss in one process, float64, by autograd: the definition for tests
 softmax.py               softmax over a split vocabulary: the local part and the merge
-statistics.py            what every row knows after one pass over its logits, merged over ranks
+statistics.py            row statistics after one pass over the logits, merged over ranks
 torch_rows.py            the passes over logits in plain torch
 vocab_parallel.py        the loss of logits that exist in full, and the choice of passes
-fused_linear.py          LM heads and loss in one, block by block: what training runs
+fused_linear.py          LM heads and loss in one, block by block, for training
 scores.py                log-probability and entropy of given tokens, for evaluation
 triton_divergences.py    the formulas of the divergences for GPU kernels
 triton_kernels.py        the passes as GPU kernels

@@ -1,7 +1,6 @@
-"""Divergences D(teacher, student): one class each, for vocabulary shards and for the classes of aligned
-chunks.
+"""Divergences D(teacher, student): a class each, for vocabulary shards and for the classes of aligned chunks.
 
-Notation: t and s are the probabilities of teacher and student, D = dL/ds up to a constant, which no softmax
+Notation: t and s are the probabilities of teacher and student. D = dL/ds up to a constant, which no softmax
 notices. Both losses differentiate by a = z_s / T, where s is a softmax: dL/da = s (D - mean of D under s).
 
     forward KL          D = -t / s
@@ -14,7 +13,7 @@ To add a divergence: declare it in `mkd/config/divergence.py`, write its class h
 `IMPLEMENTATIONS`. A class defines `parts`, `value`, `mean_slope`, `slope` and `plain`; vocabulary shards then
 take one more pass over the logits and one more SUM over ranks. A class may override that with cross terms
 that travel with the other row statistics (`KLMixture`). Formulas for GPUs are in
-`mkd/losses/triton_divergences.py`; a class without one runs in torch passes there.
+`mkd/losses/triton_divergences.py`; a class without a formula runs in torch passes on GPUs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Divergence(ABC):
     """Cross terms of a shard, [n] each, that travel with the row statistics."""
 
     needs_terms: bool = True
-    """Whether value and gradient need `terms`, a second pass over the logits."""
+    """True if value and gradient need `terms`, a second pass over the logits."""
 
     @abstractmethod
     def parts(self, log_t: Tensor, log_s: Tensor) -> list[Tensor]:
@@ -93,7 +92,7 @@ class Divergence(ABC):
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (value [n], residual) from the summed terms.
 
-        The residual [n] is what else the gradient needs of a row.
+        The residual [n] is the number of each row that the gradient needs beside both softmaxes.
         """
         return self.value(terms), self.mean_slope(terms)
 
@@ -241,8 +240,9 @@ class JensenShannon(Divergence):
     def gradient(
         self, student: ShardRows, teacher: ShardRows, p_s: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """Return (1 - beta) s (ln s - ln Q - KL(s || Q)): the residual is subtracted before the factor, not
-        after.
+        """Return (1 - beta) s (ln s - ln Q - KL(s || Q)).
+
+        The residual is subtracted before the factor is applied, not after.
         """
         log_s = student.log_probabilities()
         log_q = self._log_mixture(teacher.log_probabilities(), log_s)
@@ -256,9 +256,9 @@ class JensenShannon(Divergence):
 class SkewedForwardKL(Divergence):
     """KL(t || m) with m = alpha t + (1 - alpha) s, 0 < alpha < 1.
 
-    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. D has the constant 1 - alpha added, with
-    which it vanishes at t = s, so that the gradient does not cancel there. No D is above 1 - alpha or below
-    -(1 - alpha)^2 / alpha.
+    Source: DistiLLM, Ko et al. 2024 (arXiv 2402.03898), section 3.1. The constant 1 - alpha is added to D, so
+    that D vanishes at t = s and the gradient does not cancel there. Every D lies between -(1 - alpha)^2 /
+    alpha and 1 - alpha.
     """
 
     alpha: float
@@ -321,9 +321,9 @@ def log_mixture(log_t: Tensor, log_s: Tensor, share: float) -> Tensor:
 def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return p ln(p / q) + (q - p), never negative; over all classes the second part adds nothing.
 
-    It makes an error that all logarithms of p share (that of its normaliser) vanish at first order, which
-    matters where both distributions are alike. Close to p = q the term is p (x + expm1(-x)), x = ln(p / q):
-    it does not cancel.
+    It makes an error that all logarithms of p share (that of its normaliser) vanish at first order. This
+    matters where both distributions are alike. Close to p = q the term is p (x + expm1(-x)), x = ln(p / q),
+    which does not cancel.
     """
     return _signed_kl_terms(log_p, log_q).clamp_(min=0.0)
 

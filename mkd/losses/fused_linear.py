@@ -1,9 +1,8 @@
-"""LM heads and distillation loss in one: hidden states x heads, block by block, so that no [t, v] tensor ever
-exists.
+"""LM heads and distillation loss in one, block by block, so that no [t, v] tensor ever exists.
 
-For every block of loss rows: both heads' logits, row statistics, one all-gather, the gradient over the
-student's logits, and from it the gradients of hidden states and head weight. All of that happens in the
-forward pass: the backward pass only returns the results. So logits are made once (recomputing them in
+For every block of loss rows: both heads' logits, row statistics, one all-gather, and the gradient over the
+student's logits. From that follow the gradients of hidden states and head weight. All of it happens in the
+forward pass; the backward pass only returns the results. So logits are made once (recomputing them in
 backward would cost 1.6 times the operations), and rows without loss cost nothing.
 """
 
@@ -39,9 +38,8 @@ class HeadInput(NamedTuple):
 
 def fused_linear_kd(
     student: HeadInput,
-    teachers: Sequence[
-        HeadInput
-    ],  # frozen, heads as wide as the student's; several count as one; none if kd_ratio is 0
+    # Frozen; heads as wide as the student's. Several count as one; none if kd_ratio is 0.
+    teachers: Sequence[HeadInput],
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
     objective: KDObjective,  # of several teachers: with the smallest of their vocabularies
@@ -54,22 +52,21 @@ def fused_linear_kd(
     chunk_rows: int | None = None,
     fp32_logits: bool = False,
 ) -> KDOutput:
-    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden states and
-    head.
+    """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden and weight.
 
-    Logits have the dtype of the hidden states, or fp32 with `fp32_logits` (bf16 logits put an error of about
-    3e-2 into the gradients, fp32 ones 2e-3). Several teachers count as the weighted mean of their
+    Logits have the dtype of the hidden states, or fp32 with `fp32_logits`. bf16 logits put an error of about
+    3e-2 into the gradients, fp32 ones 2e-3. Several teachers count as the weighted mean of their
     probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [chunk_rows, w]
     each.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
-    it is given, gradients are final in the forward pass, and a weight that has `main_grad` (fp32, Megatron's
-    DDP) gets its gradient added there; a backward with another factor fails. Without it gradients are scaled
-    in backward and returned by autograd.
+    it is given, gradients are final in the forward pass. A weight that has `main_grad` (fp32, Megatron's DDP)
+    then gets its gradient added there. A backward with another factor fails. Without `loss_gradient`,
+    gradients are scaled in backward and returned by autograd.
 
     Communication over the tensor-parallel group: per block one all-gather of row statistics (and one
-    all-reduce for a divergence that needs a second pass); for the hidden states an all-gather of the sequence
-    in forward and a reduce-scatter of the gradient in backward with `sequence_parallel`, else an all-reduce
+    all-reduce for a divergence that needs a second pass). For the hidden states: with `sequence_parallel` an
+    all-gather of the sequence in forward and a reduce-scatter of the gradient in backward, else an all-reduce
     in backward. In evaluation (no_grad) it stops after the statistics. Raises UsageError if the objective
     needs a teacher and there is none.
     """
@@ -114,7 +111,7 @@ def _whole_teachers(
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
-    """Return slices of `size` rows that cover all rows; at least one slice, empty if there is no row."""
+    """Return slices of `size` rows that cover all rows: at least one slice, empty if there is no row."""
     return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 
@@ -156,7 +153,7 @@ class _Head:
         mask: Tensor,
         merged: MergedStatistics,
     ) -> Tensor:
-        """Return the gradient [n, w] in `dtype`, written over the student's logits if of that dtype."""
+        """Return the gradient [n, w] in `dtype`, written over the student's logits if they have it."""
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
         weight = mask if self.loss_gradient is None else mask * self.loss_gradient
         write_gradient = passes_for(student, self.objective).write_gradient
@@ -217,7 +214,7 @@ class HeadGradients:
         if getattr(self.weight, "zero_out_wgrad", False):
             # tied: autograd adds the embedding's gradient, and DDP adds the sum to `main_grad`
             return torch.zeros_like(self.weight)
-        self.weight.grad_added_to_main_grad = True  # so DDP does not look at the values
+        self.weight.grad_added_to_main_grad = True  # DDP then ignores the values
         return torch.empty_like(self.weight)
 
 
@@ -238,13 +235,12 @@ def mixture_logits(
     real: int,  # number of columns of this rank, its first ones, that are ids of all models
     tp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T), in the dtype of
-    the logits.
+    """Return z [n, w] with softmax(z / T) = sum over i of shares[i] * softmax(logits[i] / T).
 
-    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least.
-    Metrics that read z at T = 1 are those of a sharpened mixture unless T is 1. Columns that are not real
-    keep arbitrary values: no loss reads them. Communication: one all-reduce MAX and one SUM of [n] for each
-    teacher.
+    So z = T ln(that sum) + a constant of each row, which puts the largest near 0, where rounding is least. z
+    has the dtype of the logits. Metrics that read z at T = 1 are those of a sharpened mixture unless T is 1.
+    Columns that are not real keep arbitrary values: no loss reads them. Communication: one all-reduce MAX and
+    one SUM of [n] for each teacher.
     """
     total = offset = dtype = None
     for one, share in zip(logits, shares, strict=True):
@@ -264,10 +260,9 @@ def mixture_logits(
 def _centred(
     logits: Tensor, temperature: float, real: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (logits / T - their maximum, ln of the sum of its exponentials [n, 1]) over the real columns of
-    all ranks.
+    """Return (logits / T - their maximum, ln of the sum of its exponentials [n, 1]).
 
-    The first is written over `logits`.
+    Both are over the real columns of all ranks. The first is written over `logits`.
     """
     columns = logits.div_(temperature)[:, :real]
     is_split = tp_group is not None and dist.get_world_size(tp_group) > 1
@@ -282,8 +277,10 @@ def _centred(
 
 
 class _FusedLinearKD(torch.autograd.Function):
-    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head) -> (loss, other fields of
-    `KDOutput`).
+    """The fused loss as one autograd node.
+
+    Arguments: [t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head. Results: (loss, other
+    fields of `KDOutput`).
     """
 
     @staticmethod

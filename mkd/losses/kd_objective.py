@@ -1,6 +1,4 @@
-"""The objective of a distillation loss (`KDObjective`), the columns of a rank (`VocabShard`), the result
-(`KDOutput`).
-"""
+"""A distillation loss: its objective `KDObjective`, a rank's columns `VocabShard`, its result `KDOutput`."""
 
 from __future__ import annotations
 
@@ -23,11 +21,10 @@ TEMPERATURE_SCALINGS = {"squared": lambda temperature: temperature**2, "none": l
 class KDOutput:
     """Sums over the rows of one micro-batch, each row weighted by its mask.
 
-    Divide by the global count for means.
-
-    Only `loss` has a graph. Apart from the int64 count every field is 0-dim in the compute dtype (fp64 for
-    fp64 logits, else fp32), with the same bits on every tensor-parallel rank. None means: not computed for
-    this objective. `loss == (1 - kd_ratio) * ce + kd_ratio * kd`.
+    Divide by the global count for means. Only `loss` has a graph. Apart from the int64 count every field is
+    0-dim in the compute dtype: fp64 for fp64 logits, else fp32. Its bits are the same on every
+    tensor-parallel rank. None means: not computed for this objective. `loss == (1 - kd_ratio) * ce + kd_ratio
+    * kd`.
     """
 
     loss: Tensor
@@ -82,17 +79,17 @@ class KDObjective:
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether the divergence is part of the loss."""
+        """True if the divergence is part of the loss."""
         return self.kd_ratio > 0.0
 
     @property
     def uses_ce(self) -> bool:
-        """Whether the cross entropy is part of the loss (not only of the metrics)."""
+        """True if the cross entropy is part of the loss, not only of the metrics."""
         return self.kd_ratio < 1.0
 
     @property
     def measures_ce(self) -> bool:
-        """Whether the cross entropy is computed."""
+        """True if the cross entropy is computed."""
         return self.uses_ce or self.with_ce_metric
 
     @property
@@ -109,7 +106,7 @@ class KDObjective:
 
     @property
     def ce_reads_kd_softmax(self) -> bool:
-        """Whether CE and KD read the same softmax of the student: same temperature, same columns."""
+        """True if CE and KD read the same softmax of the student: same temperature, same columns."""
         return (
             self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
         )
@@ -138,9 +135,7 @@ class KDObjective:
 
 
 def require_temperature(name: str, temperature: float, scaling: str) -> None:
-    """Raise UsageError unless logits can be divided by `temperature` and `scaling` is one of
-    `TEMPERATURE_SCALINGS`.
-    """
+    """Raise UsageError unless `temperature` can divide logits and `scaling` is in `TEMPERATURE_SCALINGS`."""
     if not (math.isfinite(temperature) and temperature > 0.0):
         raise UsageError(
             f"{name} is {temperature}",

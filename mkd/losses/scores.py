@@ -1,6 +1,4 @@
-"""A model's scores of given tokens: their log-probability, the entropy and the highest probability of each
-prediction.
-"""
+"""A model's scores of given tokens: log-probability, entropy and highest probability of each prediction."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def token_scores(
     vocab_size: int | None = None,  # number of real columns, the first ones of all ranks ...
     real: Tensor | None = None,  # ... or [w] bool: the real columns of this rank
     sequence_parallel: bool = False,
-    exchange: Callable[[Tensor], Tensor]
-    | None = None,  # [t, h] -> [t', h], rows of other context-parallel ranks
+    # [t, h] -> [t', h], rows of other context-parallel ranks
+    exchange: Callable[[Tensor], Tensor] | None = None,
 ) -> TokenScores:
     """Score tokens from hidden states x a vocabulary-parallel LM head, block by block.
 

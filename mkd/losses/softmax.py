@@ -1,9 +1,9 @@
 """Softmax over a vocabulary that is split across tensor-parallel ranks: the local part and the merge.
 
-The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax (Milakov and
-Gimelshein 2018, section 3). Ranks merge by rescaling to the common maximum. A shard's own softmax times its
-SHARE of the total mass is the global softmax on its columns, so the gradient pass needs one number per row
-and no communication.
+The stable local state of a shard is (max m, sum S = sum exp((z - m) / T)), as in online softmax. Source:
+Milakov and Gimelshein 2018, section 3. Ranks merge by rescaling to the common maximum. A shard's own softmax
+times its SHARE of the total mass is the global softmax on its columns. So the gradient pass needs one number
+per row and no communication.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Replaces minus infinity where the difference of two of them must stay finite.
+# Replaces minus infinity where a difference of two such values must stay finite.
 LOWEST = -1e30
 
 
@@ -80,8 +80,9 @@ class Normaliser:
         return cls(maximum, total.log(), mass / total, shift)
 
     def mean_centred(self, local_means: Tensor) -> Tensor:
-        """Return the mean of (z - maximum) / T under the softmax, [n], from the means of each shard's centred
-        logits [tp, n].
+        """Return the mean of (z - maximum) / T under the softmax, [n].
+
+        `local_means` [tp, n] are the means of each shard's centred logits.
         """
         return (self.share * (local_means + self.shift)).sum(dim=0)
 

@@ -2,7 +2,7 @@
 
 A shard contributes [k, n] statistics (`KDObjective.statistic_names`), one all-gather brings them together,
 and `merge_statistics` makes row values of the whole vocabulary from them. This holds for logits that exist in
-full and for a head that makes them block by block, for torch passes and for Triton passes.
+full and for a head that makes them block by block. It also holds for torch passes and for Triton passes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class MergedStatistics:
     top1_agreement: Tensor | None = None  # 0 or 1
     student: RowSoftmax | None = None  # at the objective's temperature, over the shared ids
     teacher: RowSoftmax | None = None
-    student_plain: RowSoftmax | None = (
-        None  # at T = 1, over the student's ids: the softmax of the cross entropy
-    )
+    student_plain: RowSoftmax | None = None  # at T = 1, over the student's ids: softmax of the CE
 
     def rows(self, rows: slice) -> MergedStatistics:
         """Return the values of some rows."""

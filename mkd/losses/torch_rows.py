@@ -1,15 +1,14 @@
-"""The passes over logits in plain torch: the definition that the Triton kernels follow, and the code that
-CPUs run.
+"""The passes over logits in plain torch: the definition that the Triton kernels follow; CPUs run them.
 
-Each function works through its rows in chunks that fit the cache, so that no [n, w] tensor in the compute
+Each function works through its rows in blocks that fit the cache, so that no [n, w] tensor in the compute
 dtype ever exists. None of them modifies its arguments (except `result` of `write_gradient`). Legend: n rows,
 w local columns, k statistics.
 
 The cross-entropy side follows Megatron's `VocabParallelCrossEntropy`: its rule for targets of other shards,
 and its `prepare_gradient_calculation_operands` and `calculate_gradients` for softmax minus one-hot. Its
-forward helpers are not called: `calculate_logits_max` rounds fp64 to fp32, `calculate_predicted_logits`
-overwrites the logits that the divergence still reads, and in sequence they take a collective each where one
-is enough.
+forward helpers are not called. `calculate_logits_max` rounds fp64 to fp32. `calculate_predicted_logits`
+overwrites the logits that the divergence still reads. In sequence they take a collective each where one is
+enough.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from mkd.losses.statistics import MergedStatistics, merge_statistics
 
 __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gradient"]
 
-# Size of one row chunk in the compute dtype. On a CPU its few temporaries stay in cache; on an accelerator it is
-# large enough to hide the launches and small against the logits themselves.
+# Size of one block of rows in the compute dtype. On a CPU its few temporaries stay in cache. On an
+# accelerator it is large enough to hide the launches and small against the logits themselves.
 CPU_CHUNK_BYTES = 2 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20
 ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
@@ -101,8 +100,9 @@ def write_gradient(
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
-    """Return slices that cover the rows of [n, w] (at least one slice), each of about the chunk size of the
-    device.
+    """Return slices that cover the rows of [n, w], each of about the device's block size.
+
+    There is at least one slice.
     """
     budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
     height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
@@ -173,9 +173,8 @@ def first_maximum(logits: Tensor) -> Tensor:
     if whole < columns:
         largest.append(logits[:, whole:].amax(dim=1, keepdim=True))
     start = torch.cat(largest, dim=1).argmax(dim=1, keepdim=True) * block
-    start.clamp_(
-        max=columns - block
-    )  # the last block may be short: the columns before it in the window are smaller
+    # The last block may be short: the columns before it in the window are smaller.
+    start.clamp_(max=columns - block)
     window = logits.gather(1, start + torch.arange(block, device=logits.device))
     return start + window.argmax(dim=1, keepdim=True)
 
@@ -187,8 +186,9 @@ def _foreign_labels(labels: Tensor, start: int, count: int) -> tuple[Tensor, Ten
 
 
 def _label_logit(logits: Tensor, labels: Tensor, start: int, count: int) -> Tensor:
-    """Return the label's logit if this shard owns the label, else -inf (the maximum over ranks finds the
-    owner).
+    """Return the label's logit if this shard owns the label, else -inf.
+
+    The maximum over ranks finds the owner.
     """
     outside, index = _foreign_labels(labels, start, count)
     return logits.gather(1, index[:, None]).squeeze(1).masked_fill(outside, float("-inf"))
@@ -203,11 +203,10 @@ def _gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Return the gradient on the first columns, compute dtype.
+    """Return the gradient on the first columns, in the compute dtype.
 
-    Every column beyond the returned ones has zero.
-
-    Row by row: w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da].
+    The gradient of every column beyond the returned ones is zero. Row by row: w [(1-r) (softmax(z_s) - 1[y])
+    + r s(T)/T dD/da].
     """
     probabilities = result = None
     if objective.uses_teacher and shard.shared:
@@ -231,8 +230,9 @@ def _gradient(
 
 
 def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:
-    """Return weight * (softmax - one-hot) by Megatron's helpers, written over `probabilities` [n,
-    shard.student].
+    """Return weight * (softmax - one-hot) by Megatron's helpers.
+
+    It is written over `probabilities` [n, shard.student].
     """
     outside, index = _foreign_labels(labels, shard.start, shard.student)
     helper = VocabParallelCrossEntropy

@@ -1,9 +1,8 @@
-"""The formulas of `divergences.py` for Triton kernels, over vocabulary shards and over classes of aligned
-chunks.
+"""The formulas of `divergences.py` for Triton kernels, over vocabulary shards and classes of aligned chunks.
 
 A divergence class has kernels if it is registered in `FORMULAS`; any other one runs in torch passes on GPUs
-too. To add a formula: a number of its own (KIND), a branch in each of the four functions that take one, and
-an entry in `FORMULAS`.
+too. A new formula needs an unused number (KIND), a branch in each of the four functions that take one, and an
+entry in `FORMULAS`.
 
 Legend: a = log2 s and b = log2 t, tiles or blocks of fp32; `first` and `second` are the two numbers of a
 `Formula`.
@@ -33,9 +32,8 @@ class Formula:
     kind: int
     first: float  # KL: weight of the forward KL; others: share of the teacher in the mixture
     second: float  # KL: weight of the reverse KL; skewed KLs: alpha
-    has_first: bool = (
-        True  # whether `parts` has a first and a second one; with two KLs, those of non-zero weight
-    )
+    # True if `parts` has a first and a second one; with two KLs, those of non-zero weight.
+    has_first: bool = True
     has_second: bool = True
 
     @property
@@ -171,11 +169,10 @@ def expm1(x):
 
 @triton.jit
 def kl_terms(a, b):
-    """Return p ln(p / q) + (q - p) from a = log2 p and b = log2 q, as `divergences.kl_terms`: nothing cancels
-    near p = q.
+    """Return p ln(p / q) + (q - p) from a = log2 p and b = log2 q; nothing cancels near p = q.
 
-    There it is p (x + expm1(-x)), x = ln(p / q), by the series of the exponential: at |x| < 1 its next term
-    is below 1e-9.
+    It equals `divergences.kl_terms`. Near p = q it is p (x + expm1(-x)), x = ln(p / q), by the series of the
+    exponential: at |x| < 1 its next term is below 1e-9.
     """
     p, x = tl.exp2(a), (a - b) * LN2
     y = tl.where(tl.abs(x) < 1.0, x, 0.0)

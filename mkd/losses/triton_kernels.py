@@ -1,9 +1,9 @@
 """Triton kernels over the rows of vocabulary-sharded logits, launched by `triton_rows.py`.
 
-A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns
-(maximum and sums relative to it), so that the loop needs no communication between threads; lanes merge once,
-at the end of the row, by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima
-m' and f = e^((m - m') / T):
+A row is read in tiles of LANES x WIDTH columns. Every lane keeps a running softmax state of its own columns:
+the maximum and sums relative to it. So the loop needs no communication between threads. Lanes merge once, at
+the end of the row, by the formula that also merges ranks. With d = (z_t - m_t) - (z_s - m_s), new maxima m'
+and f = e^((m - m') / T):
 
     S <- S f + sum e^((z - m') / T)
     C_t <- (C_t + S_t delta) f_t + sum e^((z_t - m_t') / T) d',    delta = (m_t - m_t') - (m_s - m_s')
@@ -49,13 +49,18 @@ def add_to_softmax(maximum, total, tile, scale):
 @triton.jit
 def _add_tile(
     state, student, teacher, first, tile, width, shared, scale,
-    HOT: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, PARTIAL: tl.constexpr,
+    HOT: tl.constexpr, OWN_CE_SOFTMAX: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Return the running state of both models' lanes after the tile that begins at column `first`."""
     old_m_s, old_s_s, old_m_t, old_s_t, c_t, c_s, plain_s, plain_t, mean_t, top = state
     columns = first + tile
-    m_s, s_s, u_s, e_s, f_s = add_to_softmax(old_m_s, old_s_s, load_tile(student, columns, width, shared, PARTIAL), scale)
-    m_t, s_t, u_t, e_t, f_t = add_to_softmax(old_m_t, old_s_t, load_tile(teacher, columns, width, shared, PARTIAL), scale)
+    m_s, s_s, u_s, e_s, f_s = add_to_softmax(
+        old_m_s, old_s_s, load_tile(student, columns, width, shared, PARTIAL), scale
+    )
+    m_t, s_t, u_t, e_t, f_t = add_to_softmax(
+        old_m_t, old_s_t, load_tile(teacher, columns, width, shared, PARTIAL), scale
+    )
     top = tl.where(m_t > old_m_t, first, top)
     d = u_t - u_s
     delta = (old_m_t - m_t) - (old_m_s - m_s)
@@ -81,8 +86,9 @@ def _store_kd_statistics(
     out, n, state, student, teacher, label, shared, lane, inverse_temperature,
     HOT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge the lanes of a row, store the statistics of the divergence, and return where the next statistic
-    goes.
+    """Merge the lanes of a row and store the divergence's statistics.
+
+    Return the place of the next statistic.
     """
     m_s, s_s, m_t, s_t, c_t, c_s, _, plain_t, mean_t, top = state
     if not HOT:
@@ -153,19 +159,22 @@ def statistics_kernel(
         whole = shared // (LANES * WIDTH) * (LANES * WIDTH)
         for first in range(0, whole, LANES * WIDTH):
             state = _add_tile(
-                state, student, teacher, first, tile, width, shared, scale, HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, False
+                state, student, teacher, first, tile, width, shared, scale,
+                HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, False,
             )
         if whole < shared:
             state = _add_tile(
-                state, student, teacher, whole, tile, width, shared, scale, HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, True
+                state, student, teacher, whole, tile, width, shared, scale,
+                HOT, OWN_CE_SOFTMAX, FORWARD, REVERSE, True,
             )
         out = _store_kd_statistics(
-            out, n, state, student, teacher, label, shared, lane, inverse_temperature, HOT, FORWARD, REVERSE, WIDTH
+            out, n, state, student, teacher, label, shared, lane, inverse_temperature,
+            HOT, FORWARD, REVERSE, WIDTH,
         )
         m_s, plain_s = state[0], state[6] if HOT else state[1]
     if HAS_CE:
         if OWN_CE_SOFTMAX:
-            first_extra = shared // WIDTH * WIDTH  # aligned loads; columns before `shared` are known already
+            first_extra = shared // WIDTH * WIDTH  # aligned loads; columns before `shared` are already known
             for first in range(first_extra, student_columns, LANES * WIDTH):
                 columns = first + tile
                 z_s = load_tile(student, columns, width, student_columns, True)
@@ -265,16 +274,26 @@ def gradient_kernel(
     z_s = tl.load(student_pointer + row * student_stride + columns, mask=loadable, other=0.0).to(tl.float32)
     gradient = tl.zeros((BLOCK,), tl.float32)
     if HAS_KD:
-        z_t = tl.load(teacher_pointer + row * teacher_stride + columns, mask=loadable, other=0.0).to(tl.float32)
+        z_t = tl.load(
+            teacher_pointer + row * teacher_stride + columns, mask=loadable, other=0.0
+        ).to(tl.float32)
         scale = inverse_temperature * LOG2E
-        a = (z_s - tl.load(student_max_pointer + row)) * scale - tl.load(student_log_sum_pointer + row) * LOG2E
-        b = (z_t - tl.load(teacher_max_pointer + row)) * scale - tl.load(teacher_log_sum_pointer + row) * LOG2E
+        a = (
+            (z_s - tl.load(student_max_pointer + row)) * scale
+            - tl.load(student_log_sum_pointer + row) * LOG2E
+        )
+        b = (
+            (z_t - tl.load(teacher_max_pointer + row)) * scale
+            - tl.load(teacher_log_sum_pointer + row) * LOG2E
+        )
         residual = tl.load(residual_pointer + row)
         gradient, p_s = shard_gradient(a, b, residual, first_number, second_number, KIND, FIRST, SECOND)
         gradient = tl.where(columns < shared, gradient * (weight * kd_weight), 0.0)
     if HAS_CE:
         if OWN_CE_SOFTMAX:
-            p_s = tl.exp2((z_s - tl.load(plain_max_pointer + row) - tl.load(plain_log_sum_pointer + row)) * LOG2E)
+            p_s = tl.exp2(
+                (z_s - tl.load(plain_max_pointer + row) - tl.load(plain_log_sum_pointer + row)) * LOG2E
+            )
         label = tl.load(label_pointer + row) - start
         ce = p_s - tl.where(columns == label, 1.0, 0.0)
         gradient += tl.where(columns < student_columns, ce * (weight * ce_weight), 0.0)

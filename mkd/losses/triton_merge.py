@@ -17,27 +17,33 @@ def _merge_softmax(row, k, n, MAXIMUM: tl.constexpr, TOTAL: tl.constexpr, scale,
     total = tl.zeros_like(maximum)
     for shard in tl.static_range(TP):
         local = tl.load(row + (shard * k + MAXIMUM) * n, mask=inside, other=0.0)
-        total += tl.load(row + (shard * k + TOTAL) * n, mask=inside, other=1.0) * tl.exp2((local - maximum) * scale)
+        total += tl.load(row + (shard * k + TOTAL) * n, mask=inside, other=1.0) * tl.exp2(
+            (local - maximum) * scale
+        )
     return maximum, total
 
 
 @triton.jit
 def _merge_mean(
-    row, k, n, MAXIMUM: tl.constexpr, TOTAL: tl.constexpr, MEAN: tl.constexpr, OTHER: tl.constexpr, maximum, total, other,
-    inverse_temperature, inside, TP: tl.constexpr,
+    row, k, n, MAXIMUM: tl.constexpr, TOTAL: tl.constexpr, MEAN: tl.constexpr, OTHER: tl.constexpr,
+    maximum, total, other, inverse_temperature, inside, TP: tl.constexpr,
 ):  # fmt: skip
     """Return the mean of (z - max) / T over the whole vocabulary under one model.
 
-    Statistic MEAN holds each shard's mean of its own centred values. If OTHER >= 0, subtract the same mean of the
-    other model's logits.
+    Statistic MEAN holds each shard's mean of its own centred values. If OTHER >= 0, subtract the same mean of
+    the other model's logits.
     """
     mean = tl.zeros_like(maximum)
     for shard in tl.static_range(TP):
         shift = tl.load(row + (shard * k + MAXIMUM) * n, mask=inside, other=0.0) - maximum
-        share = tl.load(row + (shard * k + TOTAL) * n, mask=inside, other=1.0) * tl.exp2(shift * inverse_temperature * LOG2E)
+        share = tl.load(row + (shard * k + TOTAL) * n, mask=inside, other=1.0) * tl.exp2(
+            shift * inverse_temperature * LOG2E
+        )
         if OTHER >= 0:
             shift -= tl.load(row + (shard * k + OTHER) * n, mask=inside, other=0.0) - other
-        mean += share / total * (tl.load(row + (shard * k + MEAN) * n, mask=inside, other=0.0) + shift * inverse_temperature)
+        mean += share / total * (
+            tl.load(row + (shard * k + MEAN) * n, mask=inside, other=0.0) + shift * inverse_temperature
+        )
     return mean
 
 
@@ -52,8 +58,7 @@ def merge_kernel(
     """Do as `statistics.merge_statistics`: row values of the whole vocabulary from all shards' statistics."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < n
-    row = gathered_pointer + rows
-    out = out_pointer + rows
+    row, out = gathered_pointer + rows, out_pointer + rows
     scale = inverse_temperature * LOG2E
     NEXT: tl.constexpr = 4 + FORWARD + REVERSE
     MEAN: tl.constexpr = NEXT + HOT
@@ -66,10 +71,10 @@ def merge_kernel(
             mean = _merge_mean(row, k, n, 2, 3, 4, 0, m_t, s_t, m_s, inverse_temperature, inside, TP)
             kd += forward * (mean - log_t + log_s)
         if REVERSE:
-            mean = _merge_mean(row, k, n, 0, 1, 4 + FORWARD, 2, m_s, s_s, m_t, inverse_temperature, inside, TP)
-            residual = mean - log_s + log_t
-            kd += reverse * residual
-            tl.store(out + 4 * n, residual, mask=inside)
+            CROSS: tl.constexpr = 4 + FORWARD
+            mean = _merge_mean(row, k, n, 0, 1, CROSS, 2, m_s, s_s, m_t, inverse_temperature, inside, TP)
+            kd += reverse * (mean - log_s + log_t)
+            tl.store(out + 4 * n, mean - log_s + log_t, mask=inside)
         plain, log_plain = s_t, log_t
         if HOT:
             _m, plain = _merge_softmax(row, k, n, 2, NEXT, LOG2E, inside, TP)
@@ -82,7 +87,8 @@ def merge_kernel(
         for shard in tl.static_range(1, TP):
             label = tl.maximum(label, tl.load(row + (shard * k + MEAN + 1) * n, mask=inside, other=0.0))
             local = tl.load(row + (shard * k + 2) * n, mask=inside, other=0.0)
-            at_top = tl.where(local > best, tl.load(row + (shard * k + MEAN + 2) * n, mask=inside, other=0.0), at_top)
+            found = tl.load(row + (shard * k + MEAN + 2) * n, mask=inside, other=0.0)
+            at_top = tl.where(local > best, found, at_top)
             best = tl.maximum(best, local)
         tl.store(out, m_s, mask=inside)
         tl.store(out + n, log_s, mask=inside)

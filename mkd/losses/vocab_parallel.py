@@ -1,12 +1,12 @@
 """Cross entropy + distillation on logits that are split over the vocabulary.
 
-Communication: forward, one all-gather of [k, n] row statistics over the tensor-parallel group (k <= 13, n
-rows), and one all-reduce of [<= 2, n] for a divergence that needs a second pass; backward, none. The loss is
-replicated: each rank's backward gives the gradient of its own columns, with no factor of the group's size.
-Nothing waits for the device.
+Communication in forward: one all-gather of [k, n] row statistics over the tensor-parallel group (k <= 13, n
+rows). A divergence that needs a second pass adds one all-reduce of [<= 2, n]. Backward communicates nothing.
+The loss is replicated: each rank's backward gives the gradient of its own columns, with no factor of the
+group's size. Nothing waits for the device.
 
 Memory: both logits are kept until backward (the teacher's too: they are the target). Temporaries are a few
-row chunks, never a [n, w] tensor in the compute dtype. Chunks are looped over inside one autograd node: under
+blocks of rows, never a [n, w] tensor in the compute dtype. One autograd node loops over the blocks: under
 autograd every slice's backward would rebuild a full-size gradient.
 """
 
@@ -44,15 +44,15 @@ def vocab_parallel_kd(
 
     CE is over the student's real ids at T = 1. KD is over the ids that both models have, the first
     `min(student_vocab_size, teacher_vocab_size)`, both distributions renormalised there. The sizes are REAL
-    rows; columns beyond are padding: never read, gradient zero. Both models are padded to one width: an id is
-    on one rank.
+    rows; columns beyond are padding: never read, gradient zero. Both models are padded to one width, so that
+    an id is on one rank.
 
     Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits and labels hold.
-    Loss rows need finite logits; a label that is no real id of the student makes `ce` infinite. With kd_ratio
-    1 CE is computed only if `with_ce_metric`. The caller normalises: multiply `loss` by a 0-dim tensor 1 /
-    (global count).
+    Loss rows need finite logits; a label that is not a real id of the student makes `ce` infinite. With
+    kd_ratio 1 CE is computed only if `with_ce_metric`. The caller normalises: multiply `loss` by a 0-dim
+    tensor 1 / (global count).
 
-    The gradient has the student's dtype; `overwrite_student_logits=True` writes it over the logits' storage
+    The gradient has the student's dtype. `overwrite_student_logits=True` writes it over the logits' storage
     (where they are contiguous), for callers that do not read them again. A second backward through that graph
     then raises.
 
@@ -90,8 +90,10 @@ def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_
 
 
 class _VocabParallelKD(torch.autograd.Function):
-    """([n, w], [n, w] | None, [n], [n], shard, objective, group, overwrite) -> (loss, other fields of
-    `KDOutput`).
+    """The loss as one autograd node.
+
+    Arguments: [n, w], [n, w] | None, [n], [n], shard, objective, group, overwrite. Results: (loss, other
+    fields of `KDOutput`).
     """
 
     @staticmethod
@@ -138,8 +140,9 @@ def row_losses(
 
 
 def passes_for(logits: Tensor, objective: KDObjective) -> ModuleType:
-    """Return the module whose `local_statistics`, `merge_statistics`, `divergence_terms` and `write_gradient`
-    to use.
+    """Return the module of passes to use: `torch_rows`, or `triton_rows`.
+
+    Both have `local_statistics`, `merge_statistics`, `divergence_terms` and `write_gradient`.
     """
     if use_triton(logits, objective.divergence if objective.uses_teacher else None):
         from mkd.losses import triton_rows
@@ -149,9 +152,7 @@ def passes_for(logits: Tensor, objective: KDObjective) -> ModuleType:
 
 
 def use_triton(logits: Tensor, divergence: Divergence | None) -> bool:
-    """Return whether Triton kernels, whose arithmetic is fp32, run on these logits and compute this
-    divergence.
-    """
+    """Return True if Triton kernels, whose arithmetic is fp32, can compute the divergence on these logits."""
     if not (logits.is_cuda and logits.dtype != torch.float64 and _has_triton()):
         return False
     from mkd.losses.triton_divergences import FORMULAS

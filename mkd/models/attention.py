@@ -1,4 +1,7 @@
-"""Packed (THD) causal attention, one SDPA call per document: for machines without Transformer Engine, or without its kernel."""
+"""Packed (THD) causal attention, one SDPA call per document.
+
+Used on machines without Transformer Engine, or without its kernel.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from mkd.parallel.zigzag import context_parallel_rows, document_parts
 
 
 class LayerRopeAttention(SelfAttention):
-    """Megatron's self-attention of a model whose layers have different rotary embeddings: takes those of its layer.
+    """Megatron's self-attention that takes the rotary embedding of its layer.
 
-    `rotary_pos_emb` holds all of them, [embeddings, n, 1, 1, d], because Megatron hands one tensor to all layers.
+    For models whose layers differ in their embeddings. `rotary_pos_emb` holds all of them, [embeddings, n, 1,
+    1, d], because Megatron hands one tensor to all layers.
     """
 
     def __init__(self, *args, rope_index: int, **options):
@@ -36,8 +40,9 @@ class LayerRopeAttention(SelfAttention):
 class PackedAttention(nn.Module):
     """Core attention that Megatron's `SelfAttention` calls; documents of a pack never see each other.
 
-    Padding (the positions between a document's real and padded length) gives zeros and is never attended to. With context
-    parallelism a rank's queries meet the keys and values of the whole pack, all-gathered over the group.
+    Padding (the positions between a document's real and padded length) gives zeros and is never attended to.
+    With context parallelism a rank's queries attend to the keys and values of the whole pack, all-gathered
+    over the group.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class PackedAttention(nn.Module):
         self.scale = softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
-        self.deterministic = config.deterministic_mode  # the other kernels add up in any order in backward
+        self.deterministic = config.deterministic_mode  # in backward, the other kernels add up in any order
         self.cp_size = config.context_parallel_size
         self.cp_group = pg_collection.cp if self.cp_size > 1 else None
         self.cp_rank = self.cp_group.rank() if self.cp_size > 1 else 0
@@ -79,7 +84,7 @@ class PackedAttention(nn.Module):
         if self.cp_size > 1:
             key, value = self._whole_pack(key, value, packed_seq_params.cu_seqlens_q_padded)
         queries = query.split([span // self.cp_size for span in spans])
-        # Empty outputs, but part of the graph: a rank that holds only padding must join the reduction in backward.
+        # Empty outputs, but part of the graph: a rank with padding only must join the reduction in backward.
         outputs = [tensor[:0].reshape(0, *query.shape[1:]) for tensor in (key, value)]
         for length, span, q, k, v in zip(
             lengths, spans, queries, key.split(spans), value.split(spans), strict=True
@@ -94,9 +99,10 @@ class PackedAttention(nn.Module):
         return torch.cat(outputs).flatten(1)
 
     def _whole_pack(self, key: Tensor, value: Tensor, cu_seqlens_padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all ranks in document order: [t, groups, d] twice -> [cp * t, groups, d] twice.
+        """Return the keys and values of all ranks in document order.
 
-        All-gather over context parallel; backward: reduce-scatter SUM, each rank gets the gradient of its own rows.
+        Shapes: [t, groups, d] twice -> [cp * t, groups, d] twice. All-gather over context parallel. Backward:
+        reduce-scatter SUM, each rank gets the gradient of its rows.
         """
         gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
         rows = [context_parallel_rows(cu_seqlens_padded, rank, self.cp_size) for rank in range(self.cp_size)]
@@ -104,14 +110,16 @@ class PackedAttention(nn.Module):
         return gathered[order].unbind(dim=1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute the causal attention of the last n of m tokens: [n, heads, d], [m, groups, d] twice -> [n, heads, d]."""
+        """Compute the causal attention of the last n of m tokens.
+
+        Shapes: [n, heads, d], [m, groups, d] twice -> [n, heads, d].
+        """
         n, m = query.size(0), key.size(0)
         if n == 0:
             return query
         masked = n < m or (self.window is not None and m > self.window)
-        if query.is_cuda and (
-            masked or query.dtype == torch.float32
-        ):  # kernels for these take no groups of heads
+        # The kernels for these cases take no groups of heads.
+        if query.is_cuda and (masked or query.dtype == torch.float32):
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         with sdpa_kernel(SDPBackend.MATH) if self.deterministic else nullcontext():
             output = F.scaled_dot_product_attention(
@@ -127,7 +135,10 @@ class PackedAttention(nn.Module):
 
 
 def _causal_mask(n: int, m: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [n, m]: the query at position i, one of the last n of m, sees the key at position j when 0 <= i - j < window."""
+    """Return the mask, bool [n, m], of the last n of m positions.
+
+    The query at position i sees the key at position j if 0 <= i - j < window.
+    """
     position = torch.arange(m, device=device)
     distance = position[m - n :, None] - position[None, :]
     return (distance >= 0) & (distance < window)

@@ -1,4 +1,4 @@
-"""Builds this rank's parts of the models."""
+"""Build this rank's parts of the models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def build_chunks(
     context: ParallelContext,
     padded_vocab_size: int | None = None,
 ) -> list[LanguageModel]:
-    """Build one model part per virtual stage, weights not loaded. Collective: all ranks build in the same order."""
+    """Build one model part per virtual stage, without weights.
+
+    Collective: all ranks build in the same order.
+    """
     return [
         LanguageModel(
             shape, layout, options, context, virtual_stage=stage, padded_vocab_size=padded_vocab_size
@@ -39,5 +42,8 @@ def join_stages(
 
 
 def common_padded_vocab_size(shapes: Sequence[ModelShape], tensor_parallel: int) -> int:
-    """Return the vocabulary rows of all heads: padded alike, so that all models have an id's logits on the same rank."""
+    """Return the padded vocabulary rows of all heads.
+
+    All models are padded alike, so that an id's logits are on the same rank for each of them.
+    """
     return max(shape.padded_vocab_size(tensor_parallel) for shape in shapes)

@@ -1,4 +1,4 @@
-"""The LM head as a module that hands out its weight, so that a loss can make the logits itself."""
+"""The LM head as a module that hands out its weight, so that a loss can compute the logits itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class LMHead(ColumnParallelLinear):
-    """Megatron's vocabulary-parallel head. Called without an input it makes no logits and returns its weight.
+    """Megatron's vocabulary-parallel head. Called without an input, it returns its weight.
 
-    Asking for the weight is a call of the module on purpose, because hooks then see it: with overlapped
-    parameter gathers Megatron's DDP waits for a module's parameters in its forward pre-hook.
+    In that case it makes no logits. Asking for the weight calls the module on purpose, so that hooks see it.
+    With overlapped parameter gathers, Megatron's DDP waits for a module's parameters in its forward pre-hook.
     """
 
     @classmethod

@@ -22,9 +22,10 @@ from mkd.plan.model_shape import ModelShape
 class LanguageModel(GPTModel):
     """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
 
-    It differs from GPTModel in three points: rotary angles come from the shapes of the layers; the last stage returns its final
-    hidden state, so that the loss decides how and when logits are made; checkpoint entries whose padding depends on the
-    tensor-parallel size (vocabulary rows, attention groups) may be loaded at another size.
+    It differs from GPTModel in three points. Rotary angles come from the shapes of the layers. The last stage
+    returns its final hidden state, so that the loss decides how and when logits are made. Checkpoint entries
+    whose padding depends on the tensor-parallel size (vocabulary rows, attention groups) may be loaded at
+    another size.
     """
 
     def __init__(
@@ -38,11 +39,11 @@ class LanguageModel(GPTModel):
         padded_vocab_size: int | None = None,
     ):
         config = transformer_config(shape, layout, options, context)
-        (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one a model
+        (attention_factor,) = {rope.attention_factor for rope in shape.ropes}  # Megatron has one per model
         if attention_factor != 1.0:
             config.yarn_rotary_scaling_factor = _as_yarn_scale(attention_factor)
         first_layer, num_layers = layout.for_rank(context.pp_rank, virtual_stage)
-        # Transformer Engine has context parallelism in 16 bits only.
+        # Transformer Engine supports context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
         layers = shape.layers[first_layer : first_layer + num_layers]
         spec = block_spec(layers, shape.ropes, context.platform.transformer_engine, packed_attention)
@@ -65,14 +66,17 @@ class LanguageModel(GPTModel):
             if len(shape.ropes) == 1
             else LayerRotaryEmbeddings(shape.ropes, context.device)
         )
-        # Rounded to the dtype of the embeddings, as transformers does.
+        # Rounded to the dtype of the embeddings, as in transformers.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
         if self.post_process:
             self.output_layer = LMHead.replacing(self.output_layer)
 
     def _drop_absent_biases(self) -> None:
-        """Remove biases that the layers do not have: Megatron has one switch for all, Hugging Face models have several."""
+        """Remove biases that the layers do not have.
+
+        Megatron has one switch for all biases, Hugging Face models have several.
+        """
         for layer in self.decoder.layers if self.config.add_bias_linear else ():
             shape = self.shape.layers[layer.layer_number - 1]
             if not shape.qkv_bias:
@@ -92,7 +96,10 @@ class LanguageModel(GPTModel):
         packed_seq_params: PackedDocuments | None = None,
         padding_mask: Tensor | None = None,
     ):
-        """Return embeddings [t(/tp), 1, h] on the first stage (None elsewhere) and the rotary angles of the pack."""
+        """Return the embeddings and the rotary angles of the pack.
+
+        Embeddings are [t(/tp), 1, h] on the first stage, None elsewhere.
+        """
         if self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.embedding_scale != 1.0:
@@ -103,10 +110,11 @@ class LanguageModel(GPTModel):
         return hidden_states
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Apply the head: final hidden states [t(/tp with sequence parallelism), 1, h] -> logits [t, 1, v/tp].
+        """Apply the head: final hidden states [t(/tp), 1, h] -> logits [t, 1, v/tp].
 
-        Backward: the gradient of `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter
-        with sequence parallelism).
+        The hidden states are divided by tp with sequence parallelism. Backward: the gradient of
+        `hidden_states` is summed over the tensor-parallel group (all-reduce, or reduce-scatter with sequence
+        parallelism).
         """
         return self.output_layer(hidden_states, weight=self._tied_weight)[0]
 
@@ -119,10 +127,11 @@ class LanguageModel(GPTModel):
 
     @torch.no_grad()
     def select_head_rows(self, ids: Tensor) -> None:
-        """Let this rank's rows of the head be those of the vocabulary `ids` [w] (int64, -1: a row of zeros).
+        """Replace this rank's rows of the head by those of the vocabulary `ids` [w].
 
-        For a frozen model of which only the head's products are read: afterwards a column is no longer an id, and a tied head
-        is its own. Collective over the tensor-parallel group (all-gather of the head).
+        `ids` are int64; -1 gives a row of zeros. Use it for a frozen model of which only the head's products
+        are read. Afterwards a column is no longer an id, and a tied head is separate from the embedding.
+        Collective over the tensor-parallel group (all-gather of the head).
         """
         weight = self.head_weight()
         if self.config.tensor_model_parallel_size > 1:
@@ -145,5 +154,8 @@ class LanguageModel(GPTModel):
 
 
 def _as_yarn_scale(attention_factor: float) -> float:
-    """Return the scale for which Megatron's YaRN concentration factor, `0.1 ln(scale) + 1`, equals `attention_factor`."""
+    """Return the YaRN scale that gives `attention_factor` in Megatron.
+
+    Megatron's concentration factor is `0.1 ln(scale) + 1`.
+    """
     return math.exp((attention_factor - 1.0) / 0.1)

@@ -1,4 +1,4 @@
-"""RMSNorm for the local layer spec; unlike Megatron's torch wrapper it allows sequence parallelism."""
+"""RMSNorm for the local layer spec. Unlike Megatron's torch wrapper it allows sequence parallelism."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, statistics in fp32 (Zhang and Sennrich 2019).
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, statistics in fp32.
 
-    With `layernorm_zero_centered_gamma` the factor is `1 + weight`, applied in fp32 before rounding, as Gemma does.
-    With sequence parallelism each tensor-parallel rank sees its share of the tokens; the weight is marked so that Megatron
-    sums its gradient over the tensor-parallel group (all-reduce SUM after backward).
+    Source: Zhang and Sennrich 2019. With `layernorm_zero_centered_gamma` the factor is `1 + weight`, applied
+    in fp32 before rounding, as Gemma does. With sequence parallelism each tensor-parallel rank sees its share
+    of the tokens. The weight is marked so that Megatron sums its gradient over the tensor-parallel group
+    (all-reduce SUM after backward).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float):

@@ -21,10 +21,12 @@ def packed_documents(
     max_seqlen: int,  # longest document with padding, tokens
     padding_joins_document: bool = False,
 ) -> PackedDocuments:
-    """Describe the documents of one THD row: the whole row, also on context-parallel ranks that hold a part of it.
+    """Describe the documents of one THD row.
 
-    If `padding_joins_document`, padding counts as part of its document, because Transformer Engine's fastest kernels need
-    contiguous segments. Attention is causal and padding has no loss, so no other position and no gradient changes.
+    The row is the whole one, even on context-parallel ranks that hold a part of it. If
+    `padding_joins_document`, padding counts as part of its document, because Transformer Engine's fastest
+    kernels need contiguous segments. Attention is causal and padding has no loss, so no other position and no
+    gradient changes.
     """
     attended = cu_seqlens_padded if padding_joins_document else cu_seqlens
     return PackedDocuments(

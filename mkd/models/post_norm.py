@@ -1,4 +1,7 @@
-"""A norm of the output of attention or MLP, before the residual addition, as a part of the linear layer that ends the block."""
+"""A norm of the output of attention or MLP, before the residual addition.
+
+It is a part of the linear layer that ends the block.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from torch import Tensor
 
 
 class PostNorm:
-    """Mixin in front of a row-parallel linear layer without bias: normalises the sum over the tensor-parallel group.
+    """Mixin in front of a row-parallel linear layer without bias, which normalises the layer's output.
 
-    With sequence parallelism the layer returns this rank's share of the tokens; the norm marks its weight accordingly.
+    It applies to the sum over the tensor-parallel group. With sequence parallelism the layer returns this
+    rank's share of the tokens; the norm marks its weight accordingly.
     """
 
     norm_class: type
@@ -23,7 +27,10 @@ class PostNorm:
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the normalised product [t(/tp), 1, h], and None for the bias that Megatron would add later."""
+        """Return the normalised product [t(/tp), 1, h], and None.
+
+        The None is the bias, which Megatron would add later.
+        """
         output, bias = super().forward(x)
         assert bias is None, "a bias would have to be added before the norm"
         return self.post_layernorm(output), None
@@ -31,5 +38,8 @@ class PostNorm:
 
 @cache
 def with_post_norm(linear: type, norm: type) -> type:
-    """Return a subclass of the row-parallel layer `linear` that ends with `norm`; of Megatron's or Transformer Engine's."""
+    """Return a subclass of the row-parallel layer `linear` that ends with `norm`.
+
+    `linear` may be Megatron's or Transformer Engine's.
+    """
     return type(f"{linear.__name__}WithNorm", (PostNorm, linear), {"norm_class": norm})

@@ -1,4 +1,4 @@
-"""A frozen model whose decoder layers live on the host and visit the device one after another."""
+"""Keep a frozen model's decoder layers in host memory, and bring them to the device one after another."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class _Slot:
 
     buffer: Tensor  # [bytes of the largest layer] uint8
     layer: _Layer | None = None  # the layer whose weights it holds once `loaded` has happened
-    loaded: torch.cuda.Event = field(
-        default_factory=lambda: torch.cuda.Event()
-    )  # looked up late: the CPU has its own
+    # Looked up late, because the CPU shim replaces it.
+    loaded: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())
     free: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # its layer has computed
 
 
 @dataclass(eq=False)
 class _Layer:
-    """One decoder layer: its parameters and their weights on the host, packed, so that one copy moves them all."""
+    """One decoder layer: its parameters, and their weights on the host.
+
+    The weights are packed, so that one copy moves them all.
+    """
 
     parameters: list[nn.Parameter]
     host: Tensor  # [bytes] uint8
@@ -36,7 +38,7 @@ class _Layer:
 
     @classmethod
     def moved_to_host(cls, module: nn.Module, device: torch.device) -> _Layer:
-        """Move the weights of `module`, which leave the device."""
+        """Move the weights of `module` from the device to the host."""
         parameters = list(module.parameters())
         host = host_buffer(packed_bytes(parameters), device)
         on_host = packed_views(host, parameters)
@@ -51,21 +53,25 @@ class _Layer:
 
 
 class HostResidency:
-    """Keeps the decoder layers of one frozen teacher in host memory; two of them are on the device at a time.
+    """Keeps the decoder layers of one frozen teacher in host memory, two of them on the device at a time.
 
-    While a layer computes, a side stream copies the next one; after the last layer of a model part comes its first, for the next
-    micro-batch. Embedding, final norm and head stay on the device. Parameters are views of a device buffer during their
-    layer's forward and of host memory otherwise. Nothing is allocated and no device is synchronised after construction, and
-    whatever order the layers run in, each computes with its own weights: a wrong guess of the next one only costs time. On
-    the CPU the same code makes plain copies.
+    While a layer computes, a side stream copies the next one. After the last layer of a model part it copies
+    the first, for the next micro-batch. Embedding, final norm and head stay on the device. Parameters are
+    views of a device buffer during their layer's forward, and views of host memory otherwise.
 
-    Build it when the weights are loaded: the layers then leave the device one by one. The whole teacher is on the device for
-    a moment, before gradients and optimizer state exist. It serves the parts of all virtual stages of a teacher, which run
-    in turns. Weights must not change afterwards, and must be used without autograd.
+    After construction nothing is allocated and no device is synchronised. Layers may run in any order, and
+    each computes with its own weights: a wrong guess of the next one only costs time. On the CPU the same
+    code makes plain copies.
+
+    Build it when the weights are loaded: the layers then leave the device one by one. For a moment the whole
+    teacher is on the device, before gradients and optimizer state exist. One instance serves the parts of all
+    virtual stages of a teacher, which run in turns. Weights must not change afterwards, and must be used
+    without autograd.
     """
 
     def __init__(self, chunks: Sequence[LanguageModel], device: torch.device):
-        # With fp8, Transformer Engine keeps converted weights of its own, of whatever was in the buffer at first.
+        # With fp8, Transformer Engine keeps its own converted weights, taken from whatever the buffer held at
+        # first.
         assert not any(chunk.config.fp8 for chunk in chunks), "fp8 weights cannot be streamed from the host"
         layers = [
             [_Layer.moved_to_host(module, device) for module in chunk.decoder.layers] for chunk in chunks
@@ -76,11 +82,10 @@ class HostResidency:
         self._slots = [
             _Slot(torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)) for _ in range(2)
         ]
-        self._latest = self._slots[0]  # holds the layer that runs, or ran last
+        self._latest = self._slots[0]  # the slot of the layer that runs, or ran last
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(
-            torch.cuda.current_stream(device)
-        )  # the memory of the slots may just have been in use
+        # The memory of the slots may have been in use until now.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         for chunk, own in zip(chunks, layers, strict=True):
             for module, layer, following in zip(chunk.decoder.layers, own, own[1:] + own[:1], strict=True):
                 layer.on_device = {slot: packed_views(slot.buffer, layer.parameters) for slot in self._slots}
@@ -93,19 +98,22 @@ class HostResidency:
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def _enter(self, layer: _Layer, following: _Layer, module: nn.Module, args: tuple) -> None:
-        """Before a layer computes: wait for its weights and start the copy of the next layer's."""
+        """Wait for a layer's weights before it computes, and start the copy of the next layer's."""
         slot = self._latest = self._bring(layer)
         torch.cuda.current_stream().wait_event(slot.loaded)
         layer.use(layer.on_device[slot])
         self._bring(following)
 
     def _leave(self, layer: _Layer, module: nn.Module, args: tuple, output: object) -> None:
-        """After a layer has computed: free its slot as soon as the device has finished the queued work."""
+        """Free a layer's slot as soon as the device has finished the queued work."""
         self._latest.free.record(torch.cuda.current_stream())
         layer.use(layer.on_host)
 
     def _bring(self, layer: _Layer) -> _Slot:
-        """Return the slot that holds `layer`; if none does, queue the copy into the slot that is not the latest."""
+        """Return the slot that holds `layer`.
+
+        If none does, queue the copy into the slot that is not the latest.
+        """
         for slot in self._slots:
             if slot.layer is layer:
                 return slot

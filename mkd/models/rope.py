@@ -15,8 +15,9 @@ from mkd.models.packed import PackedDocuments
 def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
     """Return the rotation per position of each channel pair, fp32 [rotary_dim / 2].
 
-    Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta 2024, reference
-    code of Llama 3.1); LongRoPE (Ding et al. 2024), whose `long_context` factors apply to documents beyond the original length.
+    Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta
+    2024, reference code of Llama 3.1); LongRoPE (Ding et al. 2024), whose `long_context` factors apply to
+    documents beyond the original length.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -42,7 +43,7 @@ def _llama3(frequencies: Tensor, rope: RopeShape) -> Tensor:
 class RotaryEmbedding(nn.Module):
     """Angles of the positions of one pack, in the form that Megatron's attention expects.
 
-    `cos` and `sin` are taken from the angles by Megatron; LongRoPE's `attention_factor` reaches them through the
+    Megatron takes `cos` and `sin` of the angles. LongRoPE's `attention_factor` reaches them through the
     concentration factor of the transformer configuration (see `language_model.py`).
     """
 
@@ -57,9 +58,9 @@ class RotaryEmbedding(nn.Module):
     def forward(self, packed: PackedDocuments) -> Tensor:
         """Return angles in radians, fp32 [n, 1, 1, rotary_dim].
 
-        n is the longest padded document, positions counted from 0; Megatron restarts them at every document. With LongRoPE
-        the frequencies depend on the document's length, so n is the whole pack and each token has its own angles. From
-        either form Megatron picks the rows that a context-parallel rank holds.
+        n is the longest padded document, positions counted from 0; Megatron restarts them at every document.
+        With LongRoPE the frequencies depend on the document's length, so n is the whole pack and each token
+        has its own angles. From either form Megatron picks the rows that a context-parallel rank holds.
         """
         if self.long is None:
             return self._angles(torch.arange(packed.max_seqlen_q, device=self.short.device), self.short)
@@ -86,5 +87,8 @@ class LayerRotaryEmbeddings(nn.Module):
         self.embeddings = nn.ModuleList(RotaryEmbedding(rope, device) for rope in ropes)
 
     def forward(self, packed: PackedDocuments) -> Tensor:
-        """Return angles in radians, fp32 [embeddings, n, 1, 1, rotary_dim]; n is the longest padded document."""
+        """Return angles in radians, fp32 [embeddings, n, 1, 1, rotary_dim].
+
+        n is the length of the longest padded document.
+        """
         return torch.stack([embedding(packed) for embedding in self.embeddings])

@@ -1,4 +1,7 @@
-"""Layer specifications: Transformer Engine's where it is installed, else Megatron's own layers with our norm and attention."""
+"""Layer specifications for Megatron's decoder.
+
+They are Transformer Engine's where it is installed, else Megatron's own layers with mkd's norm and attention.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,14 @@ from mkd.models.post_norm import with_post_norm
 
 def block_spec(
     layers: Sequence[LayerShape],
-    ropes: Sequence[RopeShape],  # the different ones of the whole model
+    ropes: Sequence[RopeShape],  # the distinct ones of the whole model
     transformer_engine: bool,
     packed_attention: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
-    `packed_attention`: use mkd's own attention in Transformer Engine's layers; the local layers always have it.
+    If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
+    have it.
     """
     if transformer_engine and HAVE_TE:
         specs, norm = [te_layer_spec(layer, packed_attention) for layer in layers], TENorm
@@ -45,21 +49,24 @@ def block_spec(
 
 
 def _add_post_norms(spec: ModuleSpec, norm: type) -> None:
-    """Let attention and MLP end with a norm."""
+    """Add a norm at the end of attention and MLP."""
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
     attention.linear_proj = with_post_norm(attention.linear_proj, norm)
     mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, norm)
 
 
 def _select_rope(spec: ModuleSpec, index: int) -> None:
-    """Let attention take one of several rotary embeddings."""
+    """Select one of several rotary embeddings for attention."""
     attention = spec.submodules.self_attention
     attention.module = LayerRopeAttention
     attention.params = attention.params | {"rope_index": index}
 
 
 def te_layer_spec(layer: LayerShape, packed_attention: bool) -> ModuleSpec:
-    """Return a layer of Transformer Engine's modules, which keep the norms inside the linear layers behind them."""
+    """Return a layer of Transformer Engine's modules, which keep the norms inside the linear layers.
+
+    A norm is part of the linear layer that follows it.
+    """
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.qk_norm)
     if packed_attention:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
@@ -67,7 +74,7 @@ def te_layer_spec(layer: LayerShape, packed_attention: bool) -> ModuleSpec:
 
 
 def local_layer_spec(layer: LayerShape) -> ModuleSpec:
-    """Return a layer of Megatron's modules; it has the checkpoint keys of the Transformer Engine spec."""
+    """Return a layer of Megatron's modules, with the checkpoint keys of the Transformer Engine spec."""
     head_norm = RMSNorm if layer.qk_norm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,

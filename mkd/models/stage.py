@@ -25,40 +25,41 @@ class StageInput:
     tokens: Tensor  # [1, t] int64
     position_ids: Tensor  # [1, t] int64
     packed_seq_params: PackedDocuments
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs that are no token ids, by name
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # inputs other than token ids, by name
 
 
 @dataclass(frozen=True)
 class StageOutput:
     """The results of one stage for one micro-batch. The last stage hands them to the objective."""
 
-    hidden: Tensor  # [t(/tp), 1, h_s] of the student; on the last stage after the last norm, before the head
+    hidden: Tensor  # [t(/tp), 1, h_s] of the student; on the last stage after the last norm
     teacher_hiddens: tuple[Tensor, ...] = ()  # each [t_i(/tp), 1, h_i], final on the last stage; no graph
     auxiliary_losses: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> 0-dim loss with its graph, for the names in `DistillationStage.auxiliary_names`.
 
-    A sum over the loss tokens of the micro-batch, coefficient included: the objective divides it by the loss
-    tokens of the global batch, as it does the cross entropy.
+    Each is a sum over the loss tokens of the micro-batch, coefficient included. The objective divides it by
+    the loss tokens of the global batch, as it does the cross entropy.
     """
     features: Mapping[str, Tensor] = field(default_factory=dict)
     """Results of inner layers, by name, for a term of the loss that reads them."""
 
     def message(self) -> Tensor:
-        """Return the tensor that goes to the next stage: the student's hidden state, the teachers' attached
-        to it."""
+        """Return the tensor for the next stage: the student's hidden state with the teachers' attached."""
         return attach_teacher_hidden(self.hidden, self.teacher_hiddens)
 
 
 class DistillationStage(MegatronModule):
     """Owns the student's part of the stage, and holds the frozen teachers' parts outside its parameters.
 
-    So DDP, the optimizer and checkpoints never see a teacher. Megatron's schedules look up `model_type`,
-    `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
+    DDP, the optimizer and checkpoints therefore never see a teacher. Megatron's schedules look up
+    `model_type`, `vp_stage`, `pre_process`, `post_process` and `share_embeddings_and_output_weights` here.
     """
 
     auxiliary_names: tuple[str, ...] = ()
-    """Names of the auxiliary losses that the last stage adds; every stage has to know them, because all ranks
-    report."""
+    """Names of the auxiliary losses that the last stage adds.
+
+    Every stage has to know them, because all ranks report.
+    """
 
     def __init__(self, student: LanguageModel, teachers: Sequence[LanguageModel] = ()):
         super().__init__(config=student.config)
@@ -77,8 +78,10 @@ class DistillationStage(MegatronModule):
         return self.student.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, input_tensor: list[Tensor | None] | Tensor | None) -> None:
-        """Take the student's activation, with the teachers' attached to it. The schedule calls this before
-        `forward`."""
+        """Take the student's activation, with the teachers' attached to it.
+
+        The schedule calls this before `forward`.
+        """
         activation = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.student.set_input_tensor(activation)
         teacher_hiddens = take_teacher_hidden(activation) or [None] * len(self.teachers)
@@ -86,8 +89,10 @@ class DistillationStage(MegatronModule):
             teacher.set_input_tensor(teacher_hidden)
 
     def forward(self, student: StageInput, teachers: Sequence[StageInput] = ()) -> StageOutput:
-        """Run the teachers under no_grad, then the student, on the same micro-batch. `teachers`: one input
-        for each."""
+        """Run the teachers under no_grad, then the student, on the same micro-batch.
+
+        `teachers` has one input for each teacher.
+        """
         teacher_hiddens = []
         timed = (
             self.teacher_time.running(student.tokens.device)
@@ -102,9 +107,9 @@ class DistillationStage(MegatronModule):
 
 
 def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
-    """Return the time of the teachers' layers in `stages`, wrapped or not, in training since the last call.
+    """Return the milliseconds of the teachers' layers in training since the last call.
 
-    None without teachers.
+    `stages` may be wrapped or not. Return None without teachers.
     """
     own = [get_attr_wrapped_model(stage, "teachers", return_model_obj=True) for stage in stages]
     return sum(stage.teacher_time.take_ms() for stage in own) if own[0].teachers else None

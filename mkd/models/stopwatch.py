@@ -1,4 +1,4 @@
-"""Time on the device, taken without waiting for it."""
+"""Time work on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Stopwatch:
         self._spans.append((start, _mark(device)))
 
     def take_ms(self) -> float:
-        """Of the blocks since the last call. On a GPU it waits for the end of the last of them."""
+        """Return the milliseconds of the blocks since the last call.
+
+        On a GPU, wait for the end of the last block.
+        """
         spans, self._spans = self._spans, []
         if spans and isinstance(spans[-1][1], torch.cuda.Event):
             spans[-1][1].synchronize()

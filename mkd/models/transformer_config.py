@@ -30,7 +30,10 @@ class ModelOptions:
 def transformer_config(
     shape: ModelShape, layout: PipelineLayout, options: ModelOptions, context: ParallelContext
 ) -> TransformerConfig:
-    """Build the configuration of one model. Teacher and student never share the object: schedules write callbacks into it."""
+    """Build the configuration of one model.
+
+    Teacher and student never share the object, because schedules write callbacks into it.
+    """
     groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
     assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
     is_long_rope = any(layer.rope.kind == "longrope" for layer in shape.layers)
@@ -58,16 +61,14 @@ def transformer_config(
         window_size=(windows[0] - 1, 0) if windows else None,
         window_attn_skip_freq=[int(layer.sliding_window is not None) for layer in shape.layers],
         init_method_std=shape.initializer_range,
-        # Weights are overwritten soon, but only initialisation marks them as tensor-parallel, which the gradient norm reads.
-        perform_initialization=True,
+        perform_initialization=True,  # it marks weights as tensor-parallel, which the gradient norm reads
         params_dtype=options.dtype,
         bf16=options.dtype == torch.bfloat16,
         pipeline_dtype=options.dtype,
         tensor_model_parallel_size=context.tp_size,
         sequence_parallel=options.sequence_parallel and context.tp_size > 1,
         context_parallel_size=context.cp_size,
-        # For Transformer Engine's attention, whose ring has no sliding window. Our own attention always gathers.
-        cp_comm_type="a2a" if windows else "p2p",
+        cp_comm_type="a2a" if windows else "p2p",  # Transformer Engine's ring has no sliding window
         pipeline_model_parallel_size=context.pp_size,
         virtual_pipeline_model_parallel_size=context.virtual_stages if interleaved else None,
         pipeline_model_parallel_layout=layout.to_megatron() if context.pp_size > 1 else None,
@@ -88,7 +89,10 @@ def transformer_config(
 
 
 def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function of the gate as Megatron wants it: its fused gated GELU is called `F.gelu` and has the tanh form."""
+    """Return the gate's function in the form that Megatron expects.
+
+    Megatron's fused gated GELU is called `F.gelu` and has the tanh form.
+    """
     if name == "gelu_tanh":
         return F.gelu if is_fused else _gelu_tanh
     assert name == "silu", name

@@ -1,17 +1,19 @@
-"""Keep a run alive and explain how it ended, apart from what it computes. Read in this order:
+"""Keep a run alive and explain how it ended, apart from what it computes.
 
-run_folders.py    where a run writes, whether it may start there, the markers DONE and PREEMPTED
-disk.py           what a run writes, and whether the disks have room for it
-console.py        the lines that rank 0 prints
-phases.py         what a run is doing, announced to everybody who follows it
-signals.py        signals that ask the process to end
-stopping.py       signals and time limits, agreed on by all ranks
-rendezvous.py     all ranks meet before the start; a problem of one ends all
-failures.py       which rank failed first, and why
-watchdog.py       ranks that make no progress
-crash_loop.py     runs that crash in the same step again and again
-shared_build.py   data that rank 0 prepares while the others wait
-profiling.py      traces, ranges for Nsight Systems, histories of GPU memory
-out_of_memory.py  planned and actual memory of a GPU, and settings that fit
-cleanup.py        what is done when a run ends, however it ends
+Read in this order:
+
+    run_folders.py    where a run writes, whether it may start there, the markers DONE and PREEMPTED
+    disk.py           what a run writes, and whether the disks have room for it
+    console.py        the lines that rank 0 prints
+    phases.py         what a run is doing, announced to everything that follows it
+    signals.py        signals that ask the process to end
+    stopping.py       signals and time limits, agreed on by all ranks
+    rendezvous.py     all ranks meet before the start; a problem of one ends all
+    failures.py       which rank failed first, and why
+    watchdog.py       ranks that make no progress
+    crash_loop.py     runs that crash in the same step again and again
+    shared_build.py   data that rank 0 prepares while the others wait
+    profiling.py      traces, ranges for Nsight Systems, histories of GPU memory
+    out_of_memory.py  planned and actual memory of a GPU, and settings that fit
+    cleanup.py        actions that run when a run ends, however it ends
 """

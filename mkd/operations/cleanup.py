@@ -1,4 +1,4 @@
-"""Clean up when a run ends, however it ends: the last thing that was begun is ended first."""
+"""Clean up when a run ends, however it ends: what was started last is ended first."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Callable
 
 
 class Cleanup:
-    """A context whose actions all run at its end: a failing action neither prevents the others nor hides the
-    run's error.
+    """A context that runs all its actions at its end, in reverse order.
+
+    A failing action neither prevents the others nor hides the run's error.
     """
 
     def __init__(self):
         self._actions: list[Callable[[BaseException | None], None]] = []
 
     def add(self, action: Callable[[BaseException | None], None]) -> None:
-        """Call `action` at the end, before the actions added earlier, with the error that ended the run or
-        None.
+        """Register `action`, which is called at the end with the run's error or None.
+
+        Actions added later run earlier.
         """
         self._actions.append(action)
 
@@ -25,8 +27,9 @@ class Cleanup:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Run the actions. If the run itself succeeded, raise the first error of an action; print all other
-        errors.
+        """Run the actions.
+
+        If the run itself succeeded, raise the first error of an action. Print all other errors.
         """
         first = None
         for action in reversed(self._actions):

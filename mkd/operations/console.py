@@ -1,4 +1,4 @@
-"""Print what the logger "mkd" is told, as plain lines on the stdout of rank 0."""
+"""Print the messages of the logger "mkd" as plain lines on the stdout of rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOG = logging.getLogger("mkd")
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes each line to whatever `sys.stdout` is at that moment."""
+    """Writes each line to `sys.stdout` as it is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -22,10 +22,10 @@ class ConsoleHandler(logging.Handler):
 
 @contextmanager
 def console(rank: int, indent: str = "") -> Iterator[None]:
-    """Print the lines of "mkd" inside, on rank 0 alone: all ranks log the same lines, and one copy is enough.
+    """Print the lines of "mkd" inside the block, on rank 0 only.
 
-    `indent` stands before each line. Handlers of the root logger, which libraries install, do not see the
-    lines.
+    All ranks log the same lines, and one copy is enough. `indent` precedes each line. Handlers of the root
+    logger, which libraries install, do not see the lines.
     """
     handler = ConsoleHandler() if rank == 0 else logging.NullHandler()
     handler.setFormatter(logging.Formatter(f"{indent}%(message)s"))

@@ -1,8 +1,8 @@
-"""Refuse to start a run that has crashed in the same step three times, however often its scheduler restarts
-it.
+"""Refuse to start a run that has crashed in the same step three times.
 
-`SAVE/RUNNING` exists while a run is under way and holds the step it has reached. A run that finishes, is told
-to end, or is refused removes the file. A run that finds it at its start follows a crash.
+This also holds when a scheduler restarts the run. `SAVE/RUNNING` exists while a run is under way and holds
+the step it has reached. A run that finishes, is told to end, or is refused removes the file. A run that finds
+the file at startup follows a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
 
 RUNNING = "RUNNING"
-MAX_CRASHES = 3  # of one step in a row
+MAX_CRASHES = 3  # crashes in the same step, one after another
 WIDTH = 20  # characters of the first line, which every step overwrites
 
 
@@ -36,7 +36,7 @@ class CrashCounter(Follower):
     def start(cls, save: Path, config: Config) -> CrashCounter:
         """Mark the run as under way. Raise CrashLoop if the last `MAX_CRASHES` runs crashed in the same step.
 
-        A run with other settings restarts the count, because somebody has changed something.
+        A run with other settings restarts the count, because something has changed.
         """
         path, settings = save / RUNNING, hashlib.sha256(repr(config).encode()).hexdigest()
         crash = _last_crash(path)
@@ -48,8 +48,8 @@ class CrashCounter(Follower):
             raise CrashLoop(
                 f"the last {crash['times']} runs in {save} all crashed in {where}",
                 "another start would most likely crash in the same way and keep the machines busy",
-                f"look at the error of the last run, fix its cause, and start again; with the same settings, first "
-                f"delete {path}",
+                "look at the error of the last run, fix its cause, and start again; with the same "
+                f"settings, first delete {path}",
                 code="crash-loop",
             )
         counter = cls(path)
@@ -63,19 +63,20 @@ class CrashCounter(Follower):
         return counter
 
     def entered(self, phase: str, iteration: int) -> None:
-        """Write down the step that begins by fetching its data."""
+        """Record the step that begins by fetching its data."""
         if phase == DATA:
             self.reached(iteration)
 
     def reached(self, step: int) -> None:
-        """Write down that the run is about to do `step`. No flush to disk: a killed process loses nothing by
-        that.
+        """Record that the run is about to do `step`.
+
+        Nothing is flushed to disk: if the process is killed, the operating system still has the bytes.
         """
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Remove the marker unless the run ends with a crash: an error without an exit code in mkd/errors.py."""
+        """Remove the marker unless the run crashes: an error without an exit code in mkd/errors.py."""
         if self._file is None:
             return
         os.close(self._file)
@@ -103,8 +104,9 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
 
 
 def _last_crash(path: Path) -> dict | None:
-    """Return {step, times in a row, settings} of the run that left `path`; None if there is none or it is
-    unreadable.
+    """Return {step, times in a row, settings} of the run that left `path`.
+
+    Return None if there is no such file or it is unreadable.
     """
     try:
         step, before = path.read_text(encoding="utf-8").splitlines()

@@ -19,7 +19,8 @@ from mkd.operations.run_folders import cache_folder, log_folder
 from mkd.plan.model_shape import ModelShape
 
 MIB, GIB = 2**20, 2**30
-CACHE_SHARE = 1 / 3  # least size of tokens / size of raw text: six bytes a token and two bytes an id
+# Least size of the tokens relative to the raw text: six bytes of text a token, two bytes an id.
+CACHE_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Written:
     """Files that a run writes to one place."""
 
     what: str
-    flag: str  # that moves them elsewhere
+    flag: str  # flag that moves them elsewhere
     folder: Path  # need not exist yet
-    num_bytes: int = 0  # at least; 0 for small files
+    num_bytes: int = 0  # lower bound; 0 for small files
 
     @property
     def existing(self) -> Path:
@@ -40,8 +41,9 @@ class Written:
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield everything that the run of `config` writes, without the sizes of models if the student is not
-    known.
+    """Yield everything that the run of `config` writes.
+
+    If the student is unknown, the sizes of models are left out.
     """
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
@@ -60,7 +62,7 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
 
 
 def cache_writes(config: Config, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield the tokenised text, if some raw file has none yet."""
+    """Yield the tokenised text, if some raw file is not in the cache yet."""
     cache = cache_folder(config)
     raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
     new_bytes = sum(
@@ -77,11 +79,10 @@ def _log_flag(config: Config) -> str:
 
 
 def checkpoints_to_come(config: Config) -> int:
-    """Return for how many checkpoints there must be room: those that --keep-checkpoints keeps, and one being
-    written.
+    """Return the number of checkpoints that need room.
 
-    Checkpoints that exist already need no more room. If all are kept, only the next one counts: people make
-    room by hand.
+    These are the ones that --keep-checkpoints keeps, and one being written. Checkpoints that exist already
+    need no more room. If all are kept, only the next one counts, because people make room by hand.
     """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     limits = (checkpoint.keep_checkpoints, checkpoint.save_retain_interval)
@@ -107,14 +108,16 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
         else "a larger --save-retain-interval"
     )
     return [
-        f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, {_size(staying * each)} in all; its "
+        f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, "
+        f"{_size(staying * each)} in all; its "
         f"disk has {_size(free)} left: give {flag}, or remove some during the run"
     ]
 
 
 def checkpoints_to_stay(config: Config) -> int:
-    """Return how many checkpoints will be written that nothing removes; --keep-checkpoints removes older
-    ones.
+    """Return how many checkpoints will be written that nothing removes.
+
+    --keep-checkpoints removes older ones.
     """
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     retained = checkpoint.save_retain_interval
@@ -128,7 +131,7 @@ def checkpoints_to_stay(config: Config) -> int:
 
 
 def disk_problems(writes: Sequence[Written]) -> list[UsageError]:
-    """Return one error for each path that blocks a folder, and for each disk without room for all its files."""
+    """Return one error for each path that blocks a folder, and for each disk without enough room."""
     by_path: dict[Path, list[Written]] = {}
     for write in writes:
         by_path.setdefault(write.existing, []).append(write)

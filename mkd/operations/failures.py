@@ -1,9 +1,8 @@
-"""Tell which rank failed first, and why. In a parallel run one failure causes many: the peers' connections
-break.
+"""Tell which rank failed first, and why.
 
-Every rank that fails by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks looks there
-for the cause and prints it in one line, so that the one traceback that matters is not buried under those of
-its victims.
+In a parallel run one failure causes many, because the connections of the peers break. Every rank that fails
+by itself writes `LOG/errors/rank_N.txt`. A rank whose communication breaks reads the cause there and prints
+it in one line. The one traceback that matters is then not buried under those of the other ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class Failure:
 
 @dataclass
 class FailureReports:
-    """The reports of one run's ranks, in a folder that all of them see. It may also hold reports of other
-    runs.
+    """The reports of one run's ranks, in a folder that all of them see.
+
+    The folder may also hold reports of other runs.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class FailureReports:
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks can read this rank's report."""
+        """True if other ranks can read this rank's report."""
         return self.folder is not None and self.world_size > 1
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.txt"
 
     def write(self, what: str, details: str, exit_code: int = 1) -> None:
-        """Report that this rank has failed; `what` is one line. The file appears in one piece."""
+        """Report that this rank has failed. `what` is one line. The file appears atomically."""
         failure = Failure(self.rank, time.time(), exit_code, what, self.run)
         draft = self.folder / f".rank_{self.rank}.new"
         try:
@@ -74,8 +74,9 @@ class FailureReports:
             )
 
     def of_peers(self) -> list[Failure]:
-        """Return what other ranks have reported, the earliest failure first; nothing before all ranks have
-        joined.
+        """Return what other ranks have reported, the earliest failure first.
+
+        Return nothing until all ranks have joined.
         """
         if not self.run:
             return []
@@ -127,8 +128,9 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 
 
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
-    """Report a problem of flags, data or a disk. If several ranks hit the same one, only the lowest rank
-    prints it.
+    """Report a problem of flags, data or a disk.
+
+    If several ranks hit the same one, only the lowest rank prints it.
     """
     details, rank = traceback_of(error), rendezvous.rank
     own = Problem(
@@ -138,7 +140,7 @@ def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
         _report(_own_words(error, details, rank))
     try:
         problems = rendezvous.exchange(own, PATIENCE_S)
-    except Exception:  # whatever keeps the ranks apart matters less than this rank's own problem
+    except Exception:  # the problem of this rank matters more than what keeps the ranks apart
         problems = {rank: own}
     if rank and own.text not in [problem.text for other, problem in problems.items() if other < rank]:
         _report(_own_words(error, details, rank))
@@ -146,16 +148,16 @@ def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
 
 
 def _report(text: str) -> None:
-    """Print why this rank ends, and let torchrun's own report end with it."""
+    """Print why this rank ends, and add it to torchrun's own report."""
     tell_torchrun(text)
     _print(text)
 
 
 def tell_torchrun(text: str) -> None:
-    """Leave `text` for torchrun, whose own report then ends with it as the root cause instead of a bare exit
-    code.
+    """Leave `text` for torchrun, which reports it as the root cause.
 
-    The file has the format of torch.distributed.elastic's ErrorHandler. The first text of a process stays.
+    Without it torchrun prints a bare exit code. The file has the format of torch.distributed.elastic's
+    ErrorHandler. If a process writes several texts, the first one stays.
     """
     path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
@@ -168,8 +170,9 @@ def tell_torchrun(text: str) -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether this error, or one that it was explicitly raised from, says that another rank is out of
-    reach.
+    """Return True if this error says that another rank is out of reach.
+
+    The errors that it was explicitly raised from count too.
     """
     import torch.distributed as dist
 
@@ -181,12 +184,12 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that ends with `error`: 1 for errors that are not ours."""
+    """Return the exit code of a process that ends with `error`: 1 for errors of other libraries."""
     return error.exit_code if isinstance(error, MkdError) else 1
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error, with its type if it is not ours."""
+    """Return the first line of an error, preceded by its type unless it is an error of mkd."""
     if isinstance(error, ErrorList) and len(error.errors) > 1:
         return f"{one_line(error.errors[0])}, and {len(error.errors) - 1} more"
     first = (str(error).strip() or "no message").splitlines()[0]
@@ -198,11 +201,14 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _own_words(error: Exception, details: str, rank: int) -> str:
-    """Describe the error of this rank; only errors that are not the user's have a traceback."""
+    """Describe the error of this rank. The user's own errors have no traceback."""
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
-        return f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was killed or hangs"
+        return (
+            f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was "
+            "killed or hangs"
+        )
     return f"{details}rank {rank} failed first: {one_line(error)}"
 
 

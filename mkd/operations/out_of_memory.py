@@ -1,5 +1,6 @@
-"""Explain an out-of-memory error: the planned and the actual use of the GPU, and settings that make the run
-fit.
+"""Explain an out-of-memory error, and propose settings that make the run fit.
+
+The explanation compares the planned with the actual memory of the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB, RankMemory
 from mkd.plan.verdict import SHOWN, USABLE, fullest_rank, remedies
 
-FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves and cannot use
+FRAGMENTED = 0.1  # share of the GPU that torch's allocator reserves but cannot use
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "bytes": 1}
 
 
@@ -27,7 +28,7 @@ class DeviceMemory:
     total: float
     free: float
     allocated: float  # by tensors now
-    peak: float  # by tensors at most
+    peak: float  # peak of tensors
     reserved: float  # by torch's allocator, including memory for later tensors
 
     @classmethod
@@ -51,7 +52,7 @@ class DeviceMemory:
 
 @contextmanager
 def memory_explained(forecast: Forecast, rank: int, world_size: int) -> Iterator[None]:
-    """Turn torch's out-of-memory errors inside into OutOfMemory."""
+    """Turn torch's out-of-memory errors inside the block into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -74,7 +75,7 @@ def explain(
 
 
 def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | None, wanted: float) -> str:
-    """Return the first changes that shrink the plan by the missing memory, including the error of the plan."""
+    """Return the first changes that shrink the plan by the missing memory and the plan's own error."""
     _, need = fullest_rank(forecast)
     if device:
         missed = max(0.0, device.total - device.free + wanted - planned.total_gib)
@@ -91,6 +92,6 @@ def _remedies(forecast: Forecast, planned: RankMemory, device: DeviceMemory | No
 
 
 def _wanted_gib(text: str) -> float:
-    """Return the size of the failed allocation according to torch's message; 0 if it has none."""
+    """Return the size of the failed allocation from torch's message; 0 if the message has none."""
     found = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", text)
     return float(found[1]) * UNITS[found[2]] / GIB if found else 0.0

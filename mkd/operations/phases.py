@@ -1,9 +1,9 @@
-"""Announce what a run is doing to everybody who follows it: watchdog, crash counter, profiler, stopper.
+"""Announce what a run is doing to its followers: watchdog, crash counter, profiler, stopper.
 
 A run is always in one phase, and phases do not nest: "init", "data", "forward_backward", "optimizer", "eval",
 "task evaluation", "save" or "end". A moment is a place inside a phase, such as "before_pointer" while a
-checkpoint is saved. A save in the background passes its moments on another thread, whatever phase the run is
-in.
+checkpoint is saved. A save in the background announces its moments from another thread, during any phase of
+the run.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ EVAL, TASK_EVALUATION, SAVE, END = "eval", "task evaluation", "save", "end"
 
 
 class Follower:
-    """Base class of those who follow a run. Override what you need."""
+    """Base class of objects that follow a run. Override the methods you need."""
 
     def entered(self, phase: str, iteration: int) -> None:
-        """Take note that `phase` of step `iteration` begins."""
+        """Handle the start of `phase` of step `iteration`."""
 
     def left(self, phase: str, iteration: int) -> None:
-        """Take note that a phase is over which was entered as a context, also if it failed."""
+        """Handle the end of a phase that was entered as a context, also if it failed."""
 
     def passed(self, moment: str, iteration: int) -> None:
-        """Take note of a moment. May be called by another thread than the main one."""
+        """Handle a moment. May be called from another thread than the main one."""
 
 
 class Phases:
-    """The phases of one run, and those who follow them. Calling it enters a phase as a context."""
+    """The phases of one run, and their followers. Calling it enters a phase as a context."""
 
     def __init__(self, *followers: Follower):
         self._followers = list(followers)
 
     def follow(self, follower: Follower) -> None:
-        """Announce everything from now on to `follower` too."""
+        """Announce all further phases and moments to `follower` too."""
         self._followers.append(follower)
 
     @contextmanager
@@ -52,12 +52,12 @@ class Phases:
                 follower.left(phase, iteration)
 
     def enter(self, phase: str, iteration: int) -> None:
-        """Announce that `phase` begins. Entering the same phase again is a sign of progress."""
+        """Announce that `phase` begins. Entering the same phase again counts as progress."""
         for follower in self._followers:
             follower.entered(phase, iteration)
 
     def each(self, phase: str, iteration: int, steps: Iterable[T]) -> Iterator[T]:
-        """Yield `steps`, and enter `phase` anew before each of them."""
+        """Yield `steps`, and enter `phase` again before each of them."""
         for step in steps:
             self.enter(phase, iteration)
             yield step

@@ -1,4 +1,4 @@
-"""Profile some steps: a trace of torch.profiler or ranges for Nsight Systems, and the history of GPU memory."""
+"""Profile some steps: a torch.profiler trace or ranges for Nsight Systems, and the history of GPU memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY_EVENTS = 100_000  # latest allocations that a history keeps
 
 
 def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
-    """Return one error for each part of `log` that this machine or this number of processes cannot profile."""
+    """Return one error for each part of `log` that cannot be profiled on this machine or world size."""
     problems = []
     if not torch.cuda.is_available():
         if log.profile and not log.use_pytorch_profiler:
@@ -63,16 +63,17 @@ class Profiler(Follower):
     first: int
     last: int
     traces: bool = False  # with torch.profiler
-    marks: bool = False  # for Nsight Systems: the capture range, and an NVTX range for every phase in it
+    # For Nsight Systems: the capture range, and an NVTX range for every phase in it.
+    marks: bool = False
     remembers: bool = False  # records GPU memory until the end of the run
     _trace: Any = None  # the running torch.profiler.profile
     _is_marking: bool = False
     _is_in_range: bool = False  # an NVTX range is open
-    _is_remembered: bool = False  # the history of the steps is written
+    _is_remembered: bool = False  # the history of the steps has been written
 
     @classmethod
     def from_config(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
-        """Build the profiler of a rank, and start the history of GPU memory if one is wanted."""
+        """Build the profiler of a rank, and start the history of GPU memory if the settings ask for it."""
         chosen = str(rank) in log.profile_ranks
         profiler = cls(
             folder,
@@ -101,15 +102,16 @@ class Profiler(Follower):
         self._close_range()
 
     def at(self, iteration: int) -> None:
-        """Start or end the profile: `iteration` steps are done, and the next one is about to begin."""
+        """Start or end the profile. `iteration` steps are done, and the next one is about to begin."""
         if self.first <= iteration < self.last:
             self._start()
         elif iteration >= self.last:
             self._end_steps()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End and write what is running. If the run failed with `error`, the memory history covers its last
-        allocations.
+        """End and write what is running.
+
+        If the run failed with `error`, the memory history covers its last allocations.
         """
         if self.remembers:
             has_failed = error is not None and not isinstance(error, Preempted)

@@ -1,7 +1,7 @@
-"""Let all ranks meet once before they build anything, so that a problem of one machine's disk or files ends
-all of them.
+"""Let all ranks meet once before they build anything.
 
-They meet at the store of torchrun's environment, which needs neither a process group nor a GPU.
+A problem with one machine's disk or files then ends all ranks. They meet at the store of torchrun's
+environment, which needs neither a process group nor a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from datetime import timedelta
 from mkd.errors import MkdError
 
 PREFIX = "mkd/start"
-LINGER_S = 5.0  # how long rank 0, which may hold the store, stays for ranks that have not read yet
+LINGER_S = 5.0  # how long rank 0, which may host the store, waits for ranks that have not read it yet
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a rank cannot start."""
+    """The reason why a rank cannot start."""
 
     exit_code: int
     what: str  # one line
@@ -43,16 +43,17 @@ class PeerCannotStart(MkdError):
 
 @dataclass
 class Rendezvous:
-    """The meeting of all ranks of a run that has just been started."""
+    """The meeting of all ranks of a run that has just started."""
 
     rank: int
     world_size: int
-    is_over: bool = False  # or under way
+    is_over: bool = False  # over or under way
     _store: object = None  # kept, because the process group will use the same one
 
     def ready(self, timeout_s: float) -> None:
-        """Report that this rank can start; raise PeerCannotStart if another one cannot. Collective, like
-        `exchange`.
+        """Report that this rank can start. Raise PeerCannotStart if another one cannot.
+
+        Collective, like `exchange`.
         """
         problems = self.exchange(None, timeout_s)
         if problems:
@@ -61,16 +62,15 @@ class Rendezvous:
 
     def exchange(self, problem: Problem | None, timeout_s: float) -> dict[int, Problem]:
         """Report why this rank cannot start (None: it can), and return {rank: problem} of all ranks.
-        Collective.
 
-        Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
+        Collective. Raises an error of torch.distributed if the other ranks do not come within `timeout_s`.
         """
         self.is_over = True
         if self.world_size == 1:
             return {} if problem is None else {0: problem}
         import torch.distributed as dist
 
-        if dist.is_initialized():  # by the caller
+        if dist.is_initialized():  # the caller initialised it
             answers: list[Problem | None] = [None] * self.world_size
             dist.all_gather_object(answers, problem)
         else:

@@ -1,6 +1,4 @@
-"""The folders of a run: where it writes by default, whether it may start with them, and the markers of how it
-ended.
-"""
+"""Choose and check the folders of a run, and write the markers of how it ended."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ def cache_folder(config: Config) -> Path:
 
 
 def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
-    """Refuse a --load without a checkpoint, and a --save that holds the checkpoints of a run which this one
-    does not continue.
+    """Return the problems of --load and --save for a run that starts now.
 
-    Nothing has been written yet. A --load that equals --save may be empty, because a scheduler starts the
-    same command again and again.
+    Refuse a --load without a checkpoint, and a --save with checkpoints of a run that this one does not
+    continue. Nothing has been written yet. If --load equals --save, it may be empty, because a scheduler
+    always starts the same command.
     """
     save, load = (
         Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load)

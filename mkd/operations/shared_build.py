@@ -1,5 +1,6 @@
-"""Let rank 0 prepare the data while the others wait for as long as it makes progress, and nobody misses a
-signal.
+"""Let rank 0 prepare the data while the others wait for as long as it makes progress.
+
+Signals are noticed on all ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from mkd.operations.run_folders import PREEMPTED, remove_markers, write_marker
 from mkd.operations.signals import Signals
 from mkd.parallel.context import ParallelContext
 
-BEAT_S = 0.5  # between two messages of rank 0 to the ranks that wait
+BEAT_S = 0.5  # between two messages of rank 0 to the waiting ranks
 
 
 @dataclass
 class SharedBuild:
-    """Rank 0 calls `progress` often while it builds; all ranks call `share` once at the end of the build."""
+    """A build on rank 0 that the other ranks wait for.
+
+    Rank 0 calls `progress` often while it builds. All ranks call `share` once at the end of the build.
+    """
 
     context: ParallelContext
     signals: Signals
@@ -39,8 +43,9 @@ class SharedBuild:
             self._beat(is_done=False)
 
     def share(self, value: Any) -> Any:
-        """Return the picklable `value` of rank 0 on every rank. Collective: the others wait here for the end
-        of the build.
+        """Return the picklable `value` of rank 0 on every rank.
+
+        Collective: the other ranks wait here until the build ends.
         """
         is_done = self.context.rank == 0
         while not self._beat(is_done):
@@ -49,8 +54,9 @@ class SharedBuild:
         return self.context.broadcast_object(value)
 
     def _beat(self, is_done: bool) -> bool:
-        """Return whether rank 0 is done (an all-reduce MAX of two numbers). On rank 0, a signal before that
-        raises Preempted.
+        """Return True if rank 0 is done, after an all-reduce MAX of two numbers.
+
+        On rank 0, an earlier signal raises Preempted.
         """
         flags = torch.tensor([self.signals.received, is_done], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -59,7 +65,8 @@ class SharedBuild:
         if self.context.rank == 0 and number and not all_done:
             raise Preempted(
                 f"received {signal.Signals(number).name}",
-                "data were being prepared: the tokens of an unfinished file are lost, finished files are in the cache",
+                "data were being prepared: the tokens of an unfinished file are lost, finished files "
+                "are in the cache",
                 "start the same command again",
                 code="preempted-while-building",
             )
@@ -67,7 +74,7 @@ class SharedBuild:
 
 
 def leave_preempted(save: str | None, stop: Preempted) -> None:
-    """Write the marker of a run that ends before it knows its position. Call it on rank 0 alone."""
+    """Write the marker of a run that ends before it knows its position. Call it on rank 0 only."""
     if save:
         try:
             latest = named_by_pointer(Path(save))

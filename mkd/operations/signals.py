@@ -1,4 +1,4 @@
-"""Take note of signals that ask the process to end, so that the run can end after its step."""
+"""Catch signals that ask the process to end, so that the run can end after its step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""torchrun and schedulers end a job with SIGTERM, Slurm warns with the signal of --signal, people press Ctrl-C."""
+"""Signals that end a run.
+
+torchrun and schedulers end a job with SIGTERM. Slurm warns with the signal of --signal. People press Ctrl-C.
+"""
 
 
 @dataclass
 class Signals:
-    """The first signal that this process has received, 0: none. Later ones change nothing: Slurm sends each
-    twice.
+    """The first signal that this process has received; 0 means none.
+
+    Later ones change nothing, because Slurm sends each signal twice.
     """
 
     received: int = 0
@@ -23,9 +27,9 @@ class Signals:
 
 @contextmanager
 def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signals]:
-    """Catch `SIGNALS` inside instead of ending the process. A second Ctrl-C interrupts as usual.
+    """Catch `SIGNALS` inside the block instead of ending the process. A second Ctrl-C interrupts as usual.
 
-    Afterwards the earlier handlers are restored or, without a gap, replaced by `afterwards`.
+    Afterwards the earlier handlers are restored. If `afterwards` is given, it replaces them without a gap.
     """
     signals = Signals()
 
@@ -46,8 +50,9 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
 
 
 def ignore_signals() -> None:
-    """Ignore `SIGNALS` from now on. Unlike Python's handlers, this also works while the interpreter shuts
-    down.
+    """Ignore `SIGNALS` from now on.
+
+    Unlike Python's handlers, this also works while the interpreter shuts down.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

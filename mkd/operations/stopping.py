@@ -1,6 +1,4 @@
-"""Reasons to stop before the last step, agreed on by all ranks: signals, and the end of the time that the run
-has.
-"""
+"""Stop before the last step: on signals, or when the time of the run ends. All ranks agree on it."""
 
 from __future__ import annotations
 
@@ -21,33 +19,34 @@ from mkd.parallel.context import ParallelContext
 T = TypeVar("T")
 
 SLURM_END = "SLURM_JOB_END_TIME"  # s since the epoch
-SAFETY = 1.5  # times the longest step and save so far, because the next ones may take longer
-SAVE_BYTES_PER_S = 250e6  # assumed until a save was timed: one disk, or a file server with other users
+SAFETY = 1.5  # factor on the longest step and save so far, because the next ones may take longer
+SAVE_BYTES_PER_S = 250e6  # assumed until a save has been timed: one disk, or a file server with other users
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends early."""
+    """The reason why a run ends early."""
 
     reason: str
-    is_preempted: bool  # by others, so that it should be restarted; else its own flags end it
+    # Ended from outside, so that it should be restarted. False: its own flags end it.
+    is_preempted: bool
 
 
 class StepAgreement(NamedTuple):
-    """What all ranks agree on before the update of a step."""
+    """The agreement of all ranks before the update of a step."""
 
     finite: bool  # loss and gradients are finite on every rank, so that the update is applied
     stop: Stop | None = None  # why the run ends after this step; None: it continues
 
 
 def without_peers(is_finite: bool) -> StepAgreement:
-    """Agree with oneself: for a step outside of a run, whose ranks all see the same."""
+    """Return the agreement for a step outside of a run, where all ranks see the same values."""
     return StepAgreement(is_finite)
 
 
 @dataclass
 class Stopper(Follower):
-    """Asked by all ranks at the same places, it answers the same on all of them."""
+    """Decides when a run stops. All ranks ask it at the same places and get the same answer."""
 
     context: ParallelContext
     signals: Signals
@@ -57,18 +56,18 @@ class Stopper(Follower):
     step_s: float = 0.0  # the longest step so far
     save_s: float = 0.0  # the longest save so far
     first_save_bytes: float = 0.0  # size of the run's first checkpoint; 0: it saves none
-    stop: Stop | None = None  # what the ranks last agreed on
+    stop: Stop | None = None  # the latest agreement of the ranks
     _step_begun: float | None = None  # on the monotonic clock, while a step is under way
 
     def agreed(self) -> Stop | None:
-        """Return whether some rank wants to stop; asked between steps."""
+        """Return why the run stops, if some rank wants to; None: it continues. Call it between steps."""
         return self.exchange(True).stop
 
     def exchange(self, is_finite: bool) -> StepAgreement:
-        """Tell all ranks whether loss and gradient are finite on this one, and return what all agree on.
+        """Tell all ranks whether loss and gradient are finite on this one, and return the agreement.
 
-        Asked in every step before its update: one all-reduce MAX of four numbers, too small to notice, for
-        both questions.
+        Every step calls this before its update. One all-reduce MAX of four numbers, too small to notice,
+        answers both questions.
         """
         if self._step_begun is not None:
             self.took(step_s=time.monotonic() - self._step_begun)
@@ -91,7 +90,7 @@ class Stopper(Follower):
         return StepAgreement(not some_non_finite, self.stop)
 
     def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
-        """Take note of how long a step or a save took."""
+        """Record how long a step or a save took."""
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
     def entered(self, phase: str, iteration: int) -> None:
@@ -106,16 +105,18 @@ class Stopper(Follower):
             self._step_begun = None
 
     def _next_save_s(self) -> float:
-        """Return the longest save, or a guess until one was timed; 0 before the first step, so that every
-        start progresses.
+        """Return the time of the longest save, or an estimate until one has been timed.
+
+        Return 0 before the first step, so that every start makes progress.
         """
         if self.save_s or not self.step_s:
             return self.save_s
         return self.first_save_bytes / SAVE_BYTES_PER_S
 
     def _own_end(self) -> float | None:
-        """Return the end that --exit-duration-in-mins sets; None before the first step, so that every start
-        progresses.
+        """Return the end that --exit-duration-in-mins sets.
+
+        Return None before the first step, so that every start makes progress.
         """
         if self.exit_duration_in_mins is None or not self.step_s:
             return None
@@ -126,16 +127,16 @@ class Stopper(Follower):
         return float(end) if end.isdigit() else None
 
     def _is_over(self, end: float | None) -> bool:
-        """Return whether one more step and a save might not finish before `end`."""
+        """Return True if one more step and a save might not finish before `end`."""
         return end is not None and time.time() + SAFETY * (self.step_s + self._next_save_s()) >= end
 
 
 @dataclass
 class Interruptible(Iterable[T]):
-    """Yields the same steps until all ranks agree to stop before one of them; `stop` then says why."""
+    """Yields the same steps until all ranks agree to stop before one of them. Then `stop` says why."""
 
     steps: Iterable[T]
-    stopper: Stopper | None  # None: nothing stops them
+    stopper: Stopper | None  # None: nothing stops the steps
     stop: Stop | None = None
 
     def __iter__(self) -> Iterator[T]:

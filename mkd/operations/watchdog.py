@@ -1,4 +1,4 @@
-"""End a rank that makes no progress or whose peers are gone, also if its main thread hangs in a collective."""
+"""End a rank that makes no progress or whose peers are gone, even if its main thread hangs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mkd.platform.processes import is_alive, process_space
 
 POLL_S = 0.1  # between looks at the clock
 LOOK_S = 0.5  # between looks at the peers
-PEERS_S = 1.5  # for the stack dumps of the other ranks, once one rank has found no progress
+PEERS_S = 1.5  # for the stack dumps of the other ranks, after one rank has detected a hang
 MARGIN_S = 15.0  # how much longer the process group waits than the watchdog
-GRACE_S = 4.0  # for the main thread to notice a peer's failure by itself, before the process is ended
+GRACE_S = 4.0  # for the main thread to notice a peer's failure by itself, before the process ends
 NO_PROGRESS = "no progress"
 
 
 @dataclass
 class Watchdog(Follower):
-    """Follows the phases of a run. A phase that lasts longer than its limit is a hang.
+    """Follows the phases of a run. A phase that exceeds its limit is a hang.
 
     Once started, a separate thread looks every `POLL_S`. It writes the stacks of a hanging rank to its report
-    and to stderr and ends the process with exit code 1; the other ranks see the report and do the same.
+    and to stderr and ends the process with exit code 1. The other ranks see the report and do the same.
     """
 
     reports: FailureReports
@@ -44,13 +44,12 @@ class Watchdog(Follower):
     _is_first_step: bool = True
     _thread: threading.Thread | None = None
     _done: threading.Event = field(default_factory=threading.Event)
-    _peers: dict[int, int] = field(
-        default_factory=dict
-    )  # rank -> process id, of the other ranks in this container
+    # Rank -> process id, of the other ranks in this container.
+    _peers: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, reports: FailureReports) -> Watchdog:
-        """Build a watchdog with the limits of the configuration, not started."""
+        """Build a watchdog with the limits of the configuration; it is not started."""
         start_s = 60 * parallel.distributed_timeout_minutes
         return cls(reports, start_s, parallel.distributed_timeout_seconds_after_init or start_s)
 
@@ -91,8 +90,8 @@ class Watchdog(Follower):
     def limit_s(self) -> float:
         """Return the limit of the current phase.
 
-        A process without peers may prepare its data for as long as it takes, because nobody waits for it. The
-        batches of held-out tasks are not announced, so that the process group's own timeout has to do.
+        A process without peers may take as long as it needs to prepare its data, because no rank waits for
+        it. The batches of held-out tasks are not announced; the process group's own timeout covers them.
         """
         if self.phase == TASK_EVALUATION or (self.phase == INIT and self.reports.world_size == 1):
             return math.inf
@@ -120,7 +119,9 @@ class Watchdog(Follower):
         return f"{self.phase} of iteration {self.iteration}" if self.iteration else self.phase
 
     def _end_hang(self, what: str) -> None:
-        """Dump this rank's stacks, give the others time for theirs, print where each rank is, and end the
+        """End a hanging process after reporting where every rank is.
+
+        Dump this rank's stacks, give the others time for theirs, print where each rank is, and end the
         process.
         """
         path = self.reports.path(self.reports.rank)
@@ -144,7 +145,7 @@ class Watchdog(Follower):
         _end("\n".join(lines), 1)
 
     def _end_after(self, failures: list[Failure]) -> None:
-        """End the process because of the failure of a peer, reported or not."""
+        """End the process because a peer failed, whether or not it has reported that."""
         rank = self.reports.rank
         if failures:
             _end(
@@ -161,7 +162,7 @@ class Watchdog(Follower):
 
 
 def _end(text: str, exit_code: int) -> None:
-    """End the process at once: the main thread may never come back, so that nothing can be cleaned up."""
+    """End the process at once, without cleanup: the main thread may never return."""
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(exit_code)

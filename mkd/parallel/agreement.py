@@ -1,4 +1,4 @@
-"""Ranks agree on an error before any of them continues: an error of one rank is raised by all."""
+"""Let ranks agree on an error before any of them continues: all ranks raise an error of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def agree(problem: MkdError | None) -> None:
 def attempt(
     action: Callable[[], T], explain: Callable[[Exception], MkdError]
 ) -> tuple[T | None, MkdError | None]:
-    """Return (result, problem) of an action without collectives; `explain` makes an MkdError of others."""
+    """Return (result, problem) of an action without collectives.
+
+    `explain` turns other errors into an MkdError.
+    """
     try:
         return action(), None
     except MkdError as error:
@@ -49,4 +52,4 @@ def together(action: Callable[[], T], explain: Callable[[Exception], MkdError]) 
     """Return the result of `action` if it succeeds on every rank; otherwise all ranks raise. Collective."""
     result, problem = attempt(action, explain)
     agree(problem)
-    return result  # type: ignore[return-value]  # agree raises where there is no result
+    return result  # type: ignore[return-value]  # if there is no result, agree raises

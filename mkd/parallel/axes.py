@@ -32,7 +32,7 @@ SPANS: Mapping[str, tuple[str, ...]] = {
     "dp_cp": ("cp", "dp"),
     "intra_dp_cp": ("cp", "dp"),
     "tp_dp_cp": ("tp", "cp", "dp"),
-    # Dense models have one expert: its groups are those of the other weights.
+    # Dense models have one expert, so its groups are those of the other weights.
     "ep": (),
     "expt_tp": ("tp",),
     "tp_ep": ("tp",),
@@ -41,7 +41,7 @@ SPANS: Mapping[str, tuple[str, ...]] = {
     "intra_expt_dp": ("cp", "dp"),
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
-# Field -> positions in a pipeline group, of the stages that share the embedding.
+# Field -> positions in a pipeline group of the stages that share the embedding.
 STAGES: Mapping[str, tuple[int, ...]] = {"embd": (0, -1), "pos_embd": (0,)}
 ABSENT = ("hcp", "inter_dist_opt")  # hierarchical context parallelism, several optimizer instances
 
@@ -52,7 +52,7 @@ class Axis:
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None  # None: a process that communicates with no other
+    group: dist.ProcessGroup | None  # None: the process communicates with no other
 
 
 def axes_of(groups: ProcessGroupCollection) -> dict[str, Axis]:
@@ -64,7 +64,7 @@ def axes_of(groups: ProcessGroupCollection) -> dict[str, Axis]:
 
 
 def grid_groups(sizes: Mapping[str, int], span: Iterable[str]) -> list[list[int]]:
-    """Return the ranks of each group that differ along the axes of `span` only; `sizes` has all axes."""
+    """Return the ranks of each group that differ along the axes of `span` only. `sizes` has all axes."""
     strides, stride = {}, 1
     for name in AXES:
         strides[name] = stride

@@ -1,4 +1,4 @@
-"""`ParallelContext`: this process's place in the grid; alone asks Megatron's `parallel_state`."""
+"""`ParallelContext`: this process's place in the grid. Only this file asks Megatron's `parallel_state`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ParallelContext:
     world_size: int
     axes: Mapping[str, Axis]  # by the names of `AXES`
     virtual_stages: int  # model parts of each pipeline rank; 1 without interleaving
-    groups: ProcessGroupCollection | None  # what Megatron's modules take; None: communicates with no other
-    is_second: bool = False  # whether its groups exist beside those of Megatron's `parallel_state`
+    groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
+    is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
 
     @property
     def device(self) -> torch.device:
@@ -40,22 +40,22 @@ class ParallelContext:
 
     @property
     def tp(self) -> Axis:
-        """Tensor-parallel axis: every matrix is divided over its processes."""
+        """Tensor-parallel axis: its processes divide every matrix."""
         return self.axes["tp"]
 
     @property
     def cp(self) -> Axis:
-        """Context-parallel axis: every sequence is divided over its processes."""
+        """Context-parallel axis: its processes divide every sequence."""
         return self.axes["cp"]
 
     @property
     def dp(self) -> Axis:
-        """Data-parallel axis: the batch is divided over its processes."""
+        """Data-parallel axis: its processes divide the batch."""
         return self.axes["dp"]
 
     @property
     def pp(self) -> Axis:
-        """Pipeline-parallel axis: the layers are divided over its processes."""
+        """Pipeline-parallel axis: its processes divide the layers."""
         return self.axes["pp"]
 
     tp_rank = property(lambda self: self.tp.rank)
@@ -73,26 +73,26 @@ class ParallelContext:
     dp_cp_group = property(lambda self: self.groups.dp_cp)
 
     def is_first_stage(self, virtual_stage: int) -> bool:
-        """Return whether (this pipeline rank, `virtual_stage`) embeds the tokens."""
+        """Return True if (this pipeline rank, `virtual_stage`) embeds the tokens."""
         return self.pp.rank == 0 and virtual_stage == 0
 
     def is_last_stage(self, virtual_stage: int) -> bool:
-        """Return whether (this pipeline rank, `virtual_stage`) computes the loss."""
+        """Return True if (this pipeline rank, `virtual_stage`) computes the loss."""
         return self.holds_last_stage and virtual_stage == self.virtual_stages - 1
 
     @property
     def holds_last_stage(self) -> bool:
-        """Whether this process computes the loss."""
+        """True if this process computes the loss."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this process has the first of several equal copies of its weights."""
+        """True if this process has the first of several equal copies of its weights."""
         return self.dp.rank == 0 and self.cp.rank == 0
 
     @property
     def document_multiple(self) -> int:
-        """Number of tokens that padded documents and packs are multiples of."""
+        """Number of tokens that the length of padded documents and packs must be a multiple of."""
         return document_multiple(self.cp.size)
 
     def sequence_shards(self, sequence_parallel: bool) -> int:
@@ -113,7 +113,7 @@ class ParallelContext:
     ) -> ParallelContext:
         """Join the process group unless the caller already has, build Megatron's groups and seed generators.
 
-        World size and rank come from torchrun's environment; without it this is a single process.
+        World size and rank come from torchrun's environment. Without it this is a single process.
         """
         timeout = timedelta(minutes=timeout_minutes)
         if not dist.is_initialized():
@@ -145,8 +145,8 @@ class ParallelContext:
         """Return a second context over the same processes in another layout. Collective.
 
         It serves a frozen teacher: Megatron's `parallel_state` and the generators stay those of this context.
-        So a model under the second one runs forward with weights that are loaded; random initialisation, DDP
-        and the optimizer belong here.
+        A model under the second context only runs forward, with weights that are loaded. Random
+        initialisation, DDP and the optimizer need this context.
         """
         sizes = {"tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
         replica = tensor_parallel * context_parallel * pipeline_parallel
@@ -172,7 +172,7 @@ class ParallelContext:
             parallel_state.destroy_model_parallel()
 
     def leave(self) -> None:
-        """Tear down the groups and leave the process group: the job is done."""
+        """Tear down the groups and leave the process group, at the end of the job."""
         self.close()
         dist.destroy_process_group()
 
@@ -183,7 +183,7 @@ class ParallelContext:
         return box[0]
 
     def rank_0_first(self, prepare: Callable[[], T]) -> T:
-        """Return `prepare()`, called on rank 0 and then on the others, which find its files. Collective.
+        """Return `prepare()`, called on rank 0 first, so that the others find its files. Collective.
 
         All ranks raise an MkdError of rank 0, so none of them waits forever.
         """

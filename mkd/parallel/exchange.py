@@ -1,4 +1,4 @@
-"""Exchange of rows of a tensor between the ranks of a group."""
+"""Exchange rows of a tensor between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def exchange_rows(
 ) -> Tensor:
     """Return the received rows [sum of receive_counts, h] by source rank, in the order of its `send_rows`.
 
-    All-to-all over the group, also if this rank sends or receives nothing. Backward: the reverse all-to-all;
-    the gradient of a row is the sum over the ranks that received it, accumulated in fp32 or wider.
+    All-to-all over the group, even if this rank sends or receives nothing. Backward: the reverse all-to-all.
+    The gradient of a row is the sum over the ranks that received it, accumulated in fp32 or wider.
     """
     size = dist.get_world_size(group)
     assert len(send_counts) == len(receive_counts) == size, f"counts of a group of {size} ranks"

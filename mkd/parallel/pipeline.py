@@ -1,7 +1,7 @@
-"""Point-to-point messages of pipeline stages: the student's activation carries the teachers' hidden states.
+"""Send pipeline messages: the student's activation carries the teachers' hidden states.
 
 Megatron's schedules send and receive ONE tensor a hop, always through `P2PCommunicator._communicate`, the one
-method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor: a stage
+method overridden here. The other tensors, the *teacher_hiddens*, are an attribute of that tensor. A stage
 attaches them to its output, the communicator sends them and attaches the received ones, and the next stage
 takes them off.
 
@@ -60,7 +60,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         self,
         pp_group: dist.ProcessGroup,
         config: ModelParallelConfig,
-        # One shape a teacher: [t / cp (/ tp if sequence parallel), 1, h], t its own number of tokens
+        # One shape for each teacher: [t / cp (/ tp if sequence parallel), 1, h], t its own number of tokens.
         teacher_hidden_shapes: Sequence[tuple[int, ...]],
         teacher_hidden_dtype: torch.dtype,
     ):
@@ -79,7 +79,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
         tensor_shape,
         wait_on_reqs: bool = True,
     ):
-        """Send and receive as Megatron's method; return (activation, gradient, requests or None)."""
+        """Send and receive like Megatron's method. Return (activation, gradient, requests or None)."""
         received = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_prev else None
         gradient = self._empty(tensor_shape, self.config.pipeline_dtype) if recv_next else None
         teacher_hiddens_out = take_teacher_hidden(tensor_send_next)
@@ -116,7 +116,7 @@ class TeacherHiddenCommunicator(p2p_communication.P2PCommunicator):
     def _post_batched(
         self, *, send_prev, recv_prev, recv_teacher_hiddens, send_next, send_teacher_hiddens, recv_next
     ):
-        """Post one grouped launch; all ranks append in the same order, so that messages of a pair match."""
+        """Post one grouped launch. All ranks append in the same order, so that messages of a pair match."""
         operations = [
             dist.P2POp(function, tensor, peer, self.pp_group)
             for function, tensors, peer in (

@@ -1,19 +1,20 @@
-"""The plan of a run: batch, layouts, memory and time, from a configuration and the models' shapes. Starts
-without torch.
+"""The plan of a run: batch, layouts, memory and time, from a configuration and the models' shapes.
 
-model_shape.py    the shape of a model, from its config.json
-planned_teachers.py  the teachers of a run with their settings
-batch.py          global batch, micro-batches and data parallelism
-layout.py         the pipeline layout of one model
-flops.py          floating-point operations of models
-cost.py           the time of a micro-batch on each pipeline stage
-auto_layout.py    the pipeline layouts of all models, as given or balanced
-bubble.py         the time that ranks wait in a step
-activations.py    the memory of a micro-batch
-head.py           rows of a chunk of the fused head
-memory.py         the peak memory of every pipeline rank
-checks/           validation: every problem of a configuration
-forecast.py       all of the above for one run
-verdict.py        whether the run fits its GPUs, and what to change if not
-loss_card.py      the objective of a run as text
+It starts without torch. In reading order:
+
+    model_shape.py       the shape of a model, from its config.json
+    planned_teachers.py  the teachers of a run with their settings
+    batch.py             global batch, micro-batches and data parallelism
+    layout.py            the pipeline layout of one model
+    flops.py             floating-point operations of models
+    cost.py              the time of a micro-batch on each pipeline stage
+    auto_layout.py       the pipeline layouts of all models, as given or balanced
+    bubble.py            the time that ranks wait in a step
+    activations.py       the memory of a micro-batch
+    head.py              rows of a block of the fused head
+    memory.py            the peak memory of every pipeline rank
+    checks/              validation: every problem of a configuration
+    forecast.py          all of the above for one run
+    verdict.py           whether the run fits its GPUs, and what to change if not
+    loss_card.py         the objective of a run as text
 """

@@ -1,17 +1,20 @@
 """The memory that one micro-batch of a model keeps, tensor by tensor.
 
-Counted for a pre-norm layer with a gated MLP and grouped-query attention, as Megatron-core 0.16.1 runs it with Transformer Engine 2.11
-on packed (THD) batches. For t tokens, hidden size h, query width q, key/value width k, MLP width f (q, k, f of one
-tensor-parallel process; h-wide tensors are divided by tp with sequence parallelism), backward needs, in elements:
+The count is for a pre-norm layer with a gated MLP and grouped-query attention. Megatron-core 0.16.1 runs it
+with Transformer Engine 2.11 on packed (THD) batches. It has t tokens, hidden size h, query width q, key/value
+width k and MLP width f. q, k and f are those of one tensor-parallel process; h-wide tensors are divided by tp
+with sequence parallelism. Backward needs, in elements:
 
-    attention norm     input t h, output t h (LayerNormLinear saves both; the residual is the same input)
-    q and k norm       inputs t (q + k)                     (Qwen3; before them the joint projection is freed)
-    attention          q, k, v after RoPE t (q + 2 k), output t q (also the projection's input), softmax statistics t heads fp32
-    MLP norm           input t h, output t h
-    post norms         inputs t h each                      (Gemma 3; their outputs are only added)
-    gated MLP          input 2 t f, output t f (also the projection's input)
+    attention norm   input t h, output t h (LayerNormLinear saves both; the residual is the same input)
+    q and k norm     inputs t (q + k) (Qwen3; before them the joint projection is freed)
+    attention        q, k, v after RoPE t (q + 2 k), output t q (also the projection's input),
+                     softmax statistics t heads fp32
+    MLP norm         input t h, output t h
+    post norms       inputs t h each (Gemma 3; their outputs are only added)
+    gated MLP        input 2 t f, output t f (also the projection's input)
 
-and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual additions save nothing.
+and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual
+additions save nothing.
 """
 
 from __future__ import annotations
@@ -44,17 +47,17 @@ class Activations:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether hidden states are split over the tensor-parallel processes."""
+        """True if hidden states are split over the tensor-parallel processes."""
         return self.config.parallel.sequence_parallel and self.config.parallel.tensor_model_parallel_size > 1
 
     @property
     def full_hidden_bytes(self) -> int:
-        """One hidden state of all tokens, [t, h]."""
+        """Size of one hidden state of all tokens, [t, h]."""
         return self.tokens * self.shape.hidden_size * self.element
 
     @property
     def hidden_bytes(self) -> int:
-        """One hidden state as it lies between layers, [t(/tp), h]."""
+        """Size of one hidden state between layers, [t(/tp), h]."""
         return self.full_hidden_bytes // (
             self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
         )
@@ -78,7 +81,8 @@ class Activations:
     def layer_bytes(self, layer: LayerShape) -> int:
         """Return what one decoder layer keeps until its backward.
 
-        Selective recomputation drops the softmax statistics only, and keeps the joint projection alive through v.
+        Selective recomputation drops only the softmax statistics, and keeps the joint projection alive
+        through v.
         """
         heads, groups = self._heads
         width = self.tokens * self.shape.head_dim * self.element
@@ -94,7 +98,10 @@ class Activations:
         return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
 
     def chunk_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
-        """Return what a stage of `layers` keeps until its backward; the last one also the final norm's input and output."""
+        """Return what a stage of `layers` keeps until its backward.
+
+        The last stage also keeps the final norm's input and output.
+        """
         training = self.config.training
         kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":
@@ -105,19 +112,20 @@ class Activations:
         return kept + is_last * (2 * self.hidden_bytes + 4 * self.tokens)
 
     def forward_bytes(self) -> int:
-        """Return the peak of a forward without gradients (a teacher's) beside its weights: the MLP of the widest layer.
+        """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
-        The layer's input and the residual, with the input and output of the gated MLP, or with the norm's (gathered) output
-        and that input.
+        The peak is in the MLP of the widest layer. It holds the layer's input and the residual. It also holds
+        the input and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
         """
         ffn = self._ffn_bytes(self._widest_ffn)
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
         return 2 * self.hidden_bytes + max(3 * ffn, 2 * ffn + gathered)
 
     def backward_bytes(self) -> int:
-        """Return the peak of a layer's backward beside what it kept: gradients around the MLP and of its first weight.
+        """Return the peak of a layer's backward beside what the layer kept.
 
-        With full recomputation, also everything that the recomputed layers keep for it.
+        It holds the gradients around the MLP and of its first weight. With full recomputation it also holds
+        everything that the recomputed layers keep.
         """
         training = self.config.training
         tensor = self.config.parallel.tensor_model_parallel_size

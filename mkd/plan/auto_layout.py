@@ -1,12 +1,12 @@
-"""The pipeline layouts of all models of a run: as given, even, or chosen together by `--pipeline-layout
-auto`.
+"""The pipeline layouts of all models of a run: as given, even, or chosen by `--pipeline-layout auto`.
 
-The search makes the slowest pipeline rank as fast as possible. A rank with s student and t teacher layers
-spends `s x student_ms + t x teacher_ms` on a micro-batch, the last rank also the time of the heads. The
-search finds the smallest possible largest time over ranks, then the most even counts among all splits within
-`TIE` of it. The same search then splits a rank's layers over its virtual stages. It is exact for the student
-and one teacher, the one with the slowest layers; layers of further teachers, slowest first, then fill up the
-rest, teacher by teacher.
+The search chooses all layouts together and makes the slowest pipeline rank as fast as possible. A rank with s
+student and t teacher layers spends `s x student_ms + t x teacher_ms` on a micro-batch; the last rank adds the
+time of the heads. The search finds the smallest possible largest time over ranks, then the most even counts
+among all splits within `TIE` of it. The same search then splits a rank's layers over its virtual stages.
+
+The search is exact for the student and one teacher, the one with the slowest layers. Layers of further
+teachers, slowest first, then fill up the rest, teacher by teacher.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlannedModel(NamedTuple):
     role: str  # student, teacher, or teacher NAME
     shape: ModelShape
     layout: str | None  # as given
-    layout_flag: str  # that sets it, or the key of a file for teachers without flags
+    layout_flag: str  # flag that sets it, or key of a file for teachers without flags
 
 
 def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
@@ -80,8 +80,8 @@ def virtual_stages(config: Config, student: ModelShape) -> int:
 def layouts_of(
     config: Config,
     student: ModelShape,
-    teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
-    stages: int,  # virtual ones of each pipeline rank
+    teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
+    stages: int,  # virtual stages of each pipeline rank
     document_length: int = DOCUMENT_LENGTH,  # tokens, for the cost of attention
 ) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
     """Return the layouts of the student and of each teacher. Raises UsageError if there is none."""
@@ -222,7 +222,7 @@ def _load(layers: tuple[int, int], layer_ms: tuple[float, float]) -> float:
 def _fits(
     layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float
 ) -> bool:
-    """Return whether all layers fit into bins of `limit_ms`.
+    """Return True if all layers fit into bins of `limit_ms`.
 
     Dynamic programming over bins: for each number of student layers placed so far, the most teacher layers
     that fit beside them.

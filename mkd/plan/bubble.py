@@ -1,10 +1,10 @@
-"""The pipeline bubble, the time that ranks wait in a step: a formula for equal stages, a simulation for any
-stages.
+"""The pipeline bubble, the time that ranks wait in a step.
 
-The simulation runs every rank's work in Megatron's order. A task starts when its rank is free and its input
-has been computed. Messages take no time, and the update after the last backward is not included. Only the
-beginning of a long step is simulated: once the pipeline is full, each further micro-batch adds the time of
-the slowest rank, or of ranks that wait for each other.
+A formula gives it for equal stages, a simulation for any stages. The simulation runs every rank's work in
+Megatron's order. A task starts when its rank is free and its input has been computed. Messages take no time,
+and the update after the last backward is not included. Only the beginning of a long step is simulated. Once
+the pipeline is full, each further micro-batch adds the time of the slowest rank, or of ranks that wait for
+each other.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def rank_order(
 def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
     """Simulate one step over `stages` (in model order, a multiple of `pipeline_parallel`).
 
-    Beyond `SIMULATED` micro-batches per rank, each further one takes as long as those of the second half on
-    average, or as long as the slowest rank needs for it, if that is more.
+    Beyond `SIMULATED` micro-batches per rank, each further one takes the average time of those in the second
+    half. If the slowest rank needs longer for it, that time counts.
     """
     simulated = SIMULATED * pipeline_parallel
     if num_microbatches <= simulated:

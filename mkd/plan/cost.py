@@ -1,9 +1,9 @@
 """The time of one micro-batch on each pipeline stage, from FLOPs and measured rates.
 
-Each teacher costs its forward, the student forward and backward (twice the forward), plus what it recomputes.
-The last stage also runs the LM heads and the loss: the fused head computes the gradient during forward, so
-all of it is forward time there. Embeddings, norms and communication are not counted; `Forecast` adds copies
-from and to the host.
+Each teacher costs its forward. The student costs forward and backward (twice the forward), plus what it
+recomputes. The last stage also runs the LM heads and the loss. The fused head computes the gradient during
+forward, so all of it is forward time there. Embeddings, norms and communication are not counted; `Forecast`
+adds copies from and to the host.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ class Rates:
     """Useful TFLOP/s of one device, in bf16.
 
     Measured on one H200 (Megatron-core 0.16.1, TE 2.11, torch 2.11+cu130, packs of 8,192 tokens):
-    Qwen3-8B-shaped forward 200.2 ms with short documents and 235.5 ms with one long one, Qwen3-1.7B-shaped
-    forward + backward 148.5 and 193.7 ms, no heads. The difference is attention (490 and 447 TFLOP/s), the
-    rest matrix products. Fused heads: 41 ms for 2 N V (3 h_s + h_t) = 25.5 TFLOP.
+
+        Qwen3-8B-shaped forward                 200.2 ms with short documents, 235.5 ms with one long one
+        Qwen3-1.7B-shaped forward + backward    148.5 ms and 193.7 ms, no heads
+        fused heads                             41 ms for 2 N V (3 h_s + h_t) = 25.5 TFLOP
+
+    The difference of each pair is attention (490 and 447 TFLOP/s), the rest matrix products.
     """
 
     student_matmul: float = 488.0  # forward and backward, width 2048
@@ -44,9 +47,8 @@ class Rates:
 class StageTime:
     """Milliseconds of one micro-batch on one (pipeline rank, virtual stage)."""
 
-    forward_ms: (
-        float  # teachers and student; the last stage adds the heads and the gradient of the student's head
-    )
+    # Teachers and student. The last stage adds the heads and the gradient of the student's head.
+    forward_ms: float
     backward_ms: float
 
     @property
@@ -57,7 +59,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds of one micro-batch on one process: an average decoder layer of each model, and the heads."""
+    """Milliseconds of one micro-batch on one process.
+
+    They are given for an average decoder layer of each model, and for the heads.
+    """
 
     student_forward_ms: float
     student_backward_ms: float
@@ -138,8 +143,8 @@ def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]
     The student's head runs with both gradients (3 products) in every pass, each teacher's head once.
 
     A single divergence over the student's tokens (an average of teachers is one) shares its pass with the
-    cross entropy. Otherwise the cross entropy and each teacher have a pass each. Weights that depend on the
-    pack read every teacher's logits a second time.
+    cross entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on
+    the pack read every teacher's logits a second time.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)

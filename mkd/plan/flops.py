@@ -1,4 +1,7 @@
-"""Floating-point operations of student and teachers, for the MFU of a run. Padding and recomputation never count."""
+"""Floating-point operations of student and teachers, for the MFU of a run.
+
+Padding and recomputation never count.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,19 @@ def matmul_parameters(shape: ModelShape) -> int:
 
 
 def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
-    """Count the forward FLOPs of one layer's causal attention, for the sum of n^2 over documents of n tokens.
+    """Count the forward FLOPs of one layer's causal attention.
 
-    QK^T and AV are 2 n^2 heads d FLOPs each, half of it under the causal mask. A sliding window is not subtracted.
+    `squared_lengths` is the sum of n^2 over documents of n tokens. QK^T and AV are 2 n^2 heads d FLOPs each,
+    half of it under the causal mask. A sliding window is not subtracted.
     """
     return 2 * shape.num_attention_heads * shape.head_dim * squared_lengths
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:
-    """Count the FLOPs of one forward pass over packed documents: 2 per parameter and token, plus causal attention.
+    """Count the FLOPs of one forward pass over packed documents.
 
-    The LM head counts (it multiplies every token), an embedding lookup does not.
+    They are 2 per parameter and token, plus causal attention. The LM head counts (it multiplies every token),
+    an embedding lookup does not.
     """
     parameters = matmul_parameters(shape) + shape.hidden_size * shape.vocab_size
     attention = shape.num_layers * layer_attention_flops(shape, sum(n * n for n in document_lengths))
@@ -42,10 +47,13 @@ def distillation_flops(
     student: ModelShape,
     teachers: Sequence[ModelShape],
     document_lengths: Sequence[int],
-    teacher_lengths: Sequence[Sequence[int] | None]
-    | None = None,  # of each teacher; None where it reads the student's tokens
+    # For each teacher; None if it reads the student's tokens.
+    teacher_lengths: Sequence[Sequence[int] | None] | None = None,
 ) -> int:
-    """Count the FLOPs of the student's forward and backward (3 forwards' worth) and of one forward of each teacher."""
+    """Count the FLOPs of the student's forward and backward and of one forward of each teacher.
+
+    Forward and backward are worth 3 forwards.
+    """
     lengths = teacher_lengths or [None] * len(teachers)
     forwards = [
         forward_flops(shape, document_lengths if own is None else own)

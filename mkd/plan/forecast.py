@@ -18,7 +18,7 @@ from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
-PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity, which is MFU 1
+PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,11 @@ class Forecast:
     config: Config
     batch: BatchPlan
     student: ModelShape
-    teachers: Sequence[ModelShape]  # those that run, in the order of the configuration
+    teachers: Sequence[ModelShape]  # the ones that run, in the order of the configuration
     student_layout: PipelineLayout
     teacher_layouts: Sequence[PipelineLayout]
-    document_length: int = (
-        DOCUMENT_LENGTH  # student tokens of a typical document, cut to the length of a pack
-    )
+    # Student tokens of a typical document, cut to the length of a pack.
+    document_length: int = DOCUMENT_LENGTH
 
     @classmethod
     def from_config(
@@ -44,10 +43,10 @@ class Forecast:
         config: Config,
         world_size: int,
         student: ModelShape,
-        teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
+        teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
         document_length: int = DOCUMENT_LENGTH,
     ) -> Forecast:
-        """Predict a run on `world_size` processes. Raises ErrorList with everything that is wrong."""
+        """Predict a run on `world_size` processes. Raises ErrorList with every problem."""
         problems = find_problems(config, world_size, student, teachers)
         if problems:
             raise ErrorList(problems)
@@ -92,7 +91,7 @@ class Forecast:
         )
 
     def optimizer_copies_ms(self) -> float:
-        """Time to copy an optimizer state on the host to the device and back. Nothing computes meanwhile."""
+        """Time to copy an optimizer state on the host to the device and back, while nothing computes."""
         training = self.config.training
         if training.optimizer_residency == "device":
             return 0.0

@@ -59,8 +59,8 @@ class PipelineLayout:
     ) -> PipelineLayout:
         """Read `8,8,7,7` (layers per stage) or Megatron's `Et*8|t*8|t*7|t*7L`, where `(...)*n` repeats.
 
-        Raises UsageError for another text, and for a layout that does not fit the model or the pipeline. Only
-        the first stage (embedding) and the last one (head) may have no layers.
+        Raises UsageError for any other text, and for a layout that does not fit the model or the pipeline.
+        Only the first stage (embedding) and the last one (head) may have no layers.
         """
         stages = pipeline_parallel * virtual_stages
         layers = _parse_counts(text) or _parse_megatron(text, flag)

@@ -81,15 +81,15 @@ def _formula(config: Config, student: ModelShape) -> Iterator[tuple[str, str]]:
     yield (
         "mask",
         (
-            "the next token of the same document; of conversations those of assistant turns, of prompt and completion those of the "
-            "completion; never padding"
+            "the next token of the same document; of conversations those of assistant turns, of "
+            "prompt and completion those of the completion; never padding"
         ),
     )
     yield (
         "normaliser",
         (
-            "sums over the global batch divided once by its number of loss tokens, counted over all ranks and micro-batches before "
-            "the first forward"
+            "sums over the global batch divided once by its number of loss tokens, counted over all "
+            "ranks and micro-batches before the first forward"
             + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
         ),
     )
@@ -104,7 +104,8 @@ def _teachers(
             "static"
             if kd.teacher_weighting == "static"
             else (
-                f"in each pack softmax(ln weight - {kd.teacher_weighting} / {kd.teacher_weighting_temperature:g})"
+                f"in each pack softmax(ln weight - {kd.teacher_weighting} / "
+                f"{kd.teacher_weighting_temperature:g})"
             )
         )
         yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
@@ -112,9 +113,8 @@ def _teachers(
     vocabularies = [
         _vocabulary(teacher, student, shape) for teacher, shape in zip(settings, teachers, strict=False)
     ]
-    vocabularies = (
-        vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]
-    )  # what all have in common, once
+    # If all vocabularies are the same, one line for all.
+    vocabularies = vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]
     for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
         term = Term.of(kd, None if kd.averages_teachers else teacher)
         label = f"KD {name}" if len(settings) > 1 else "KD"
@@ -135,7 +135,10 @@ def _vocabulary(teacher: TeacherConfig, student: ModelShape, shape: ModelShape) 
         )
     if sizes[0] == sizes[1]:
         return f"all {sizes[0]} rows of both models"
-    return f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes renormalised there"
+    return (
+        f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes "
+        "renormalised there"
+    )
 
 
 def _elsewhere(
@@ -145,8 +148,8 @@ def _elsewhere(
 
     Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha
     kd`), NeMo Automodel `nemo_automodel/components/loss/kd_loss.py` (forward KL times T^2, `(1 - kd_ratio) ce
-    + kd_ratio kd`), TRL `GKDTrainer` (generalized JSD, whose weight of the teacher in the mixture is `beta`;
-    no cross entropy, and its temperature is that of sampling).
+    + kd_ratio kd`), TRL `GKDTrainer` (generalized JSD, no cross entropy). In `GKDTrainer`, `beta` is the
+    weight of the teacher in the mixture, and the temperature is the one of sampling.
     """
     ratio, term = config.kd.kd_ratio, Term.of(config.kd, config.teachers[0])
     names, divergence = ("ModelOpt", "NeMo Automodel", "TRL GKD"), term.divergence.resolved()
@@ -183,9 +186,10 @@ def _elsewhere(
 
 
 def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:
-    """Return (share of KD, factor) for an engine that scales the divergence D by `other_scale`, mkd by `scale`.
+    """Return (share of KD, factor) for an engine that scales the divergence D differently.
 
-    (1 - ratio) CE + ratio scale D = factor ((1 - share) CE + share other_scale D).
+    It scales D by `other_scale`, mkd by `scale`: (1 - ratio) CE + ratio scale D = factor ((1 - share) CE +
+    share other_scale D).
     """
     ce, kd = 1 - ratio, ratio * scale / other_scale
     return kd / (ce + kd), ce + kd

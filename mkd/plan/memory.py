@@ -1,8 +1,8 @@
 """Peak GPU memory of every pipeline rank, before anything runs.
 
 Weights, gradients and optimizer state follow from parameter counts. Activations are counted tensor by tensor,
-as Transformer Engine's layers save them; how many micro-batches are alive follows from the order of the
-schedule. Not counted: fragmentation of torch's allocator (a few percent of what it reserves).
+as Transformer Engine's layers save them. The order of the schedule decides how many micro-batches are alive.
+Not counted: fragmentation of torch's allocator (a few percent of what it reserves).
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 GIB = 2**30
-WORKSPACE_GIB = (
-    0.1  # cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars
-)
+# cuBLAS workspaces of torch and Transformer Engine (32 MiB each on Hopper), inputs, scalars.
+WORKSPACE_GIB = 0.1
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
 # Layers of a teacher on the host that the device holds: one runs while the next arrives. Embedding and head
-# stay.
+# always stay on the device.
 STREAMED_LAYERS = 2
 
 
@@ -40,11 +39,11 @@ class RankMemory:
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
-    # fp32 master weights (bf16 runs) and two moments; kept on the host, only what an update adds to the peak
+    # fp32 master weights (bf16 runs) and two moments. Kept on the host: only what an update adds to the peak.
     optimizer_gib: float
     teacher_gib: float  # weights of all teachers
-    activations_gib: float  # of the student, all micro-batches that are alive at the peak
-    # a teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces
+    activations_gib: float  # the student's, for all micro-batches that are alive at the peak
+    # A teacher's forward, the heads or one layer's backward, whichever makes the peak; messages; workspaces.
     transient_gib: float
     device_gib: float  # CUDA context and NCCL: seen by nvidia-smi, not by torch
 
@@ -83,7 +82,7 @@ class MemoryPlan:
 def predict_memory(
     config: Config,
     student: ModelShape,
-    teachers: Sequence[ModelShape],  # those that run, in the order of the configuration
+    teachers: Sequence[ModelShape],  # the ones that run, in the order of the configuration
     student_layout: PipelineLayout,
     teacher_layouts: Sequence[PipelineLayout],
     batch: BatchPlan,
@@ -97,9 +96,10 @@ def predict_memory(
 def stage_parameters(
     shape: ModelShape, layers: Sequence[LayerShape], tensor_parallel: int, vocab_rows: int, *ends: bool
 ) -> int:
-    """Count the parameters of one process: `layers`, and what the first and the last stage (`ends`) have besides.
+    """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
 
-    Attention groups are padded to a multiple of `tensor_parallel`, and `vocab_rows` rows are held by each embedding or head.
+    Attention groups are padded to a multiple of `tensor_parallel`. Each embedding or head holds `vocab_rows`
+    rows.
     """
     is_first, is_last = ends
     hidden = shape.hidden_size
@@ -196,7 +196,10 @@ class _Models:
     def _parameters(
         self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, is_streamed: bool = False
     ) -> int:
-        """Of one process; streamed from the host, room for `STREAMED_LAYERS` takes the place of its decoder layers."""
+        """Count the parameters of one process.
+
+        If layers are streamed from the host, room for `STREAMED_LAYERS` replaces the decoder layers.
+        """
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
         layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
@@ -207,7 +210,7 @@ class _Models:
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the parameters of a teacher on the device of one process.
 
-        The embedding of a cross-tokenizer teacher is padded by itself, and its head is never tied to it.
+        The embedding of a cross-tokenizer teacher has its own padding, and the head is never tied to it.
         """
         if not teacher.is_cross_tokenizer:
             return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
@@ -219,18 +222,16 @@ class _Models:
         return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield (activations alive, transient), bytes, at each moment of the schedule that may be the peak."""
+        """Yield (activations alive, transient), bytes, at each moment that may be the peak."""
         layout, last = self.student_layout, len(self.student_layout.layers) - 1
         student, head = self._student_activations, self._head_bytes()
-        table = (
-            self.vocab_rows * self.student.hidden_size * self.element
-        )  # what autograd gets as gradient of embedding or head
+        # The gradient of embedding or head that autograd returns.
+        table = self.vocab_rows * self.student.hidden_size * self.element
         if self.config.training.evaluates and last % layout.pipeline_parallel == rank:
             yield 0, self._head_bytes(with_gradient=False)
         alive, pipeline = 0, layout.pipeline_parallel
-        microbatches = min(
-            self.batch.num_microbatches, 4 * pipeline
-        )  # fill the pipeline; what follows is the same again
+        # These fill the pipeline; later micro-batches repeat the same moments.
+        microbatches = min(self.batch.num_microbatches, 4 * pipeline)
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
             kept = student.chunk_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
@@ -257,7 +258,7 @@ class _Models:
         return peak
 
     def _head_bytes(self, with_gradient: bool = True) -> int:
-        """Return the bytes of the heads: the largest chunk (`_chunk_bytes`), and what all rows keep.
+        """Return the bytes of the heads: the largest block (`_chunk_bytes`), and what all rows keep.
 
         All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
         sequence parallelism hidden states are gathered.
@@ -272,7 +273,7 @@ class _Models:
         return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
 
     def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
-        """Return the bytes of one divergence, for a chunk of rows (all rows, if the teacher is stored).
+        """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).
 
         They hold the logits of all models, their hidden states and the student's gradient. The weight's
         gradient goes into DDP's buffer. Without a gradient logits are fp32.
@@ -290,7 +291,7 @@ class _Models:
             self.vocab_rows * bytes_per_logit + (1 + with_gradient) * self.student.hidden_size * self.element
         )
         if is_fp32 and with_gradient and self.element < 4:
-            of_row += self.vocab_rows * self.element  # the gradient; bf16 logits are overwritten by theirs
+            of_row += self.vocab_rows * self.element  # gradient; bf16 logits are overwritten by theirs
         total = rows * of_row
         for teacher in teachers:
             of_row = self._head_rows(teacher) * bytes_per_logit + teacher.shape.hidden_size * self.element

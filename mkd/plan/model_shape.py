@@ -1,6 +1,6 @@
 """`ModelShape`: everything about a decoder that its Hugging Face `config.json` says, without torch.
 
-Models, converters and plans work from it. `mkd/families` holds what differs from one family to another.
+Models, converters and plans use it. `mkd/families` holds what differs from one family to another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int  # key/value heads
     head_dim: int
-    vocab_size: int  # rows of the embedding on disk: the truth about the vocabulary
+    vocab_size: int  # rows of the embedding on disk, which define the vocabulary
     max_position_embeddings: int = field(compare=False)  # a stated limit; no weight depends on it
     norm_epsilon: float
     tie_word_embeddings: bool = False
@@ -53,16 +53,19 @@ class ModelShape:
 
     @property
     def sliding_windows(self) -> tuple[int, ...]:
-        """The different window sizes of the layers, ascending; () if all attention is full."""
+        """The distinct window sizes of the layers, ascending; () if all attention is full."""
         return tuple(sorted({layer.sliding_window for layer in self.layers if layer.sliding_window}))
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
-        """The different position embeddings of the layers, in the order in which they occur."""
+        """The distinct position embeddings of the layers, in the order in which they occur."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     def common(self, name: str) -> Any:
-        """Return the field `name` of `LayerShape` that all layers share; for what Megatron configures once a model."""
+        """Return the field `name` of `LayerShape` that all layers share.
+
+        Use it for settings that Megatron has once per model.
+        """
         values = {getattr(layer, name) for layer in self.layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
@@ -70,19 +73,23 @@ class ModelShape:
     def padded_query_groups(self, tensor_parallel: int) -> int:
         """Return the key/value heads after padding to a multiple of `tensor_parallel`.
 
-        A padded group has zero projections, so that it contributes nothing and its gradient is exactly zero.
+        A padded group has zero projections, so it contributes nothing and its gradient is exactly zero.
         """
         return -(-self.num_query_groups // tensor_parallel) * tensor_parallel
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
-        """Return the vocabulary rows padded to a multiple of `divisible_by * tensor_parallel` (Megatron's rule)."""
+        """Return the vocabulary rows, padded to a multiple of `divisible_by * tensor_parallel`.
+
+        This is Megatron's rule.
+        """
         multiple = divisible_by * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
 
     def differences(self, other: ModelShape) -> list[str]:
-        """List what makes the same weights compute another model under `other`: `name ours instead of theirs`.
+        """List the differences by which the same weights compute another model under `other`.
 
-        A difference in some layers only names the first of them. Models that agree give [].
+        Each is `name ours instead of theirs`. If only some layers differ, it names the first of them. Models
+        that agree give [].
         """
         ours, theirs = self._facts(), other._facts()
         found = [
@@ -93,14 +100,14 @@ class ModelShape:
         return found + _layer_differences(self.layers, other.layers)
 
     def _facts(self) -> dict[str, Any]:
-        """Return name -> value of all that is compared outside the layers."""
+        """Return name -> value of everything that is compared outside the layers."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
         del facts["layers"]
         return {"family": facts.pop("family"), "num_layers": self.num_layers, **facts}
 
     @classmethod
     def from_hf_dir(cls, directory: str | Path) -> ModelShape:
-        """Read `directory/config.json`. Raises `CheckpointError` when it is missing or not JSON."""
+        """Read `directory/config.json`. Raises `CheckpointError` if it is missing or not JSON."""
         path = Path(directory) / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -131,8 +138,8 @@ class ModelShape:
     def from_hf_config(cls, config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
         """Translate a Hugging Face configuration; null counts as not given.
 
-        Raises `UsageError` for a model that mkd cannot run exactly. Raises `CheckpointError` for a key that is missing or has
-        a value of a wrong kind, and if the key/value heads do not divide the heads.
+        Raises `UsageError` for a model that mkd cannot run exactly. Raises `CheckpointError` for a key that
+        is missing or has a value of a wrong kind, and if the key/value heads do not divide the heads.
         """
         model_type = config.get("model_type")
         family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -198,7 +205,7 @@ class ModelShape:
 
 
 def _layer_differences(ours: tuple[LayerShape, ...], theirs: tuple[LayerShape, ...]) -> list[str]:
-    """List the fields that differ, for the layers that both have; of each field its first difference."""
+    """List the fields that differ, for the layers that both have; of each field only the first difference."""
     found: dict[str, str] = {}
     counts: dict[str, int] = {}
     for index, pair in enumerate(zip(ours, theirs, strict=False)):

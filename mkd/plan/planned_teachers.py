@@ -17,15 +17,15 @@ class Teacher:
     shape: ModelShape
     role: str
     seq_length: int  # tokens of its packs
-    is_cross_tokenizer: bool  # another tokenizer than the student's
+    is_cross_tokenizer: bool  # its tokenizer differs from the student's
     on_host: bool  # weights wait in host memory
 
 
 def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
-    """Combine `shapes` with the settings of `config.teachers`, in their order; no shapes if no teacher runs.
+    """Combine `shapes` with the settings of `config.teachers`, in their order.
 
-    A cross-tokenizer teacher reads `xtoken.seq_length` tokens a pack. Until the data are known, the default
-    is the student's number.
+    There are no shapes if no teacher runs. A cross-tokenizer teacher reads `xtoken.seq_length` tokens a pack.
+    Until the data are known, the default is the student's number.
     """
     assert len(shapes) <= len(config.teachers), f"{len(shapes)} shapes of {len(config.teachers)} teachers"
     return tuple(

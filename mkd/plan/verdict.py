@@ -12,7 +12,7 @@ from mkd.plan.forecast import Forecast
 from mkd.plan.memory import RankMemory
 
 USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
-SHOWN = 3  # remedies
+SHOWN = 3  # number of remedies
 MAX_TENSOR_PARALLEL = 8  # processes of one machine
 
 
@@ -67,7 +67,7 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
             f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} "
             "ms):"
         )
-        # without a given batch size it follows from the layout, which the changes may change
+        # without a given batch size it follows from the layout, which changes may alter
         follows = forecast.config.training.global_batch_size is None
         batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
         lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
@@ -90,8 +90,8 @@ def fullest_rank(forecast: Forecast) -> tuple[int, float]:
 def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     """Return changes that make the run fit into `usable_gib`, by step time.
 
-    Pairs of changes are tried if few single changes help, and three together if nothing else does. Of each
-    choice of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
+    Pairs of changes are tried if few single changes help, and three together if nothing else does. For each
+    combination of kinds only the cheapest is kept. A set that contains a smaller remedy is left out, so every
     change in a remedy is necessary.
     """
     config = _training(forecast.config, global_batch_size=forecast.batch.global_batch_size)
@@ -129,7 +129,7 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
 
 
 def changes(config: Config, stage_layers: int) -> Iterator[Change]:
-    """Yield what may be changed, the least intrusive first.
+    """Yield possible changes, the least intrusive first.
 
     The student's largest stage has `stage_layers` layers.
     """

@@ -3,7 +3,7 @@
 __init__.py       `Platform`, `detect` and the settings that must come before the first CUDA call
 cpu.py            Megatron-core without a GPU: the only replaced attributes of other libraries
 host_memory.py    page-locked host memory, and many tensors in one buffer
-processes.py      process ids that mean the same, and whether one is alive
+processes.py      unique process ids, and whether a process is alive
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
+        """True if the device is a GPU."""
         return self.device.type == "cuda"
 
     def describe(self) -> str:
@@ -55,7 +55,7 @@ def local_rank() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use; on macOS, those of the machine."""
+    """Return how many CPU cores this process may use; on macOS, the machine's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -77,7 +77,7 @@ def detect() -> Platform:
 
 
 def prepare_for_files() -> None:
-    """Prepare like `detect` but take no GPU: for programs that only read and write Megatron's files."""
+    """Prepare like `detect`, without a GPU: for programs that only read and write Megatron's files."""
     if torch.cuda.is_available():
         _quiet_remarks()
     else:
@@ -87,7 +87,7 @@ def prepare_for_files() -> None:
 def make_deterministic() -> None:
     """Select kernels of torch, cuBLAS, NCCL and Transformer Engine that give the same bits in every run.
 
-    Must be called before the first CUDA call, because the libraries read these variables when they start.
+    Call it before the first CUDA call, because the libraries read these variables when they start.
     """
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -96,7 +96,7 @@ def make_deterministic() -> None:
 
 
 def _importable(module: str) -> bool:
-    """Return whether `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
+    """Return True if `module` is installed (PyPI's unrelated `apex` has no `apex.optimizers`)."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Megatron-core on CPU: the only file of mkd that replaces attributes of another library.
+"""Run Megatron-core on CPU. Only this file of mkd replaces attributes of another library.
 
 megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps
 those names to the CPU by replacing attributes. (A TorchFunctionMode would be shorter, but it sees every call
@@ -64,9 +64,8 @@ def _hide(packages: tuple[str, ...]) -> None:
 def _nothing_compiled() -> Iterator[None]:
     """Turn torch.compile into a decorator that does nothing, inside the `with` block.
 
-    Megatron decorates its fused functions when it is imported. That loads the compiler, which adds two
-    seconds to every start for functions that are fused for GPUs. If Megatron was imported before, nothing
-    changes.
+    Megatron decorates its fused functions when it is imported. That loads the compiler and adds two seconds
+    to every start, for functions that are fused for GPUs. If Megatron was imported before, nothing changes.
     """
     compile_function = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda decorated: decorated)
@@ -94,7 +93,7 @@ def _not_yet(package: str) -> Iterator[None]:
 
 def _replace_tensor_functions() -> None:
     """Create and keep tensors for "cuda" on the CPU; `Tensor.type()` calls them CUDA tensors."""
-    _device_constructors()  # caches the original factories, which `with torch.device(...)` must recognise
+    _device_constructors()  # caches the original factories, so that `with torch.device(...)` recognises them
     for owner, names in ((torch, FACTORIES), (Tensor, METHODS)):
         for name in names:
             setattr(owner, name, _on_cpu(getattr(owner, name)))
@@ -132,7 +131,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """A CUDA stream's stand-in: on the CPU everything is already in order."""
+    """Replacement for a CUDA stream: on the CPU everything is already in order."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -151,7 +150,7 @@ class _Stream:
 
 
 class _Event:
-    """A CUDA event's stand-in, always complete."""
+    """Replacement for a CUDA event, always complete."""
 
     def __init__(self, *args, **kwargs):
         pass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.errors import UsageError
 
-ALIGNMENT = 256  # bytes; that of CUDA's own allocations, and more than any kernel needs
+ALIGNMENT = 256  # bytes, as CUDA's own allocations; more than any kernel needs
 
 
 def host_buffer(nbytes: int, device: torch.device) -> Tensor:
@@ -40,7 +40,10 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `buffer` (packed_bytes(tensors) uint8 or more) shaped and typed as `tensors`."""
+    """Return views of `buffer` with the shapes and dtypes of `tensors`.
+
+    `buffer` is uint8 with at least packed_bytes(tensors) elements.
+    """
     return list(_views(buffer, tensors))
 
 

@@ -1,17 +1,19 @@
-"""The life of a run. Read in this order:
+"""The life of a run.
 
-main.py             the command: configuration in, trained student out, exit code
-run_plan.py         models, batch and layouts of a run, from files and flags alone
-model_source.py     the files of one model
-preflight.py        problems of tokenizers, data and exports, found before the start
-setup.py            from a plan to a run: who gets which part
-build_data.py       the data sets
-cross_tokenizer_setup.py  what teachers with another tokenizer need
-stored_teacher.py   whether a stored teacher fits the run
-build_engine.py     models with weights, schedule and optimizer
-fingerprints.py     what identifies a run, compared when it resumes
-checkpoints.py      the checkpoint that a run resumes from, and those that it saves
-loop.py             steps, evaluations, checkpoints
-one_model.py        one model alone: planned, built, evaluated
-topk_export.py      a teacher's predictions, exported for later runs
+Read in this order:
+
+    main.py                   the command: configuration in, trained student out, exit code
+    run_plan.py               models, batch and layouts of a run, from files and flags alone
+    model_source.py           the files of one model
+    preflight.py              problems of tokenizers, data and exports, found before the start
+    setup.py                  from a plan to a run: who gets which part
+    build_data.py             the data sets
+    cross_tokenizer_setup.py  what teachers with another tokenizer need
+    stored_teacher.py         whether a stored teacher fits the run
+    build_engine.py           models with weights, schedule and optimizer
+    fingerprints.py           what identifies a run, compared when it resumes
+    checkpoints.py            the checkpoint that a run resumes from, and those that it saves
+    loop.py                   steps, evaluations, checkpoints
+    one_model.py              one model alone: planned, built, evaluated
+    topk_export.py            a teacher's predictions, exported for later runs
 """

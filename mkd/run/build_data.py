@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mkd.config.schema import Config
-from mkd.data.aligned.teacher_text import TeacherText
+from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.build import open_datasets
 from mkd.data.teacher_input import SharedTokens
 from mkd.errors import DataError, Preempted
@@ -19,8 +19,9 @@ from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeac
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
-QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, while there are bad records
-MAX_WORKERS = 16  # processes that tokenise: each reads the whole file, and more of them would wait for that
+QUARANTINE_FILE = "quarantine.jsonl"  # in the log folder, if there are bad records
+# Processes that tokenise. Each reads the whole file, so more of them would wait for reading.
+MAX_WORKERS = 16
 
 
 def build_data(
@@ -31,9 +32,8 @@ def build_data(
     phases: Phases | None = None,
 ):
     """Return (training set, held-out set or None), in the tokens of the student and of all teachers.
-    Collective.
 
-    Raises Preempted, on all ranks, if a rank got a signal while files were tokenised.
+    Collective. Raises Preempted on all ranks if a rank got a signal while files were tokenised.
     """
     build = SharedBuild(context, signals or Signals(), phases or Phases())
     try:
@@ -47,9 +47,9 @@ def build_data(
 def open_data(
     config: Config,
     tokenizer: Tokenizer,
-    vocab_size: int,  # token ids that all models know which read them
+    vocab_size: int,  # token ids known to all models that read them
     build: SharedBuild,
-    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for every teacher
+    teachers: Sequence[TeacherText | SharedTokens] = (),  # one for each teacher
 ):
     """Return (training set, held-out set or None) of the data flags. Collective."""
     data, context = config.data, build.context

@@ -34,7 +34,7 @@ def build_engine(
     plan: Plan,
     context: ParallelContext,
     cross_tokenizer: Mapping[int, CrossTokenizerTeacher] = NO_CROSS_TOKENIZER,  # by number of the teacher
-    teacher_seq_lengths: Sequence[int] = (),  # tokens of a pack for each teacher; (): those of the student
+    teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
 ) -> tuple[Engine, TrainingState]:
     """Return all models with their weights, joined stage by stage, under one schedule and one optimizer."""
     config = plan.config
@@ -61,17 +61,18 @@ def build_engine(
         models.append(parts)
     chunks = wrap_stages(join_stages(students, models), config, context)
     optimizer = build_optimizer(chunks, config, context)
-    context.seed(config.training.seed)  # whatever building the models drew, training starts from the seed
+    # Building the models drew random numbers; training starts from the seed.
+    context.seed(config.training.seed)
     schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
     engine = Engine(config.kd, context, schedule, chunks, optimizer, build_teachers(plan, vocabularies))
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
 def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> tuple[Teacher, ...]:
-    """Return the teachers as terms of the loss. Their shares are the weights divided by the sum of all
-    weights.
+    """Return the teachers as terms of the loss.
 
-    `vocabularies`: by number of a cross-tokenizer teacher, on ranks with the last stage.
+    Their shares are the weights divided by the sum of all weights. `vocabularies` maps the number of a
+    cross-tokenizer teacher to its vocabulary, on ranks with the last stage.
     """
     configured = plan.config.teachers[: len(plan.teacher_names)]
     total = sum(one.weight for one in configured)
@@ -97,7 +98,7 @@ def place_beside(
     student_rows: int,
     context: ParallelContext,
 ) -> ChunkVocabulary:
-    """Put the rows of the teacher's head where the student has the same tokens. Only on the last stage."""
+    """Put the rows of the teacher's head where the student has the same tokens. Last stage only."""
     slots = TeacherSlots.from_relation(
         own.relation,
         student_rows,
@@ -122,7 +123,7 @@ def build_schedule(
     students: list[LanguageModel],
     options: ModelOptions,
     context: ParallelContext,
-    teacher_seq_lengths: Sequence[int] = (),  # tokens of a pack for each teacher; (): those of the student
+    teacher_seq_lengths: Sequence[int] = (),  # for each teacher, tokens of a pack; (): the student's number
 ) -> PipelineSchedule:
     """Return the schedule and its communicator, which carries the teachers' hidden states along."""
     seq_length, student_config = plan.config.training.seq_length, students[0].config
@@ -142,7 +143,7 @@ def build_schedule(
 
 
 def load_weights(chunks: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
-    """Fill this rank's parts of one model; each rank reads only its slices."""
+    """Fill this rank's parts of one model. Each rank reads only its slices."""
     if source.load is not None:
         load_checkpoint(source.load, TrainingState(chunks), context)
         return

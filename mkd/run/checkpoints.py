@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the one that it resumes from, and those that it saves."""
+"""Find the checkpoint that a run resumes from, and save new ones."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 
 def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterLock | None:
-    """Take the lock of --save, on rank 0. Collective; raises CheckpointError if another run holds it."""
+    """Take the lock of --save on rank 0. Collective; raises CheckpointError if another run holds it."""
     return lock_folder(Path(checkpoint.save), context) if checkpoint.save else None
 
 
 def take_identity(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
 ) -> dict[str, object]:
-    """Identify the run for its checkpoints (see `identify_run`); {} if it neither saves nor loads any.
-    Collective.
+    """Identify the run for its checkpoints (see `identify_run`). Collective.
+
+    Return {} if it neither saves nor loads any.
     """
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
@@ -60,11 +61,10 @@ def find_start(
     run_identity: Mapping[str, object],
     context: ParallelContext,
 ) -> Path | None:
-    """Return the verified checkpoint of --load to resume from; None: start from the student's own weights.
-    Collective.
+    """Return the verified checkpoint of --load to resume from; None means the student's own weights.
 
-    Raises CheckpointError if it belongs to another model than `student`, or to a run with other fingerprints
-    than `run_identity`. Logs all other differences.
+    Collective. Raises CheckpointError if it belongs to another model than `student`, or to a run with other
+    fingerprints than `run_identity`. Logs all other differences.
     """
     if not checkpoint.load:
         return None
@@ -89,21 +89,23 @@ def _resume(
     if left:
         names = ", ".join(path.name for path in left)
         LOG.warning(
-            f"this run abandons {names}: its first save replaces them, or renames them to *{ABANDONED}, which no run reads"
+            f"this run abandons {names}: its first save replaces them, or renames them to "
+            f"*{ABANDONED}, which no run reads"
         )
     if saved.get("evaluation") not in (None, run_identity["evaluation"]):
         LOG.warning(
-            "gap_closed is left out: the evaluation before the first step had another loss, teacher or held-out set"
+            "gap_closed is left out: the evaluation before the first step had another loss, teacher "
+            "or held-out set"
         )
     for line in describe_changes(saved.get("settings", {}), run_identity["settings"]):
         LOG.info(line)
 
 
 def _point_at(folder: Path, checkpoint: CheckpointConfig) -> bool:
-    """Move the pointer if `folder` is in --save, and return whether it is.
+    """Move the pointer if `folder` is in --save, and return True if it is.
 
     A run may rewind within its own --save. Without the move, a restart after a crash would resume from the
-    checkpoint that it has abandoned.
+    checkpoint that the run has abandoned.
     """
     is_own = checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve()
     if is_own:
@@ -139,13 +141,16 @@ class Saver:
     run_identity: Mapping[str, object]  # see `identify_run`
     retention: Retention
     is_async: bool
-    phases: Phases  # told of the moments of each save
+    phases: Phases  # they announce the moments of each save
     pending: tuple[Save, threading.Thread] | None = field(default=None, init=False)
 
     def save(
         self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping
     ) -> None:
-        """Save the current `state`. Without `wait`, an asynchronous run continues while a thread writes."""
+        """Save the current `state`.
+
+        With --async-save and without `wait`, the run continues while a thread writes.
+        """
         self.finish()
         in_background = self.is_async and not wait
         started = start_save(
@@ -168,8 +173,9 @@ class Saver:
             self._publish(started.write())
 
     def poll(self) -> float:
-        """Call `finish` if all ranks have written. An all-reduce MIN, only while there is a save in the
-        background.
+        """Call `finish` if all ranks have written.
+
+        Only while a save is in the background, this is an all-reduce MIN.
         """
         if self.pending is None:
             return 0.0
@@ -180,8 +186,9 @@ class Saver:
         return self.finish() if is_written.item() else 0.0
 
     def finish(self) -> float:
-        """Wait for the save in the background and publish it; return the seconds that this rank wrote, 0
-        without a save.
+        """Wait for the save in the background and publish it.
+
+        Return the seconds that this rank wrote, 0 without a save.
         """
         if self.pending is None:
             return 0.0

@@ -29,17 +29,16 @@ class CrossTokenizerTeacher:
 
 
 NO_CROSS_TOKENIZER: Mapping[int, CrossTokenizerTeacher] = MappingProxyType({})
-"""What `find_cross_tokenizer` returns if all teachers read the student's tokens."""
+"""Result of `find_cross_tokenizer` if all teachers read the student's tokens."""
 
 
 def find_cross_tokenizer(
     plan: Plan, tokenizer: Tokenizer, context: ParallelContext
 ) -> dict[int, CrossTokenizerTeacher]:
-    """Return number of a teacher -> its side, for the teachers with another tokenizer than the student.
-    Collective.
+    """Return teacher number -> its side, for the teachers with another tokenizer than the student.
 
-    The relation of both vocabularies is built once and cached beside the tokenised data. Raises UsageError,
-    on every rank, for tokenizers that cannot be related.
+    Collective. The relation of both vocabularies is built once and cached beside the tokenised data. Raises
+    UsageError on every rank for tokenizers that cannot be related.
     """
     found = {}
     for index, source in enumerate(plan.teachers):

@@ -1,6 +1,6 @@
 """Identify a run: saved with every checkpoint, and compared with the run that resumes from it.
 
-Fingerprints, by name, cover everything that decides the training besides the student's weights, and must not
+Fingerprints, by name, cover everything that decides the training besides the student's weights. They must not
 change. Settings may change; on startup a resumed run lists those that differ.
 """
 
@@ -22,22 +22,23 @@ from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
-END_BYTES = 1 << 20  # read at the beginning and at the end of a large file
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # evenly spaced pieces read from a corpus without description: 4 MiB
+END_BYTES = 1 << 20  # read at the beginning and the end of a large file
+# Evenly spaced pieces read from a corpus without a description: 4 MiB.
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
-NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed
-NOT_OF_TEACHER = frozenset(
-    {"hf", "load", "topk", "pipeline_layout", "residency"}
-)  # where a teacher is stored and runs
-NOT_CONTENT = ("sources", "kinds")  # entries of a corpus' description whose meaning its hashes cover
+NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed, not of what it is
+# Where a teacher is stored and runs.
+NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})
+NOT_CONTENT = ("sources", "kinds")  # entries of a corpus's description whose meaning its hashes cover
 NOT_COMPARED = ("checkpoint", "log", "")  # sections of output folders, and the root
 TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "loss.stored_k"
 
 
 def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
-    """Return the entries of a checkpoint that identify its run: `fingerprints`, `settings` and `evaluation`
-    (JSON).
+    """Return the checkpoint entries that identify a run, as JSON values.
+
+    They are `fingerprints`, `settings` and `evaluation`.
     """
     known = fingerprints(plan, tokenizer, train_set)
     return {
@@ -48,8 +49,9 @@ def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads a few MiB of every large
-    file.
+    """Return name -> value (JSON) for teachers, tokenizer, data and loss.
+
+    Reads a few MiB of every large file.
     """
     stores = [member.store for member in train_set.members]
     found = {
@@ -61,28 +63,26 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
         found[STORED_K] = plan.stored_teacher.meta.k
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
-    if not all(store.meta for store in stores):  # a description has hashes of all files
+    if not all(store.meta for store in stores):  # a description contains the hashes of all files
         found[CONTENT] = _sha256(
             [corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta]
         )
-    return json.loads(
-        json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config)))
-    )  # as it comes back
+    # The values as a checkpoint returns them.
+    return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))
 
 
 def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str | None:
-    """Return the fingerprint of all that held-out metrics depend on besides the student: teachers, loss, the
-    packs read.
+    """Return the fingerprint of everything besides the student that held-out metrics depend on.
 
-    None without held-out data. `known` are the `fingerprints` of the run.
+    It covers teachers, loss and the packs read; None without held-out data. `known` are the `fingerprints` of
+    the run.
     """
     if valid_set is None:
         return None
     packs = min(len(valid_set), plan.config.training.eval_iters * plan.batch.global_batch_size)
     members = [_corpus(member.store) for member in valid_set.members]
-    teachers = [
-        value for name, value in known.items() if name.startswith(TEACHER)
-    ]  # whatever they are called
+    # Without the teachers' names.
+    teachers = [value for name, value in known.items() if name.startswith(TEACHER)]
     others = {
         name: known[name]
         for name in known
@@ -129,7 +129,7 @@ def require_same(
 
 
 def run_settings(plan: Plan) -> dict[str, object]:
-    """Return flag, or path in a file -> value (JSON) for a checkpoint, including the resolved batch."""
+    """Return flag (or path in a file) -> value (JSON) for a checkpoint, including the resolved batch."""
     found = {
         option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED
     }
@@ -141,8 +141,9 @@ def run_settings(plan: Plan) -> dict[str, object]:
 
 
 def describe_changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
-    """Return one line with every changed value, or none. Settings that an older checkpoint lacks are not
-    compared.
+    """Return one line with every changed value, or no line.
+
+    Settings that an older checkpoint lacks are not compared.
     """
     changed = [
         f"{name} {_shown(saved[name])} -> {_shown(value)}"
@@ -161,11 +162,10 @@ def _is_part(name: str, accepted: str) -> bool:
 
 
 def corpus_sample(files: StoreFiles) -> list[str]:
-    """Return SHA-256 of the index, and of `SAMPLES` evenly spaced pieces of the tokens, `SAMPLE_BYTES` each,
-    with the end.
+    """Return the SHA-256 of a corpus's index, and of `SAMPLES` evenly spaced pieces of its tokens.
 
-    In a file that is larger than all pieces together, a change between pieces that keeps all lengths is not
-    noticed.
+    Each piece has `SAMPLE_BYTES`; the end of the file is included. If the file is larger than all pieces
+    together, a change between pieces that keeps all lengths goes unnoticed.
     """
     size, digest = files.bin.stat().st_size, hashlib.sha256()
     last = max(0, size - SAMPLE_BYTES)
@@ -179,7 +179,7 @@ def corpus_sample(files: StoreFiles) -> list[str]:
 def ends_fingerprint(files: Iterable[Path]) -> str:
     """Return `ends-sha256:...` over name, size, safetensors header, first and last MiB of each file.
 
-    This is cheap, but does not notice a change in the middle of a file that keeps its size.
+    This is cheap, but misses a change in the middle of a file that keeps its size.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -209,8 +209,9 @@ def _weights(source: ModelSource) -> str:
 
 
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
-    """Return `saved` under the current names of its teachers, with defaults for options that are newer than
-    it.
+    """Return `saved` under the current names of its teachers.
+
+    Options that are newer than the checkpoint get their defaults.
     """
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
@@ -221,7 +222,7 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
     known = {
         name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None
     }
-    if saved.get(FILES) == _sha256([]):  # runs with a stored teacher once saved no files
+    if saved.get(FILES) == _sha256([]):  # older versions recorded no files for a stored teacher
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     if CONTENT in current:
         known[CONTENT] = current[CONTENT]
@@ -229,7 +230,7 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
 
 
 def _option_path(name: str) -> str:
-    """Return the path of the option behind a name of `_loss`; the first teacher describes the options of all."""
+    """Return the path of the option behind a name of `_loss`. The first teacher serves for all."""
     field = name.removeprefix("loss.")
     return (
         re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
@@ -237,7 +238,7 @@ def _option_path(name: str) -> str:
 
 
 def _corpus(store: TokenStore) -> dict:
-    """Return the sizes of a corpus' files, and the part of its description that covers the contents."""
+    """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
     sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
     return {

@@ -40,7 +40,7 @@ class DataStreams:
 
 @dataclass
 class Guards:
-    """Asked after every step whether the run may continue."""
+    """Checks after every step whether the run may continue."""
 
     stopper: Stopper
     non_finite: NonFinitePolicy
@@ -49,17 +49,17 @@ class Guards:
 
 @dataclass
 class Progress:
-    """How far a run has come, and what would remain of it if it ended now."""
+    """How far a run has come, and what would be kept if it ended now."""
 
     position: TrainingPosition
     kept_iteration: int  # iteration of `kept_in`
-    kept_in: Path | None  # the last checkpoint; None: the student's own weights
+    kept_in: Path | None  # latest checkpoint; None: the student's own weights
     due: frozenset[str] = frozenset()  # parts of the evaluation at `position` that are still to be done
 
 
 @dataclass
 class Run:
-    """All parts of a run; only `setup.build_run` makes one."""
+    """All parts of a run. Only `setup.build_run` creates one."""
 
     plan: Plan
     engine: Engine
@@ -83,12 +83,11 @@ class Run:
 
 
 def train(run: Run) -> Stop | None:
-    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way; return what stopped it
-    early.
+    """Run until `train_iters` (or `exit_interval`), evaluating and saving on the way.
 
-    Held-out data is also evaluated before the first step and after the last, so that every run shows what it
-    gained. A run with --save always ends with a checkpoint. A stopped run saves at once, and does the rest of
-    an evaluation that was due when it resumes.
+    Return what stopped it early. Held-out data is also evaluated before the first step and after the last, so
+    that every run shows what it gained. A run with --save always ends with a checkpoint. A stopped run saves
+    at once. When it resumes, it completes any evaluation that was still due.
     """
     training, checkpoint = run.config.training, run.config.checkpoint
     stop = run.guards.stopper.agreed() or evaluate_and_report(run)
@@ -125,7 +124,7 @@ def one_step(run: Run) -> Stop | None:
     result = train_step(run.engine, on_device, run.guards.stopper.exchange, phase)
     try:
         run.guards.non_finite.judge(iteration, result, batches)
-    except NonFiniteError:  # on all ranks, so that a save in the background can be finished
+    except NonFiniteError:  # raised on all ranks, so that a save in the background can be finished
         finish_save(run, iteration)
         raise
     run.progress.position = advance(run, is_applied=result.is_applied)
@@ -146,10 +145,10 @@ def advance(run: Run, is_applied: bool) -> TrainingPosition:
 
 
 def evaluate_and_report(run: Run) -> Stop | None:
-    """Do the due parts: held-out text, then held-out tasks. Teachers never change, so that they do the tasks
-    once.
+    """Do the due parts: held-out text, then held-out tasks.
 
-    Stops between two batches; an unfinished part stays due.
+    Teachers never change, so they do the tasks once. An evaluation can stop between two batches; an
+    unfinished part stays due.
     """
     progress, stopper, iteration = run.progress, run.guards.stopper, run.position.iteration
     if not progress.due:
@@ -175,7 +174,7 @@ def evaluate_and_report(run: Run) -> Stop | None:
 
 
 def save(run: Run, wait: bool) -> None:
-    """Save now; without `wait`, --async-save leaves the writing to a thread."""
+    """Save now. Without `wait`, --async-save leaves the writing to a thread."""
     start, position = time.monotonic(), run.position
     with (
         run.phase(SAVE, position.iteration),
@@ -183,7 +182,7 @@ def save(run: Run, wait: bool) -> None:
         run.engine.optimizer.state_on_device(),
     ):
         run.saver.save(run.state, position, wait, run.reporter.open_interval)
-    if run.saver.pending is None:  # else it takes longer than this, and `poll` will return how long
+    if run.saver.pending is None:  # otherwise it is still being written, and `poll` will return its duration
         run.guards.stopper.took(save_s=time.monotonic() - start)
     run.progress.kept_iteration = position.iteration
     run.progress.kept_in = iteration_folder(run.saver.directory, position.iteration)

@@ -22,9 +22,9 @@ INDENT = " "  # before each logged line, as before Megatron's progress lines
 def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
     """Run `pretrain_kd.py argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
 
-    Rank 0 prints user errors that all ranks share; an error of some ranks is printed by the lowest of them,
-    with its number. When one failure brings down other ranks, the rank that failed first prints the
-    traceback; the rest print one line.
+    Rank 0 prints user errors that all ranks share. The lowest rank prints an error of some ranks, with its
+    number. When one failure brings down other ranks, the rank that failed first prints the traceback; the
+    rest print one line.
     """
     reports = FailureReports(rank=int(os.environ.get("RANK", "0")), world_size=_world_size())
     rendezvous = Rendezvous(reports.rank, reports.world_size)
@@ -46,12 +46,12 @@ def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> 
 def run(
     loaded: LoadedConfig, signals: Signals | None, reports: FailureReports, rendezvous: Rendezvous
 ) -> None:
-    """Plan, show, build, train, export. Refuse what can be refused before there is a process group."""
+    """Plan, show, build, train, export. Refuse whatever can be refused before there is a process group."""
     from mkd.platform import detect, make_deterministic
 
     if loaded.config.training.deterministic_mode:
         make_deterministic()
-    platform = detect()  # before Megatron is imported, whose remarks it quiets
+    platform = detect()  # before Megatron is imported, because it silences its warnings
     from mkd.operations.out_of_memory import memory_explained
     from mkd.operations.run_folders import log_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
@@ -68,7 +68,7 @@ def run(
             flush=True,
         )
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
-    # the watchdog, whose report says more, comes first
+    # Wait longer than the watchdog, whose report says more.
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S
     if loaded.config.dry_run:
         rendezvous.ready(patience_s)
@@ -115,7 +115,7 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
 
 
 def end(current, stop) -> None:
-    """Leave a marker of how the run ended. Raise Preempted if it should be started again."""
+    """Write a marker of how the run ended. Raise Preempted if it should be started again."""
     from mkd.operations.run_folders import DONE, PREEMPTED, write_marker
 
     save, position = current.config.checkpoint.save, current.position
@@ -142,22 +142,21 @@ def what_is_kept(current) -> tuple[str, str]:
 
 
 def leave(exit_code: int) -> None:
-    """End the process so that nothing changes its exit code any more, even if schedulers keep sending
-    signals.
+    """End the process with `exit_code`, even if schedulers keep sending signals.
 
-    The interpreter's own shutdown is left out, because library threads that still run may abort it. After a
-    failure nothing is waited for, because other ranks may be gone.
+    The interpreter's own shutdown is skipped, because library threads that still run may abort it. After a
+    failure this waits for nothing, because other ranks may be gone.
     """
     ignore_signals()
     if exit_code in (EXIT_DONE, EXIT_PREEMPTED):
-        atexit._run_exitfuncs()  # the libraries' own clean-up
+        atexit._run_exitfuncs()  # the cleanup of libraries
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
 def make_folders(*folders: str | Path | None) -> None:
-    """Make the folders that the run writes to, so that a wrong path ends it now and not after its last step."""
+    """Create the folders that the run writes to. A wrong path then ends it now, not after its last step."""
     for folder in filter(None, folders):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

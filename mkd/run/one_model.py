@@ -1,5 +1,6 @@
-"""Plan and build one model of a configuration alone: to evaluate a student without training, or to export a
-teacher.
+"""Plan and build one model of a configuration alone.
+
+This serves to evaluate a student without training, or to export a teacher.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mkd.tokenizers.load import load_tokenizer
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model and its layout; nothing else of `config` but what this model needs has been checked."""
+    """One model and its layout. Only the parts of `config` that this model needs have been checked."""
 
     config: Config
     source: ModelSource
@@ -58,8 +59,9 @@ class ModelPlan:
 def plan_model(
     problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
 ) -> ModelPlan | None:
-    """Find the student, or the teacher of that number, and choose its layout; None with what is wrong added
-    to `problems`.
+    """Find the student, or the teacher of that number, and choose its layout.
+
+    Return None, with the errors added to `problems`, if that fails.
     """
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
@@ -78,7 +80,7 @@ def join(parallel: ParallelConfig, stages: int, platform: Platform) -> ParallelC
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         context_parallel=parallel.context_parallel_size,
         virtual_stages=stages,
-        # the watchdog, whose report says more, comes first
+        # Wait longer than the watchdog, whose report says more.
         timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,
     )
 
@@ -86,7 +88,7 @@ def join(parallel: ParallelConfig, stages: int, platform: Platform) -> ParallelC
 def evaluate_student(
     config: Config, tasks: Sequence[Task], platform: Platform, world_size: int
 ) -> dict[str, float]:
-    """Return the metrics of the student of --student-hf or --student-load. Training settings are not read.
+    """Return the metrics of the student of --student-hf or --student-load. Ignore training settings.
 
     Collective. Raises one ErrorList for problems of settings and model, and DataError for a task that cannot
     be scored.

@@ -1,4 +1,4 @@
-"""Find the problems of tokenizers, data and the export's folder before processes meet and weights are read.
+"""Find problems of tokenizers, data and the export folder before processes meet and weights are read.
 
 All ranks read the same few files, so all of them refuse the run together.
 """
@@ -26,7 +26,7 @@ from mkd.tokenizers.hugging_face import has_tokenizer
 from mkd.tokenizers.load import load_tokenizer, open_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 
-LOOKED_AT = 16  # records read of each raw file; more if more may be bad
+LOOKED_AT = 16  # records read of each raw file; more if --max-bad-records is larger
 CORPUS_SUFFIXES = (".bin", ".idx")
 
 
@@ -35,9 +35,8 @@ class Tokenizers:
     """The tokenizers of a run, opened once for the checks and the run itself."""
 
     student: Tokenizer
-    teachers: tuple[
-        Tokenizer | None, ...
-    ]  # one for each teacher that runs; None: it reads the student's tokens
+    # One for each teacher that runs; None: it reads the student's tokens.
+    teachers: tuple[Tokenizer | None, ...]
     source: Path | None  # folder or SentencePiece file of the student's; None: transformers cannot read it
     notes: tuple[str, ...]  # shown to the user
 
@@ -85,19 +84,19 @@ def open_tokenizers(
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
-    """Return what `HFAssets` copies of the tokenizer. Raises CheckpointError if the hub does not have it."""
+    """Return what `HFAssets` copies of the tokenizer. Raises CheckpointError if the hub lacks it."""
     if tokenizer_type == "TiktokenTokenizer":
         return None
     return Path(name) if tokenizer_type == "SentencePieceTokenizer" else resolve_hf(name, TOKENIZER_PATTERNS)
 
 
 def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) -> Iterator[str]:
-    """Yield notes on a --tokenizer-model outside the student's folder, and on what exports get of it."""
+    """Yield notes on a --tokenizer-model outside the student's folder, and on the tokenizer of exports."""
     name, kind = config.data.tokenizer_model, config.data.tokenizer_type
     if name is None:
         return
     if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
-        with suppress(UsageError):  # the student's own is not used, so it need not be readable
+        with suppress(UsageError):  # the student's own tokenizer is not used, so it need not be readable
             difference = tokenizer.vocabulary_difference(
                 load_tokenizer("HuggingFaceTokenizer", str(student.assets))
             )
@@ -140,7 +139,7 @@ def same_vocabulary_problems(
 
 
 def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
-    """Raise UsageError for a teacher whose ids mean other strings: its logits would belong to other words."""
+    """Raise UsageError for a teacher whose ids mean other strings, because its logits would not match."""
     if not has_tokenizer(teacher.assets):
         return  # bare weights cannot be compared
     difference = tokenizer.vocabulary_difference(load_tokenizer("HuggingFaceTokenizer", str(teacher.assets)))
@@ -157,7 +156,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Yield a problem if text or padding can have ids beyond the model.
+    """Yield a problem if text or padding can contain ids beyond the model.
 
     Unused special tokens may be beyond it.
     """
@@ -237,7 +236,7 @@ def export_problems(
 def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
     """Return the kinds of a corpus's first records; none for a tokenised one.
 
-    Raises DataError if its beginning or its sizes show that it cannot be trained on.
+    Raises DataError if its first records or its sizes show that it cannot be trained on.
     """
     if is_raw(path):
         require_file(path, flag)
@@ -281,7 +280,7 @@ def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
-    """Yield one problem for every model that has to read conversations and cannot."""
+    """Yield one problem for every model that must read conversations but cannot."""
     for role, tokenizer in zip(
         ("student", *teacher_roles(config.teachers)), (tokenizers.student, *tokenizers.teachers), strict=False
     ):

@@ -1,4 +1,4 @@
-"""Plan a run before any process talks to another: models, batch and layouts, from files and flags alone."""
+"""Plan a run before processes communicate: models, batch and layouts, from files and flags alone."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from mkd.run.stored_teacher import StoredTeacher
 
 @dataclass(frozen=True)
 class Plan:
-    """Models, batch and layouts of a run. Everything has been checked."""
+    """Models, batch and layouts of a run, fully checked."""
 
     config: Config
     student: ModelSource
-    teachers: tuple[ModelSource, ...]  # teachers that run: none if kd_ratio is 0 or the teacher is stored
+    # The teachers that run: none if kd_ratio is 0 or the teacher is stored.
+    teachers: tuple[ModelSource, ...]
     batch: BatchPlan
     virtual_stages: int
     student_layout: PipelineLayout
     teacher_layouts: tuple[PipelineLayout, ...]
-    stored_teacher: StoredTeacher | None = None  # its rows come with the data; then no teacher runs
+    stored_teacher: StoredTeacher | None = None  # its rows come with the data; no teacher runs
     tokenizers: Tokenizers | None = None  # None for engines without text
 
     @property
@@ -68,8 +69,10 @@ class Plan:
         )
 
     def describe(self) -> str:
-        """Return the batch as an equation, the layers of all models on each stage, forecasts of time and
-        memory, and notes.
+        """Describe the plan.
+
+        Return the batch as an equation, the layers of all models on each stage, forecasts of time and memory,
+        and notes.
         """
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
@@ -80,7 +83,10 @@ class Plan:
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
-    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList with all problems."""
+    """Resolve models, batch and layouts from files and flags alone.
+
+    Raises one ErrorList with all problems.
+    """
     problems: list[MkdError] = []
     student = locate_model(problems, "student", config.student)
     sources: list[ModelSource | None] = []

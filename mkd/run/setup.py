@@ -1,4 +1,7 @@
-"""Wire a run: from a plan to a `Run`. Only this file and the builders of data and engine know all the parts."""
+"""Wire a run: from a plan to a `Run`.
+
+Only this file and the builders of data and engine know all the parts.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,11 @@ def build_run(
     platform: Platform,
     signals: Signals | None = None,
     watchdog: Watchdog | None = None,
-    cleanup: Cleanup | None = None,  # entered by the caller, so that it also runs if this function fails
+    cleanup: Cleanup | None = None,  # the caller enters it, so that it also runs if this function fails
 ) -> Run:
-    """Join the process group, then build data, models, optimizer and reporter, and resume if there is a
-    checkpoint.
+    """Join the process group, then build data, models, optimizer and reporter.
+
+    Resume if there is a checkpoint.
     """
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
     context = join(config.parallel, plan.virtual_stages, platform)
@@ -69,7 +73,8 @@ def build_run(
     engine, state = build_engine(plan, context, cross_tokenizer, train_set.teacher_seq_lengths)
     position = load_start(start_folder, engine, state)
     start = read_state(start_folder) if start_folder else {}
-    first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}  # before the first step
+    # The fingerprint of the evaluation before the first step.
+    first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}
     reporter = build_reporter(
         plan, context, position, engine, has_baseline=first["evaluation"] == run_identity.get("evaluation")
     )
@@ -96,7 +101,7 @@ def build_run(
 
 
 def begin(plan: Plan, context: ParallelContext, phases: Phases, cleanup: Cleanup) -> None:
-    """Lock the save folder, count crashes, and start to profile; `cleanup` ends all of it. Collective."""
+    """Lock the save folder, count crashes, and start to profile. `cleanup` ends all three. Collective."""
     config = plan.config
     lock = lock_save(config.checkpoint, context)
     if lock is not None:
@@ -140,7 +145,7 @@ def build_streams(
 
 
 def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Guards:
-    """Build what is asked after every step."""
+    """Build the checks that run after every step."""
     config, context = plan.config, engine.context
     size = checkpoint_bytes(plan.student.shape, config.training.bf16) if config.checkpoint.save else 0
     stopper = Stopper(context, signals, config.training.exit_duration_in_mins, first_save_bytes=size)
@@ -150,8 +155,9 @@ def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Gua
 
 
 def still_due(run: Run) -> frozenset[str]:
-    """Return the parts of an evaluation at the start that have no record: the run was stopped before them.
-    Collective.
+    """Return the parts of an evaluation that are due at the start. Collective.
+
+    These have no record, because the run was stopped before them.
     """
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
@@ -165,7 +171,7 @@ def still_due(run: Run) -> frozenset[str]:
 
 
 def describe_data(train_set, valid_set, tasks) -> list[str]:
-    """Return the sizes of the data sets, and the part of them that cross-tokenizer teachers have."""
+    """Return the sizes of the data sets, and how much of them cross-tokenizer teachers cover."""
     named = [
         (name, part) for name, part in (("training", train_set), ("held-out", valid_set)) if part is not None
     ]
@@ -178,11 +184,10 @@ def describe_data(train_set, valid_set, tasks) -> list[str]:
 def build_reporter(
     plan: Plan, context: ParallelContext, position: TrainingPosition, engine: Engine, has_baseline: bool
 ) -> Reporter:
-    """Build the reporter, with writers on rank 0 only. Records after the resumed iteration are dropped and
-    rewritten.
+    """Build the reporter, with writers on rank 0 only.
 
-    `has_baseline`: the evaluation before the first step, if there is one, had the loss, teachers and held-out
-    set of this run.
+    Records after the resumed iteration are dropped and rewritten. `has_baseline` means that the evaluation
+    before the first step, if there is one, had this run's loss, teachers and held-out set.
     """
     config = plan.config
     writers, metrics = [], log_folder(config) / "metrics.jsonl"
@@ -198,9 +203,8 @@ def build_reporter(
                 WandbWriter(config.log, log_folder(config), flat_settings(config), position.iteration > 0)
             )
     logger = MetricLogger(writers)
-    logger.truncate_after(
-        position.iteration or -1
-    )  # a fresh run also replaces the evaluation before the first step
+    # A fresh run also replaces the evaluation before the first step.
+    logger.truncate_after(position.iteration or -1)
     return Reporter(
         context=context,
         logger=logger,

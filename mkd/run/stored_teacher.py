@@ -1,5 +1,7 @@
-"""Check that the cache of --teacher-topk is of this run's teacher, tokenizer, data and temperature, and
-attach it."""
+"""Check that the cache of --teacher-topk fits this run, and attach it to the data.
+
+Teacher, tokenizer, data and temperature must be those of the run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class StoredTeacher:
 
     folder: Path
     meta: TopKMeta
-    source: ModelSource | None  # the teacher that the cache must be of, if the run names one
+    source: ModelSource | None  # the teacher that the cache must come from, if the run names one
 
     @classmethod
     def find(
@@ -47,8 +49,10 @@ class StoredTeacher:
         source: ModelSource | None,
         student_vocab_size: int | None,
     ) -> StoredTeacher | None:
-        """Return the cache of `config`, from its description alone; if it is unusable, None, and add to
-        `problems`."""
+        """Return the cache of `config`, from its description alone.
+
+        If it is unusable, return None and add to `problems`.
+        """
         folder = Path(config.teachers[0].topk)
         try:
             load_pyarrow()
@@ -94,9 +98,11 @@ class StoredTeacher:
             )
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
             raise CheckpointError(
-                f"the teacher cache {self.folder} is of other weights than {self.source.load or self.source.assets}",
+                f"the teacher cache {self.folder} is of other weights than "
+                f"{self.source.load or self.source.assets}",
                 f"it was exported from {self.meta.teacher}, whose content differs",
-                "export again from this teacher into another folder, or leave --teacher-hf and --teacher-load away",
+                "export again from this teacher into another folder, or leave --teacher-hf and "
+                "--teacher-load away",
                 code="teacher-cache-weights-differ",
             )
 
@@ -111,7 +117,8 @@ def _differences(
         setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
         problems.append(
             UsageError(
-                f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at {meta.temperature}",
+                f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at "
+                f"{meta.temperature}",
                 "the probability of all ids outside the top-k at another temperature does not follow from it",
                 f"use {setting} {meta.temperature}, or export again with {setting} {temperature}",
                 code="teacher-cache-temperature-differs",
@@ -123,7 +130,8 @@ def _differences(
             flag, why = DATA_FLAGS[name]
             problems.append(
                 DataError(
-                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}",
+                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with "
+                    f"{exported}",
                     f"{why}, so the student's packs would differ from those that the teacher saw",
                     f"use the {flag} of the export, or export again into another folder",
                     code="teacher-cache-setting-differs",
@@ -132,7 +140,8 @@ def _differences(
     if student_vocab_size is not None and meta.vocab_size > student_vocab_size:
         problems.append(
             DataError(
-                f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_vocab_size}",
+                f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has "
+                f"{student_vocab_size}",
                 "both distributions are compared on the ids that both models have",
                 "export again with this student's --student-hf",
                 code="teacher-cache-vocabulary-differs",
@@ -148,7 +157,7 @@ def temperature_of(config: Config) -> float:
 
 
 def data_settings(config: Config) -> dict:
-    """Return the settings that decide, besides files and tokenizer, which tokens make a pack."""
+    """Return the settings that, besides files and tokenizer, decide which tokens make a pack."""
     return {
         "seq_length": config.training.seq_length,
         "pack": config.data.pack,
@@ -159,7 +168,7 @@ def data_settings(config: Config) -> dict:
 
 
 def weights_fingerprint(source: ModelSource) -> str:
-    """Return SHA-256 over the names and contents of a model's config.json and weight files; streams them."""
+    """Return the SHA-256 over names and contents of a model's config.json and weight files; streams them."""
     if source.hf is not None:
         files = [
             source.hf.directory / name

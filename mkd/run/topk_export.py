@@ -1,16 +1,15 @@
-"""Run a teacher over the packs of a run and store its top-k log-probabilities:
-`tools/export_teacher_topk.py`.
+"""Run a teacher over the packs of a run and store its top-k log-probabilities.
 
-The teacher runs alone, on the packs that the run's tokenizer and data settings make, and under every layout.
+Command: `tools/export_teacher_topk.py`. The teacher runs alone, on the packs that the run's tokenizer and
+data settings make, under any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from mkd.config.schema import Config
 from mkd.config.split import parse_split
 from mkd.data.batch import PackedBatch, collate
 from mkd.data.stored.teacher_topk import ShardWriter, TopKMeta, pack_digest
-from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError
+from mkd.errors import DataError, ErrorList, MkdError, NonFiniteError, UsageError, collect_error
 from mkd.losses.stored.topk_select import vocab_parallel_topk
 from mkd.models.builder import join_stages
 from mkd.models.stage import DistillationStage, StageOutput
@@ -52,8 +51,6 @@ from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.teachers.stored import loss_row_logits
-
-T = TypeVar("T")
 
 TEACHER = 0  # number of the exported teacher
 
@@ -83,9 +80,8 @@ class ExportPlan:
 
 def export_teacher(config: Config, settings: ExportSettings, platform: Platform, world_size: int) -> TopKMeta:
     """Write the missing shards of the cache `settings.out`, for the teacher of `config` and all its data.
-    Collective.
 
-    Raises the errors of a training run, and DataError if the folder holds another cache.
+    Collective. Raises the errors of a training run, and DataError if the folder holds another cache.
     """
     plan = plan_export(config, world_size)
     if len(config.teachers) > 1:
@@ -116,7 +112,7 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
 
 
 def plan_export(config: Config, world_size: int) -> ExportPlan:
-    """Plan the first teacher of `config` alone. Settings of the student, the loss and training are not read.
+    """Plan the first teacher of `config` alone. Ignore settings of the student, the loss and training.
 
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
     """
@@ -133,8 +129,8 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
         problems.append(
             UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
         )
-    _add_error(problems, lambda: parse_split(config.data.split))
-    tokenizer = teacher and _add_error(problems, lambda: _open_tokenizer(config, teacher.source))
+    collect_error(problems, lambda: parse_split(config.data.split))
+    tokenizer = teacher and collect_error(problems, lambda: _open_tokenizer(config, teacher.source))
     if tokenizer is not None:
         problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
     paths = data_paths(problems, config)
@@ -152,15 +148,6 @@ def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
     return load_tokenizer(
         data.tokenizer_type, data.tokenizer_model or config.student.hf or str(teacher.assets)
     )
-
-
-def _add_error(problems: list[MkdError], compute: Callable[[], T]) -> T | None:
-    """Return `compute()`, or None with its error added to `problems`."""
-    try:
-        return compute()
-    except MkdError as error:
-        problems.append(error)
-        return None
 
 
 def _make_folder(out: Path) -> None:
@@ -186,14 +173,15 @@ def _describe(
     parts: dict[str, int],
     context: ParallelContext,
 ) -> TopKMeta:
-    """Return the description of the cache on every rank, written if it is new. Raises DataError if it
-    differs.
+    """Return the description of the cache on every rank, written if it is new.
+
+    Raises DataError if an existing one differs.
     """
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
             outcome = _write_description(plan, settings, vocab_size, parts)
-        except Exception as error:  # of any kind, because the other ranks wait
+        except Exception as error:  # every kind of error, because the other ranks wait
             outcome = error
     outcome = context.broadcast_object(outcome)
     if isinstance(outcome, Exception):
@@ -257,8 +245,9 @@ class _Exporter:
         return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
     def export(self, part: str, dataset) -> None:
-        """Make the missing shards, one on each data-parallel rank at a time; a rank without a shard runs
-        empty packs.
+        """Make the missing shards, one on each data-parallel rank at a time.
+
+        A rank without a shard runs empty packs.
         """
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards = self.meta.num_shards(part)
@@ -269,8 +258,9 @@ class _Exporter:
 
     @torch.no_grad()
     def _run(self, part: str, dataset, shards: list[int]) -> None:
-        """Make one shard on each of the first data-parallel ranks. Raises NonFiniteError on every rank, and
-        leaves no file.
+        """Make one shard on each of the first data-parallel ranks.
+
+        Raises NonFiniteError on every rank, and then leaves no file.
         """
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
@@ -290,8 +280,10 @@ class _Exporter:
             not_finite = self.schedule.run(self.stages, batches, collector, forward_only=True)[0]
             if not_finite:
                 raise NonFiniteError(
-                    f"{self.meta.teacher}: the teacher's predictions of {int(not_finite)} positions are not finite",
-                    f"they are in {part} shards {', '.join(map(str, shards))} of {self.meta.samples_per_shard} packs each",
+                    f"{self.meta.teacher}: the teacher's predictions of {int(not_finite)} positions "
+                    "are not finite",
+                    f"they are in {part} shards {', '.join(map(str, shards))} of "
+                    f"{self.meta.samples_per_shard} packs each",
                     "check the teacher's weights, for example with tools/check_parity.py",
                     code="teacher-not-finite",
                 )
@@ -299,7 +291,7 @@ class _Exporter:
 
 @dataclass(frozen=True)
 class _Collector:
-    """Takes the place of the objective: stores the teacher's rows of every micro-batch on the last stage."""
+    """Replaces the objective: stores the teacher's rows of every micro-batch on the last stage."""
 
     meta: TopKMeta
     context: ParallelContext
@@ -310,8 +302,9 @@ class _Collector:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Act as Megatron's loss callback without a gradient; report the number of positions that are not
-        finite.
+        """Act as Megatron's loss callback without a gradient.
+
+        Report the number of positions that are not finite.
         """
         hidden = output.hidden
         top = vocab_parallel_topk(
@@ -342,8 +335,9 @@ class _Collector:
     def _whole_row(
         self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Return rows and positions of all context-parallel ranks, in the order of the positions (all-gather
-        over CP).
+        """Return rows and positions of all context-parallel ranks, in the order of the positions.
+
+        Communication: all-gather over CP.
         """
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
         parts: list = [None] * self.context.cp_size

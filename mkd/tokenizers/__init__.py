@@ -1,4 +1,4 @@
-"""Tokenizers behind one interface, and the bytes that their tokens stand for.
+"""Tokenizers behind one interface, and the bytes of their tokens.
 
 tokenizer.py        the interface
 load.py             the tokenizer that a flag or a path names
@@ -6,6 +6,6 @@ hugging_face.py     tokenizer.json of Hugging Face
 sentencepiece.py    .model files of SentencePiece
 tiktoken.py         rank files of tiktoken
 pieces.py           how vocabularies write bytes
-spans.py            the bytes of a text that each of its tokens stands for
+spans.py            the bytes of a text that each of its tokens spells
 chat.py             conversations through a chat template, with the places of the answers
 """

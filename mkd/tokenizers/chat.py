@@ -40,8 +40,9 @@ def encode_chat(hf, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
     """Return (ids, loss mask) of a conversation in the chat template of the fast transformers tokenizer `hf`.
 
     The ids are exactly those of `hf.apply_chat_template(messages)`. The mask is 1 on every token that holds a
-    character of an assistant turn, from the end of its generation prompt through its end-of-turn token.
-    Raises DataError if the template refuses the conversation, or if its assistant turns cannot be found.
+    character of an assistant turn. A turn reaches from the end of its generation prompt through its
+    end-of-turn token. Raises DataError if the template refuses the conversation, or if its assistant turns
+    cannot be found.
     """
     text = _render(hf, messages)
     encoding = _encode_rendered(hf, text)
@@ -72,7 +73,8 @@ def encode_turns(hf, messages: Sequence[Mapping], pieces: Sequence[bytes | None]
     spans = [span for span in turns.values() if span is not None]
     if len(spans) < len(turns):
         raise DataError(
-            f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
+            f"message {_first_hidden(turns)}: "
+            "the assistant turn cannot be found in the rendered conversation",
             "the chat template rewrites assistant turns, so that the tokens of an answer are not known",
             "use a template that keeps them, or write the record as prompt and completion",
             code="chat-turn-not-found",
@@ -115,17 +117,16 @@ def _first_hidden(turns: Mapping[int, tuple[int, int, int] | None]) -> int:
 
 
 def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[int, int, int] | None:
-    """Return (start, end of the content, end) of message `turn`, an assistant's, in characters of the
-    rendered `text`.
+    """Return (start, end of the content, end) of assistant message `turn`, in characters of `text`.
 
-    The end-of-turn token, if there is one, lies between the two ends. Return None if the template hides the
-    turn.
+    `text` is the rendered conversation. The end-of-turn token, if there is one, lies between the two ends.
+    Return None if the template hides the turn.
 
     The conversation is rendered again with a placeholder as the content of this one turn. The text after the
-    placeholder must be the tail of `text`; this gives the end of the turn, whatever the template does to
-    earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of the
-    generation prompt, where generation starts. If the template has no prompt, or its prompt is longer than
-    what it keeps, the start is the place of the placeholder.
+    placeholder must be the tail of `text`; this gives the end of the turn. It does so whatever the template
+    does to earlier turns (drops their reasoning) or only at the very end (adds EOS). The start is the end of
+    the generation prompt, where generation starts. If the template has no prompt, or its prompt is longer
+    than what it keeps, the start is the place of the placeholder.
     """
     placeholder = "assistantturn"
     while placeholder in text:
@@ -142,8 +143,9 @@ def _turn_span(hf, messages: Sequence[Mapping], turn: int, text: str) -> tuple[i
 
 
 def _end_of_turn_length(hf, after: str) -> int:
-    """Count the characters from the end of a turn's content through the control token that closes it; 0
-    without one.
+    """Count the characters from the end of a turn's content through the control token that closes it.
+
+    The count is 0 without such a token.
     """
     blank = len(after) - len(after.lstrip())
     tokens = (token.content for token in hf.added_tokens_decoder.values())
@@ -152,8 +154,9 @@ def _end_of_turn_length(hf, after: str) -> int:
 
 
 def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return 1 for the tokens between the first and the last that touch a span, so that offsets may exclude
-    blanks.
+    """Return 1 for the tokens between the first and the last that touch a span, else 0.
+
+    So offsets may exclude blanks.
     """
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
+    """Return True if a model's folder holds a tokenizer; if not, transformers would make up an empty one."""
     return any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -55,7 +55,8 @@ class _Style:
         if "ByteLevel" not in types and not metaspace:
             raise UsageError(
                 f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
-                "texts of two tokenizers are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
+                "texts of two tokenizers are aligned by bytes, "
+                "which byte-level BPE and SentencePiece vocabularies give",
                 "use models with such a tokenizer",
                 code="token-bytes-unknown",
             )
@@ -171,7 +172,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for string, i in self.vocabulary.items():
             pieces[i] = string.encode() if string in self.special_tokens else self._style.bytes_of(string)
         if self.roles.get("unk") is not None:
-            pieces[self.roles["unk"]] = None  # it stands for different bytes every time
+            pieces[self.roles["unk"]] = None  # it replaces different bytes every time
         return tuple(pieces)
 
     @cached_property
@@ -213,7 +214,8 @@ def require_fast(hf, name: str):
     if not hf.is_fast:
         raise UsageError(
             f"{name}: {type(hf).__name__} is not a fast tokenizer",
-            "loss masks of conversations need the character offsets that only tokenizer.json based tokenizers give",
+            "loss masks of conversations need the character offsets "
+            "that only tokenizer.json based tokenizers give",
             "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
             code="tokenizer-not-fast",
         )

@@ -14,7 +14,7 @@ VALID_OR_ONE_BYTE = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
 def byte_characters() -> dict[str, int]:
     """Return character -> byte of byte-level BPE (GPT-2's table).
 
-    Printable Latin-1 characters stand for their bytes; U+0100 and on stand for the other bytes.
+    Printable Latin-1 characters represent their own bytes; U+0100 and later represent the other bytes.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -30,15 +30,16 @@ def characters_of_bytes() -> dict[int, str]:
 def byte_level_bytes(piece: str) -> bytes:
     """Return the bytes of a token of byte-level BPE.
 
-    A string with other characters stands for its UTF-8 bytes.
+    A string with other characters is read as its UTF-8 bytes.
     """
     table = byte_characters()
     return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
 
 
 def metaspace_bytes(piece: str, is_byte: bool) -> bytes:
-    """Return the bytes of a token in SentencePiece's writing; with `is_byte` the token is one byte, written
-    <0xNN>.
+    """Return the bytes of a token in SentencePiece's writing.
+
+    With `is_byte` the token is one byte, written <0xNN>.
     """
     return bytes.fromhex(piece[3:5]) if is_byte else piece.replace(METASPACE, " ").encode()
 

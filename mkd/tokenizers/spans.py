@@ -1,4 +1,4 @@
-"""The bytes of a text that each of its tokens stands for."""
+"""The bytes of a text that each of its tokens spells."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mkd.errors import DataError
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The tokens of a text, and the bytes [start, end) of `text.encode("utf-8")` that each stands for.
+    """The tokens of a text, and the bytes [start, end) of `text.encode("utf-8")` that each spells.
 
     Spans are contiguous and do not overlap. Tokens that cannot be told apart in the text share a span: pieces
     of a character that the tokenizer changed, or a blank that it put before the text and the next token. A
-    token that stands for no text (BOS, EOS) has start == end == -1.
+    token without text (BOS, EOS) has start == end == -1.
     """
 
     ids: np.ndarray  # [n] int64
@@ -50,9 +50,9 @@ def locate(
     """Return the tokens with their spans.
 
     If the pieces join to exactly the text, they give the spans, even inside a character. They also do if only
-    blanks were added, as SentencePiece does before the text and after control tokens. Otherwise (a normalizer
-    changed the text, or a token spells no known bytes) the library's offsets give the spans, and tokens that
-    they do not separate share one.
+    blanks were added, as SentencePiece does before the text and after control tokens. Otherwise a normalizer
+    changed the text, or a token spells no known bytes. Then the library's offsets give the spans, and tokens
+    that they do not separate share one.
     """
     ids = np.asarray(ids, dtype=np.int64)
     starts, ends = np.full((2, len(ids)), -1, dtype=np.int64)
@@ -74,7 +74,7 @@ def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Group the tokens that share a span; tokens that stand for no text are in no group.
+    """Group the tokens that share a span; tokens without text are in no group.
 
     Return (first token of each group and the end of the last one [g + 1], start [g] and end [g] in bytes),
     int64.
@@ -111,11 +111,12 @@ def _from_pieces(parts: Sequence[bytes | None], data: bytes) -> np.ndarray | Non
 def _from_offsets(
     offsets: np.ndarray, parts: Sequence[bytes | None], data: bytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ends [n] int64, closed [n] bool: whether no later token reaches back over this token's end).
+    """Return (ends [n] int64, closed [n] bool).
 
-    Characters that no token claims belong to the token before them: a normalizer composed them with its last
-    character, or dropped them. Blanks belong to the token after them. But if the token before them ends with
-    a blank, they may belong to it, cut off by the library (`trim_offsets`), so that its end is unknown.
+    A token is closed if no later token reaches back over its end. Characters that no token claims belong to
+    the token before them: a normalizer composed them with its last character, or dropped them. Blanks belong
+    to the token after them. But if the token before them ends with a blank, they may belong to that token.
+    The library may have cut them off (`trim_offsets`), so its end is unknown.
     """
     last = np.maximum.accumulate(offsets[:, 1])
     following = np.append(np.minimum.accumulate(offsets[::-1, 0])[::-1][1:], len(data))

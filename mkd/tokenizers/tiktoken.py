@@ -21,7 +21,10 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The parts of an encoding that its rank file lacks (source: tiktoken_ext/openai_public.py of tiktoken 0.14)."""
+    """The parts of an encoding that its rank file lacks.
+
+    Source: tiktoken_ext/openai_public.py of tiktoken 0.14.
+    """
 
     pattern: str
     special: Mapping[str, int]
@@ -29,7 +32,8 @@ class _Encoding:
 
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"""
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"""
     r"""|\s+(?!\S)|\s"""
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

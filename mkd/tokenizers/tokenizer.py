@@ -21,7 +21,7 @@ class Tokenizer(ABC):
 
     eos_id: int | None  # None if the tokenizer has no end-of-sequence token
     pad_id: int  # the id that fills packs: the tokenizer's padding token, else EOS, else 0
-    has_chat_template: bool = False  # whether conversations can become ids
+    has_chat_template: bool = False  # True if conversations can become ids
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -36,26 +36,25 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
-        """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each stands
-        for.
+        """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each spells.
 
         Raises DataError for a text without a UTF-8 form, UsageError for a tokenizer whose tokens have no
         known bytes.
         """
 
     def apply_chat_template(self, messages: Sequence[Mapping]) -> tuple[list[int], list[int]]:
-        """Return (ids, loss mask) of a conversation: 1 on assistant turns and their end-of-turn token, 0
-        elsewhere.
+        """Return (ids, loss mask) of a conversation.
 
-        Raises DataError for a conversation that the template refuses or that cannot be masked.
+        The mask is 1 on assistant turns and their end-of-turn token, 0 elsewhere. Raises DataError for a
+        conversation that the template refuses or that cannot be masked.
         """
         raise no_chat_template()
 
     def encode_turns(self, messages: Sequence[Mapping]) -> EncodedChat:
-        """Render and encode the conversation with the tokenizer's chat template, and locate each assistant
-        turn.
+        """Render and encode the conversation with the chat template, and locate each assistant turn.
 
-        Raises DataError for a conversation that the template refuses, or whose assistant turns it hides.
+        The template is the tokenizer's. Raises DataError for a conversation that the template refuses, or
+        whose assistant turns it hides.
         """
         raise no_chat_template()
 
@@ -76,36 +75,36 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def token_bytes(self) -> tuple[bytes | None, ...]:
-        """Bytes that each id adds in the middle of a text, [vocab_size]; None for ids that stand for no text.
+        """Bytes that each id adds in the middle of a text, [vocab_size]; None for ids without text.
 
-        Control, special, unknown and unused ids stand for no text. Raises UsageError if the bytes cannot be
-        known.
+        Control, special, unknown and unused ids have no text. Raises UsageError if the bytes cannot be known.
         """
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, int]:
-        """Role -> id for the existing ones of "bos", "eos", "pad", "unk" and "end_of_turn" (closes an
-        assistant turn).
+        """Role -> id for the existing ones of "bos", "eos", "pad", "unk" and "end_of_turn".
+
+        The last one closes an assistant turn.
         """
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the ids of a text or of a conversation; the key of token
-        caches.
-        """
+        """SHA-256 over everything that decides the ids of a text or conversation; the key of token caches."""
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        """Yield ids that `fragment` may become in the middle of a text, likeliest first; `spell` checks them."""
+        """Yield ids that `fragment` may become in the middle of a text, likeliest first.
+
+        `spell` checks them.
+        """
 
     def spell(self, fragment: bytes) -> tuple[int, ...] | None:
-        """Return the ids that `fragment` becomes in the middle of a text; their `token_bytes` join to exactly
-        it.
+        """Return the ids that `fragment` becomes in the middle of a text.
 
-        Return None if there are none: for half a character in a tokenizer without byte tokens, or an empty
-        fragment.
+        Their `token_bytes` join to exactly the fragment. Return None if there are no such ids: for half a
+        character in a tokenizer without byte tokens, or an empty fragment.
         """
         for ids in self.spellings(fragment) if fragment else ():
             pieces = [piece for piece in (self.token_bytes[i] for i in ids) if piece is not None]
@@ -125,8 +124,7 @@ class Tokenizer(ABC):
         return sha256_of(base)
 
     def vocabulary_difference(self, other: Tokenizer) -> str | None:
-        """Return None if ids mean the same in both tokenizers, else one line that names the first
-        differences.
+        """Return None if ids mean the same in both tokenizers, else one line with the first differences.
 
         A string that both know must have the same id in both, and each must know every base string of the
         other. Additional special tokens, padding and chat templates may differ, as they do between models of
@@ -156,7 +154,8 @@ def no_chat_template() -> DataError:
     return DataError(
         "the tokenizer has no chat template",
         "a record with messages needs one to become tokens",
-        "use the tokenizer of an instruction-tuned model, put a chat_template into its tokenizer_config.json, or write records "
+        "use the tokenizer of an instruction-tuned model, "
+        "put a chat_template into its tokenizer_config.json, or write records "
         "with prompt and completion",
         code="chat-template-missing",
     )

@@ -1,4 +1,4 @@
-"""Handle steps whose loss or gradient is NaN or infinite: name the model and the samples, then skip or abort."""
+"""Handle steps with a NaN or infinite loss or gradient: name the model and the samples, skip or abort."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mkd.train.sums import LossSums
 
 WHY = "a NaN or an infinity would destroy the student's weights; no parameter was changed in this step"
 DO = (
-    "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher and student weights are "
-    "finite, or skip the update of such steps: --non-finite skip"
+    "look at these samples with tools/inspect_data.py --samples, lower --lr, check that the teacher "
+    "and student weights are finite, or skip the update of such steps: --non-finite skip"
 )
 MAX_SHOWN = 16  # sample ids in a message; the files of the log folder have all
 LOG = logging.getLogger("mkd")
@@ -32,26 +32,26 @@ LOG = logging.getLogger("mkd")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank, or all ranks together, know about a step that was not finite."""
+    """Knowledge of one rank, or of all ranks together, about a step that was not finite."""
 
     samples: frozenset[int]  # all samples of the step
-    culprits: dict[
-        str, frozenset[int]
-    ]  # model -> samples of the micro-batches with logits that were not finite
+    # Model -> samples of the micro-batches with logits that were not finite.
+    culprits: dict[str, frozenset[int]]
     gradients: tuple[str, ...]  # parameters whose gradient is not finite
 
 
 @dataclass
 class NonFinitePolicy:
-    """Asked after every step. If a step was not finite, all ranks have agreed on that and have left out its
-    update.
+    """Checks every step.
+
+    If a step was not finite, all ranks have already agreed on that and skipped its update.
     """
 
     engine: Engine
     dataset: BlendedDataset
     action: str  # abort or skip
     max_skips: int  # in a row
-    file: Path | None  # on rank 0: the findings of every such step, a JSON line each
+    file: Path | None  # on rank 0: the findings of every such step, one JSON line each
     skips_in_a_row: int = 0
 
     @classmethod
@@ -61,8 +61,9 @@ class NonFinitePolicy:
         return cls(engine, dataset, training.non_finite, training.max_non_finite_skips, file)
 
     def judge(self, iteration: int, result: StepResult, microbatches: Sequence[PackedBatch]) -> None:
-        """Accept a finite step. For another one, find the cause (collective), and raise NonFiniteError if it
-        ends the run.
+        """Accept a finite step. For any other, find the cause and perhaps end the run.
+
+        Finding the cause is collective. Raises NonFiniteError if the step ends the run.
         """
         if result.is_applied:
             self.skips_in_a_row = 0
@@ -103,11 +104,11 @@ class NonFinitePolicy:
 
 
 def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]) -> Finding:
-    """Return what this rank knows. The sums of each micro-batch name the model, so that no logits are
-    computed again.
+    """Return what this rank knows about the cause.
 
-    A teacher's logits are to blame if its own entropy is not finite. The student's are to blame if the cross
-    entropy or, without one, the divergence from a finite teacher is not finite.
+    The sums of each micro-batch name the model, so no logits are computed again. A teacher's logits are the
+    cause if its own entropy is not finite. The student's are the cause if the cross entropy is not finite.
+    Without a cross entropy the divergence from a finite teacher decides.
     """
     culprits: dict[str, set[int]] = {}
     for sample_ids, sums in result.reports:
@@ -125,7 +126,7 @@ def blamed(sums: LossSums) -> list[str]:
     teachers = [name for name, one in sums.teachers.items() if not math.isfinite(one.entropy + one.ce)]
     found = [f"teacher {name}" for name in teachers]
     divergences = [one.kd for name, one in sums.teachers.items() if name not in teachers]
-    if not math.isfinite(sum(divergences, sums.ce)):
+    if not math.isfinite(sum((*divergences, *sums.auxiliary.values()), sums.ce)):
         found.append("the student")
     return found
 
@@ -153,18 +154,24 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
         if finding.gradients
         else ""
     )
-    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {shown(finding.samples)}"
+    return (
+        f"{step}; all logits are finite, the gradient{where} is not; samples of the step: "
+        f"{shown(finding.samples)}"
+    )
 
 
 def shown(samples: Iterable[int]) -> str:
-    """Return `3, 7, 12`, with a count instead of the samples after the first `MAX_SHOWN`."""
+    """Return `3, 7, 12`, with a count in place of the samples after the first `MAX_SHOWN`."""
     samples = sorted(samples)
     text = ", ".join(map(str, samples[:MAX_SHOWN]))
     return text if len(samples) <= MAX_SHOWN else f"{text} and {len(samples) - MAX_SHOWN} more"
 
 
 def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
-    """Return {sample: {prefix of a corpus: numbers of the documents that the sample has parts of}}, for JSON."""
+    """Return the documents that each sample has parts of, for JSON.
+
+    The form is {sample: {prefix of a corpus: numbers of the documents}}.
+    """
     return {str(sample): dataset.documents_of(sample) for sample in sorted(samples)}
 
 

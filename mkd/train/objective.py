@@ -21,9 +21,9 @@ from mkd.train.teachers.weights import pack_weights
 def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool = False) -> tuple[Term, ...]:
     """Return the terms of the loss: the cross entropy, and one for every teacher.
 
-    Each has a pass of its own over the heads, so that none has to wait for another. A teacher that is alone
-    takes the cross entropy along in its pass, if it can. `with_ce_metric` measures the cross entropy even if
-    kd_ratio is 1 and the loss does without it.
+    Each term runs its own pass over the heads, so that no term waits for another. If there is a single
+    teacher, it computes the cross entropy in its pass, if it can. `with_ce_metric` measures the cross entropy
+    even if kd_ratio is 1, where the loss does not need it.
     """
     if kd.teacher_combination == "average" and teachers:
         teachers = (SameTokens.from_average(teachers),)
@@ -39,8 +39,8 @@ def loss_terms(kd: KDConfig, teachers: Sequence[Teacher], with_ce_metric: bool =
 class Objective:
     """Runs the LM heads and the loss on the last stage.
 
-    `inverse_counts` hold 1 / (loss tokens of the global batch), and for each term 1 / (its rows in the global
-    batch), so that gradients of micro-batches and data-parallel ranks only need to be added.
+    `inverse_counts` holds 1 / (loss tokens of the global batch), and for each term 1 / (its rows in the
+    global batch). Gradients of micro-batches and data-parallel ranks then only need to be added.
     """
 
     kd: KDConfig
@@ -66,9 +66,9 @@ class Objective:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, number of tokens to divide it by, and report fp64 [num_sums], as Megatron wants them.
+        """Return loss, number of tokens to divide it by, and report fp64 [num_sums], as Megatron expects.
 
-        The number is 0, which means: do not divide. The loss is divided already.
+        The number is 0, which means: do not divide. The loss is already divided.
         """
         given = self._loss_input(stage, batch, output)
         per_token, *per_row = self.inverse_counts
@@ -83,7 +83,7 @@ class Objective:
         return sum(addends), torch.zeros((), dtype=torch.int), report
 
     def _loss_input(self, stage: DistillationStage, batch: PackedBatch, output: StageOutput) -> LossInput:
-        """Return what every term reads.
+        """Return the input of every term.
 
         In evaluation logits are always fp32: bf16 logits add nearly as much error as the rest of a model in
         bf16 (docs/performance.md).

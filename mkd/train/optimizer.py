@@ -29,7 +29,7 @@ from mkd.train.optimizer_residency import OptimizerResidency
 def wrap_stages(
     stages: Sequence[DistillationStage], config: Config, context: ParallelContext
 ) -> list[DistributedDataParallel]:
-    """Give every chunk Megatron's gradient buffers, and set the schedule's callbacks.
+    """Give every model part Megatron's gradient buffers, and set the schedule's callbacks.
 
     Gradients are summed, never averaged: the loss is already divided by the loss tokens of the global batch.
     """
@@ -66,8 +66,8 @@ def wrap_stages(
 def _accumulate_inside_products(stage: DistillationStage) -> None:
     """Let Transformer Engine's layers add weight gradients to the fp32 buffers inside the matrix products.
 
-    Megatron's own flag, gradient_accumulation_fusion, requires apex, which only Megatron's own linear layers
-    need.
+    Megatron's own flag, gradient_accumulation_fusion, requires apex, but only Megatron's own linear layers
+    need apex.
     """
     for module in stage.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -79,8 +79,9 @@ def _one_or_list(functions: list):
 
 
 def _finalize(model, num_tokens, **kwargs) -> None:
-    """Run Megatron's gradient reductions without its division by tokens, because the objective divides
-    already.
+    """Run Megatron's gradient reductions without dividing by tokens.
+
+    The objective has already divided.
     """
     finalize_model_grads(model, None, **kwargs)
 
@@ -94,8 +95,9 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule, which counts updates and so ignores batch
-    sizes.
+    """AdamW over the student, and its learning-rate schedule.
+
+    The schedule counts updates and so ignores batch sizes.
     """
 
     optimizer: MegatronOptimizer
@@ -117,11 +119,10 @@ class StudentOptimizer:
         return self.optimizer.param_groups[0]["lr"]
 
     def update(self, loss_sum: float, exchange: Callable[[bool], StepAgreement] = without_peers) -> Update:
-        """Check, clip, step. Unless all ranks are finite, parameters, state and schedule stay unchanged, bit
-        for bit.
+        """Check, clip and update.
 
-        `exchange` is told whether the loss and all gradients of this rank are finite, and returns what all
-        ranks agree on.
+        Unless all ranks are finite, parameters, state and schedule stay bit-identical. `exchange` gets True
+        if the loss and all gradients of this rank are finite, and returns what all ranks agree on.
         """
         with self.state_on_device():
             self.optimizer.prepare_grads()
@@ -140,8 +141,9 @@ class StudentOptimizer:
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:
-        """Check the gradients that the norm leaves out because another rank counts them: replicas, tied
-        embeddings.
+        """Check the gradients that the norm leaves out because another rank counts them.
+
+        These are replicas and tied embeddings.
         """
         norms: list[Tensor] = []
         for inner in self.optimizer.chained_optimizers:

@@ -21,9 +21,8 @@ class _Entry:
     """One tensor that moves: a moment of a parameter, or the fp32 main parameter itself."""
 
     parameter: Tensor
-    moments: dict[str, Tensor] | None = (
-        None  # moments of the parameter; None: the entry is the parameter itself
-    )
+    # Moments of the parameter; None: the entry is the parameter itself.
+    moments: dict[str, Tensor] | None = None
     name: str = ""
 
     @property
@@ -43,22 +42,20 @@ class _Entry:
 
 
 class OptimizerResidency:
-    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory; updates happen
-    on the device.
+    """Keeps the moments and the fp32 main parameters of Megatron's optimizers in host memory.
 
-    `on_device` copies the state to the device and back, bit for bit; every update, save and load runs inside
-    it. The host never waits for a copy. Copies are queued on the compute stream, so that the state takes the
-    memory that the activations have just left, and the next forward pass may reuse it, both in stream order,
-    without an event. AdamW's `step` is small and stays where it is, as do fp32 parameters of the model
-    itself, which have no main copy.
+    Updates happen on the device. `on_device` copies the state to the device and back, bit for bit; every
+    update, save and load runs inside it. The host never waits for a copy. Copies are queued on the compute
+    stream. The state therefore takes the memory that the activations have just left, and the next forward
+    pass may reuse that memory. Both happen in stream order, without an event. AdamW's `step` is small and
+    stays where it is. So do fp32 parameters of the model itself, which have no main copy.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
         self._optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
         self._device = device
-        self._homes: dict[
-            tuple[int, str], Tensor
-        ] = {}  # key -> host memory; Megatron never replaces a parameter
+        # Key -> host memory. Megatron never replaces a parameter.
+        self._homes: dict[tuple[int, str], Tensor] = {}
         self._to_host()
 
     @property
@@ -68,7 +65,7 @@ class OptimizerResidency:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the whole state on the device inside, and on the host afterwards."""
+        """Hold the whole state on the device inside the block, and on the host afterwards."""
         try:
             for entry in self._entries():
                 arrived = torch.empty_like(entry.tensor, device=self._device)

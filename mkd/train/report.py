@@ -1,4 +1,4 @@
-"""From step results to metrics records and progress lines. Only global rank 0 writes.
+"""Turn step results into metrics records and progress lines. Only global rank 0 writes.
 
 The losses of a log interval are means over the rows of all its steps: their sums are added up and divided
 once. A mean of step means would break `kd_loss == sum of teacher_weight * kd_loss/<teacher>`, because
@@ -46,13 +46,14 @@ class Reporter:
     train_iters: int
     global_batch_size: int
     seq_length: int
-    is_cross_tokenizer: bool = False  # whether some teacher has another tokenizer
+    is_cross_tokenizer: bool = False  # some teacher has another tokenizer
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
     _losses: list[LossSums] = field(default_factory=list)  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
-    _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers nobody has timed
+    # Time of the interval's steps before this start; the time of their teachers is unknown.
+    _untimed_ms: float = 0.0
 
     def train(
         self,
@@ -61,10 +62,10 @@ class Reporter:
         microbatches: Sequence[PackedBatch],
         is_spike: bool = False,
     ) -> None:
-        """Add one step; at the end of a log interval write its record and print its line.
+        """Add one step. At the end of a log interval, write its record and print its line.
 
         `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
-        A step without an update adds its time and its position only.
+        A step without an update adds only its time and its position.
         """
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
@@ -113,7 +114,7 @@ class Reporter:
     def go_on(self, open_interval: Mapping) -> None:
         """Continue the interval that was open when a checkpoint was saved.
 
-        Earlier versions saved the losses among the sums, each already divided by its rows in its step; such
+        Earlier versions saved the losses among the sums, each already divided by its rows in its step. Such
         an interval is averaged as it was then.
         """
         if open_interval:
@@ -140,8 +141,10 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        """Write the record with every loss key, null for losses that this run does not compute; print the
-        line."""
+        """Write the record and print the line.
+
+        The record has every loss key, with null for losses that this run does not compute.
+        """
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
         if self.context.rank == 0:
@@ -158,7 +161,7 @@ class Reporter:
         }
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
-        """Return `gap_closed`; nothing without a teacher, or if the first evaluation is not known."""
+        """Return `gap_closed`; nothing without a teacher, or if the first evaluation is unknown."""
         if record["iteration"] == 0:
             self.initial_kd = record.get("kd_loss")
         if not self.initial_kd or "kd_loss" not in record:
@@ -166,12 +169,14 @@ class Reporter:
         return {"gap_closed": 1 - record["kd_loss"] / self.initial_kd}
 
     def _per_teacher(self, sums: LossSums) -> dict[str, tuple[float, float]]:
-        """Return the metrics of each teacher if there are several, or one that is compared on chunks."""
+        """Return the metrics of each teacher, if there are several or if one is compared on chunks."""
         return sums.per_teacher() if len(sums.teachers) > 1 or self.is_cross_tokenizer else {}
 
     def _peak_memory(self) -> dict[str, float]:
-        """Return the peak of the fullest GPU (one all-reduce MAX of one number); nothing on CPUs, where torch
-        counts none."""
+        """Return the peak memory of the fullest GPU, by one all-reduce MAX of one number.
+
+        Return nothing on CPUs, where torch does not count memory.
+        """
         if not self.context.platform.is_cuda:
             return {}
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)

@@ -47,12 +47,12 @@ class PipelineSchedule:
         objective: LossCallback,
         forward_only: bool,
     ) -> Tensor:
-        """Run forward (and backward) of all `microbatches`; gradients are left summed over data-parallel
-        ranks.
+        """Run forward (and backward) of all `microbatches`.
 
-        `stages` are the virtual stages of this rank, DDP-wrapped in training. Returns the objective's reports
-        added up over the whole global batch, fp64 [objective.num_sums], equal on all ranks (all-reduce SUM
-        over data, context and pipeline parallel groups; not part of any backward).
+        Gradients stay summed per data-parallel rank. `stages` are the virtual stages of this rank,
+        DDP-wrapped in training. Return the objective's reports added up over the whole global batch, fp64
+        [objective.num_sums]. They are equal on all ranks: all-reduce SUM over data, context and pipeline
+        parallel groups, not part of any backward.
         """
         interleaved = len(stages) > 1
         iterators = [iter(microbatches) for _ in stages]
@@ -78,11 +78,10 @@ class PipelineSchedule:
 
 
 def _forward_step(objective: LossCallback, microbatches: Iterator[PackedBatch], model: nn.Module):
-    """Run one stage; return what Megatron wants: a tensor for the next stage, and a function that makes the
-    loss.
+    """Run one stage; return the tensor for the next stage and a function that makes the loss.
 
-    Megatron calls the function on the last stage only. There the record of results goes to the objective,
-    which must not keep it: the teachers' hidden states would live until the backward pass.
+    Megatron calls the function on the last stage only. There it passes the stage's results to the objective,
+    which must not keep them: the teachers' hidden states would live until the backward pass.
     """
     batch = next(microbatches)
     stage = get_attr_wrapped_model(model, "teachers", return_model_obj=True)
@@ -97,8 +96,10 @@ def _no_loss(_: Tensor):
 
 
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return the inputs of the student and of each teacher that runs; see `packed_documents` for the second
-    argument."""
+    """Return the inputs of the student and of each teacher that runs.
+
+    See `packed_documents` for the second argument.
+    """
     extras = {name: one.values for name, one in batch.extras.items()}
     teachers = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
     return (

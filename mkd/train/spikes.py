@@ -16,24 +16,26 @@ from mkd.train.nonfinite import documents_by_sample, shown
 from mkd.train.step import StepResult
 
 WINDOW = 64  # steps
-MIN_STEPS = 16  # nothing is flagged before that
+MIN_STEPS = 16  # no step is flagged before that
 DEVIATIONS = 10.0  # a spike is this many robust standard deviations above the median
-FACTOR = 1.5  # and this many times the median, so that only steps worth a look are flagged
+FACTOR = 1.5  # and this many times the median, so that only notable steps are flagged
 SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 LOG = logging.getLogger("mkd")
 
 
 @dataclass
 class SpikeDetector:
-    """Compares with the median and median absolute deviation of the last losses, which a few spikes hardly
-    move.
+    """Compares losses with the median and the median absolute deviation of the last ones.
+
+    A few spikes hardly change either.
     """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, loss: float) -> float | None:
-        """Return `loss` / median of the earlier steps if this step is a spike; None if not, or if `loss` is
-        not finite.
+        """Return `loss` / median of the earlier steps if this step is a spike.
+
+        Return None if it is not, or if `loss` is not finite.
         """
         if not math.isfinite(loss):
             return None
@@ -50,15 +52,16 @@ class SpikeDetector:
 
 @dataclass
 class SpikeWatch:
-    """Asked after every step; prints and lists a spike with the samples of its step."""
+    """Checks every step; prints and lists a spike with the samples of its step."""
 
     dataset: BlendedDataset
-    file: Path | None  # on rank 0: the spikes, a JSON line each
+    file: Path | None  # on rank 0: the spikes, one JSON line each
     detector: SpikeDetector = field(default_factory=SpikeDetector)
 
     def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
-        """Return whether the loss of this step stands out. `samples` returns those of all ranks and is called
-        only then.
+        """Return True if the loss of this step stands out.
+
+        `samples` returns the samples of all ranks and is called only then.
         """
         sums = result.sums.token_sums()
         loss = sums["loss"] / max(1, sums["num_loss_tokens"])

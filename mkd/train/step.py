@@ -1,6 +1,6 @@
 """One optimizer step: the page to read first.
 
-The global batch is cut into micro-batches, and each of them goes through all stages of the pipeline
+The global batch is cut into micro-batches, and each of them passes through all stages of the pipeline
 (schedule.py). On every stage the frozen teachers run first, then the student (models/stage.py). The last
 stage compares their final hidden states (objective.py), term by term: the cross entropy with the data, and
 the divergence from each teacher (teachers/). Then the optimizer makes one update (optimizer.py).
@@ -38,7 +38,7 @@ class Engine:
     kd: KDConfig
     context: ParallelContext
     schedule: PipelineSchedule  # runs the stages
-    chunks: list[DistributedDataParallel]  # the stages: around a DistillationStage each, by virtual stage
+    chunks: list[DistributedDataParallel]  # the stages, by virtual stage: each wraps a DistillationStage
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
 
@@ -49,7 +49,7 @@ class Engine:
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
-        """Make all parameters whole inside, where overlapped parameter gathers would fetch them late."""
+        """Gather all parameters inside the block. Overlapped parameter gathers would fetch them late."""
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -64,12 +64,12 @@ class StepResult:
 
     sums: LossSums
     grad_norm: float
-    learning_rate: float  # of this step, even if its update was left out
+    learning_rate: float  # of this step, even if its update was skipped
     step_time_ms: float
     is_applied: bool = True  # False: the loss or a gradient of some rank was not finite
     stop: Stop | None = None  # reason why all ranks end the run after this step
     reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()
-    """Only if the update was left out: sample ids and sums of each micro-batch of this rank."""
+    """Sample ids and sums of each micro-batch of this rank, only if the update was skipped."""
 
 
 def train_step(
@@ -108,10 +108,10 @@ def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> O
 def count_rows(
     microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
 ) -> Tensor:
-    """Return the rows of the whole global batch, int64 [1 + terms]: its loss tokens, then the rows of each
-    term.
+    """Return the rows of the whole global batch, int64 [1 + terms].
 
-    Communication: one all-reduce SUM over data parallelism; no backward.
+    These are its loss tokens, then the rows of each term. Communication: one all-reduce SUM over data
+    parallelism; no backward.
     """
     counts = [[batch.num_loss_tokens, *(term.num_rows(batch) for term in terms)] for batch in microbatches]
     total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)

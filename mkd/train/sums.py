@@ -1,4 +1,4 @@
-"""The sums that micro-batches report, and the one division that makes means of them."""
+"""The sums that micro-batches report, and the one division that turns them into means."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ import torch
 from torch import Tensor
 
 Number = Tensor | float | None
-"""A sum of one micro-batch: a 0-dim tensor, a number of the host, or None, which counts as 0: not computed.
-"""
+"""A sum of one micro-batch: a 0-dim tensor, a Python number, or None if not computed (counts as 0)."""
 
 CROSS_ENTROPY = "cross entropy"
-"""Name of the term that is no teacher; the blank keeps it apart from the names of teachers."""
+"""Name of the term that belongs to no teacher; the blank keeps it apart from the names of teachers."""
 
 
 @dataclass(frozen=True)
 class TermSums:
-    """The sums of one term of the loss over its rows: loss tokens, or the aligned chunks of a cross-tokenizer
-    teacher.
+    """The sums of one term of the loss over its rows.
 
-    A row counts with the teacher's weight in its pack. The cross entropy alone fills `student_ce` only.
+    Rows are loss tokens, or the aligned chunks of a cross-tokenizer teacher. A row counts with the teacher's
+    weight in its pack. The cross entropy alone fills `student_ce` only.
     """
 
-    student_ce: Number = 0.0  # the student's cross entropy, nats, if this term has made it
+    student_ce: Number = 0.0  # the student's cross entropy, nats, if this term computed it
     kd: Number = 0.0  # weighted divergence, temperature scaling included
     weight: Number = 0.0  # weight of all rows
     rows: Number = 0.0
     ce: Number = 0.0  # the teacher's own cross entropy, nats ...
     entropy: Number = 0.0  # ... and its entropy, ...
-    tokens: Number = 0.0  # ... both over so many tokens
+    tokens: Number = 0.0  # ... both over this number of tokens
     top1_agreement: Number = 0.0
-    compared: Number = 0.0  # rows that `top1_agreement` is out of
+    compared: Number = 0.0  # rows that count for `top1_agreement`
 
     def __add__(self, other: TermSums) -> TermSums:
         mine, others = asdict(self), asdict(other)
@@ -94,7 +93,7 @@ class LossSums:
     num_steps: int = 1
 
     def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums of both together; the same teachers and auxiliary losses must be in them."""
+        """Return the sums of both together. Both must have the same teachers and auxiliary losses."""
         return LossSums(
             self.kd_ratio,
             self.ce + other.ce,
@@ -106,7 +105,7 @@ class LossSums:
 
     @classmethod
     def from_state(cls, state: Mapping) -> LossSums:
-        """Return the sums whose `asdict` was saved as JSON."""
+        """Return the sums from their `asdict`, as saved in JSON."""
         teachers = {name: TermSums(**one) for name, one in state["teachers"].items()}
         return cls(**{**state, "teachers": teachers})
 
@@ -116,12 +115,12 @@ class LossSums:
         return sum(mean(one.kd, one.rows) for one in self.teachers.values())
 
     def token_sums(self) -> dict[str, float]:
-        """Return `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement` as sums over
-        `num_loss_tokens`.
+        """Return metric name -> sum over `num_loss_tokens`.
 
-        A teacher's own metrics are weighted as the teachers are. All but `ce` are means times
-        `num_loss_tokens`, because a teacher's rows may be others than the loss tokens. Auxiliary losses
-        follow as `auxiliary_loss/<name>`.
+        The names are `loss`, `ce`, `kd`, `teacher_ce`, `teacher_entropy`, `top1_agreement`, and
+        `auxiliary_loss/<name>` for each auxiliary loss. A teacher's own metrics are weighted as the teachers
+        are. All but `ce` are means times `num_loss_tokens`, because a teacher's rows may differ from the loss
+        tokens.
         """
         count = self.num_loss_tokens
         kd = self.kd_mean * count
@@ -140,8 +139,10 @@ class LossSums:
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:
-        """Return metric key -> (sum, number to divide it by). `kd_mean` is the sum of `teacher_weight` *
-        `kd_loss`."""
+        """Return metric key -> (sum, number to divide it by).
+
+        `kd_mean` is the sum of `teacher_weight` * `kd_loss`.
+        """
         metrics = {}
         for name, one in self.teachers.items():
             metrics[f"kd_loss/{name}"] = (one.kd, one.weight)

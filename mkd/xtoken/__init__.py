@@ -12,7 +12,7 @@ partition.py, chains.py  partition_kl of 1-1 chunks, and of chunks with several 
 projected.py             p_kl and prefix_kl
 published/               gold, h_kl and uld, and alignment by dynamic programming
 teacher_metrics.py       how sure the teacher is of its tokens
-fused.py                 LM heads and chunk loss in one, slice by slice: what training runs
+fused.py                 LM heads and chunk loss in one, slice by slice, for training
 chunk_kernels.py         the passes as GPU kernels
 chunk_triton_passes.py   launches these kernels, with the functions of chunk_torch_passes.py
 """

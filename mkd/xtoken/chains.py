@@ -1,7 +1,7 @@
 """partition_kl of chunks with several tokens: divergence over {listed pairs, rest}.
 
-The pair (u, x) has the score S = exp(b + ln p(u)) on a side, b the log-probability of the realised tokens
-before the last one; the rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all
+On a side, the pair (u, x) has the score S = exp(b + ln p(u)). b is the log-probability of the realised tokens
+before the last one. The rest is 1 - sum S = (1 - e^b) + e^b * (mass of the last row's other columns), all
 summands summed directly. With D, the mean of D under S and the rest, and background g = D_rest - mean, the
 gradient by z / T of a side's rows is
 
@@ -30,10 +30,8 @@ def chains(
 ) -> Tensor:
     """Return values [c] from the logits [n, w_s], [m, w_t] of a slice.
 
-    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
-
-    The teacher's are modified too. Tensor-parallel group: one all-gather of a number for each row, realised
-    token and pair.
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T). The teacher's are modified too.
+    Tensor-parallel group: one all-gather of a number for each row, realised token and pair.
     """
     ours = _Entries.of(student, piece.student, piece.pair_chunks, piece.pair_student, call)
     theirs = _Entries.of(teacher, piece.teacher, piece.pair_chunks, piece.pair_teacher, call)
@@ -70,8 +68,9 @@ class _Entries:
     def of(
         cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall
     ) -> _Entries:
-        """Take the entries out of the logits, leaving no probability there, so that sums over the others lose
-        nothing.
+        """Take the entries out of the logits.
+
+        No probability stays in their place, so sums over the others lose nothing.
         """
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)

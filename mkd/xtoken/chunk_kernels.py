@@ -2,10 +2,10 @@
 
 `chunk_triton_passes.py` launches them.
 
-Columns have codes: 0 is none of the model's rows, OTHER is a row without a twin, COMMON is a common token,
-whose twin is in the same column of the other model. The support of a row are its common columns, with top-k
-only those where the teacher's logit is not below `lowest`. Lanes, tiles and the running softmax are those of
-`losses/triton_kernels.py`.
+Columns have codes: 0 is a column without a row of the model, OTHER is a row without a twin, COMMON is a
+common token. The twin of a common token is in the same column of the other model. The support of a row are
+its common columns, with top-k only those where the teacher's logit is not below `lowest`. Lanes, tiles and
+the running softmax are those of `losses/triton_kernels.py`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def support_gradient_kernel(
 def token_statistics_kernel(
     pointer,  # [n, width] logits
     codes,  # int8
-    out_pointer,  # [4, n] fp32: ln sum exp of z / T, entropy of this softmax, the largest logit, its first column
+    # [4, n] fp32: ln sum exp of z / T, entropy of this softmax, the largest logit, its first column
+    out_pointer,
     stride, n, width, inverse_temperature,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -1,6 +1,4 @@
-"""The chunk losses straight from their definitions, which tests compare with: dense, chunk by chunk,
-autograd.
-"""
+"""The chunk losses by their definitions, which tests compare with: dense, chunk by chunk, autograd."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The passes in plain torch: the definition that the Triton kernels follow, and the code that CPUs run.
 
 Legend: n rows, w_s and w_t local columns of both models, e entries, k parts of the divergence. `codes` [w]
-int8 are those of `LossCall`: 0 is none of the model's rows. "Support": the common columns, with `lowest` [n]
-only those where the teacher's logit is not below it. Normalisers ("totals") are those of z / T over the whole
-vocabulary. Results are in the compute dtype.
+int8 are those of `LossCall`: 0 is a column without a row of the model. "Support": the common columns, with
+`lowest` [n] only those where the teacher's logit is not below it. Normalisers ("totals") are those of z / T
+over the whole vocabulary. Results are in the compute dtype.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def write_support_gradient(
 
 
 def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
-    """Return [4, n] at T = 1 on this rank's columns: ln sum exp, entropy of this softmax, largest logit and
-    its first column.
+    """Return [4, n] at T = 1 on this rank's columns.
+
+    The rows are ln sum exp, entropy of this softmax, largest logit and its first column.
     """
     parts = []
     for rows in row_chunks(logits):

@@ -14,9 +14,7 @@ KINDS = ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Rows of hidden states that context-parallel ranks send each other, so that every chunk's rows are on
-    its owner.
-    """
+    """Rows of hidden states that context-parallel ranks exchange, so that each chunk's owner has its rows."""
 
     send_rows: Tensor  # [sum of send_counts] int64, rows of this rank, by destination
     send_counts: tuple[int, ...]  # rows for each rank of the group, this one included
@@ -25,11 +23,10 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class ChunkSide:
-    """One model's tokens of the chunks, chunk after chunk: chunk i has the tokens [offsets[i], offsets[i +
-    1]).
-    """
+    """One model's tokens of the chunks, in order: chunk i has the tokens [offsets[i], offsets[i + 1])."""
 
-    rows: Tensor  # [n] int64, position that predicts the token, in this rank's packed row or in the exchanged rows
+    # [n] int64, position that predicts the token, in this rank's packed row or in the exchanged rows
+    rows: Tensor
     labels: Tensor  # [n] int64, the token itself, an id of this model's tokenizer
     offsets: Tensor  # [c + 1] int64
     host_offsets: np.ndarray  # [c + 1] int64, the same, for decisions on the host

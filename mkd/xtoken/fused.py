@@ -1,4 +1,7 @@
-"""LM heads and chunk loss in one: slice by slice, so that no [t, v] tensor ever exists (see losses/fused_linear.py)."""
+"""LM heads and chunk loss in one: slice by slice, so that no [t, v] tensor ever exists.
+
+See losses/fused_linear.py.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ LOSS_FUNCTIONS = {
 class ChunkOutput:
     """Sums over the chunks that this rank owns; the same on every tensor-parallel rank.
 
-    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Only `loss` has a graph. Chunks of
-    weight 0 count nowhere.
+    0-dim, in the compute dtype (fp64 for fp64 logits, else fp32), counts int64. Only `loss` has a graph.
+    Chunks of weight 0 count nowhere.
     """
 
     loss: Tensor  # sum of weight * s(T) * D
@@ -71,19 +74,18 @@ def fused_chunk_kd(
     chunk_rows: int | None = None,  # most rows of one model in a slice, unless one chunk has more tokens
     fp32_logits: bool = False,
 ) -> ChunkOutput:
-    """Compute the chunk loss of `hidden @ weight.T` of both models, differentiable by the student's hidden
-    states and head.
+    """Compute the chunk loss of `hidden @ weight.T` of both models, differentiable by the student's inputs.
 
     Every rank owns its chunks (`chunks`), and the engine sums over the ranks of context and data parallelism.
-    As in `fused_linear_kd` logits exist for one slice of chunks at a time, loss and gradient are made in
-    forward, `loss_gradient` is the factor of `loss` in the caller's backward (then gradients are final, and a
-    weight that has `main_grad` gets its own added there), and in evaluation (no_grad) it stops after the
-    values. The host never waits for the device.
+    As in `fused_linear_kd` logits exist for one slice of chunks at a time, and loss and gradient are made in
+    forward. `loss_gradient` is the factor of `loss` in the caller's backward. If it is given, gradients are
+    final, and a weight that has `main_grad` gets its own added there. In evaluation (no_grad) it stops after
+    the values. The host never waits for the device.
 
-    Communication: over the tensor-parallel group, per slice, the collectives of the loss and one all-gather
-    of the metrics; for hidden states as `fused_linear_kd`, and over the context-parallel group one all-to-all
-    of each side that has an exchange, and one for the student in backward. A rank without chunks takes part
-    in those of the hidden states.
+    Communication over the tensor-parallel group: per slice, the collectives of the loss and one all-gather of
+    the metrics; for hidden states as `fused_linear_kd`. Over the context-parallel group: one all-to-all of
+    each side that has an exchange, and one for the student in backward. A rank without chunks joins the
+    collectives of the hidden states.
     """
     assert teacher.weight.shape[0] == vocabulary.teacher_width, (
         "the teacher's head has the rows of TeacherSlots"
@@ -103,8 +105,9 @@ def fused_chunk_kd(
 
 
 def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
-    """Return the module of passes over the logits of these hidden states: Triton if it has the divergence,
-    else torch.
+    """Return the module of passes over the logits of these hidden states.
+
+    It is the one for Triton if Triton has the divergence, else that for torch.
     """
     if use_triton(hidden, settings.divergence):
         from mkd.xtoken import chunk_triton_passes
@@ -132,7 +135,7 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     """Return the most rows of a slice.
 
     partition_kl makes no temporary of a slice's size. The other losses have up to four more tensors of that
-    size in the compute dtype at once, and the dense ones those of all ranks.
+    size in the compute dtype at once. The dense losses have those of all ranks.
     """
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1

@@ -20,7 +20,7 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 # Replaces ln 0 where a difference with it must stay finite: exp of it is 0, and 0 times it is 0.
 FLOOR = -1e4
 
-# Codes of columns: a row of the model without a twin, a common token; 0 is no row of the model.
+# Codes of columns: a row of the model without a twin, a common token; 0 is a column without a row.
 OTHER, COMMON = 1, 2
 
 
@@ -61,7 +61,7 @@ class LossCall:
 
     @property
     def is_split(self) -> bool:
-        """Whether several ranks share the vocabulary."""
+        """True if several ranks share the vocabulary."""
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
     def scaled(self, logits: Tensor) -> Tensor:
@@ -110,22 +110,25 @@ def at_columns(values: Tensor, columns: Tensor) -> Tensor:
 
 
 def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ln of the shares of exp(inside) and of exp(outside) in their sum, both exact where they are
-    small.
+    """Return ln of the shares of exp(inside) and of exp(outside) in their sum.
+
+    Both are exact where they are small.
     """
     softplus = torch.nn.functional.softplus
     return -softplus(outside - inside), -softplus(inside - outside)
 
 
 def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
-    """Return ln(1 - e^b + e^b r), [c]: `chain` is b, ln p of the other tokens, and `outside` ln r, the rest
-    of the base row.
+    """Return ln(1 - e^b + e^b r), [c].
+
+    `chain` is b, ln p of the other tokens, and `outside` is ln r, the rest of the base row.
     """
     return torch.logaddexp((-torch.expm1(chain)).log(), chain + outside).clamp(min=FLOOR)
 
 
 def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
-    """Overwrite logits [n, w] with gradient [n, w] fp32 or fp64 (overwritten too) * scale [n], exactly 0
-    where scale is 0.
+    """Overwrite logits [n, w] with gradient [n, w] * scale [n], exactly 0 where scale is 0.
+
+    The gradient is fp32 or fp64, and is overwritten too.
     """
     logits.copy_(clear_rows(gradient.mul_(scale[:, None]), scale == 0))

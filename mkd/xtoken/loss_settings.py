@@ -14,10 +14,11 @@ from mkd.losses.kd_objective import TEMPERATURE_SCALINGS, require_temperature
 class ChunkLossSettings:
     """A chunk's loss is `weight * s(temperature) * D(teacher's chunk, student's chunk)`.
 
-    * `partition_kl`: divergence over {support, rest}; the support is the common tokens for a 1-1 chunk, and the
-      chunk's listed pairs for others.
-    * `prefix_kl`: divergence over common tokens at the start of every chunk; a token without a twin counts as the
-      common token that it begins with. For chunks of several tokens partition_kl of the whole chunk is added.
+    * `partition_kl`: divergence over {support, rest}. The support is the common tokens for a 1-1 chunk, and
+      the chunk's listed pairs for others.
+    * `prefix_kl`: divergence over common tokens at the start of every chunk. A token without a twin counts as
+      the common token that it begins with. For chunks of several tokens partition_kl of the whole chunk is
+      added.
     * `p_kl`: divergence over the teacher's vocabulary, the student's probabilities projected on it (X-Token,
       arXiv 2605.21699).
     * `gold` (hybrid ULD), `h_kl` (X-Token; the same on strict and relaxed pairs): divergence over
@@ -31,7 +32,7 @@ class ChunkLossSettings:
     divergence: Divergence = KLMixture(forward=1.0, reverse=0.0)  # see `build_divergence`
     temperature: float = 1.0  # logits of both models are divided by it, those of realised tokens too
     temperature_scaling: str = "squared"  # s(T): "squared" or "none"
-    # partition_kl: the support of a 1-1 chunk is the teacher's k likeliest common tokens (ties included); None: all
+    # partition_kl: a 1-1 chunk's support is the teacher's k likeliest common tokens, with ties; None: all
     top_k: int | None = None
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ of scalars. The masses of the rest are summed over the other columns, not taken 
 / T), D and its mean from `mkd/losses/divergences.py`: dL/d(z_j / T) = s_j (D_j - mean), D_j = D of the rest
 for the columns of the rest.
 
-A model all of whose rows are common tokens has no rest. Then the other model's distribution is conditioned on
-the common tokens: for identical tokenizers that is the plain divergence over the vocabulary.
+If all rows of a model are common tokens, the model has no rest. Then the other model's distribution is
+conditioned on the common tokens: for identical tokenizers that is the plain divergence over the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from mkd.xtoken.loss_call import LossCall, log_split
 def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: LossCall) -> Tensor:
     """Return values [c] from the logits [c, w_s] and [c, w_t] of a slice.
 
-    With `scale` [c] overwrite the student's with scale * dL/d(z/T).
-
-    Tensor-parallel group: one all-gather of [4, c] and one all-reduce of [<= 2, c]; with top_k another
-    all-gather of [k, c].
+    With `scale` [c] overwrite the student's with scale * dL/d(z/T). Tensor-parallel group: one all-gather of
+    [4, c] and one all-reduce of [<= 2, c]; with top_k another all-gather of [k, c].
     """
     passes, lowest = call.passes, _lowest_of_top_k(teacher, call)
     sums = call.gather(sums=passes.support_sums(student, teacher, lowest, call))["sums"].logsumexp(dim=0)
@@ -50,7 +48,7 @@ def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: Los
 
 
 def has_rest(call: LossCall) -> bool:
-    """Return whether both models have a rest; otherwise both are conditioned on the support."""
+    """Return True if both models have a rest; otherwise both are conditioned on the support."""
     top_k = call.settings.top_k
     return call.vocabulary.both_have_rest or (top_k is not None and top_k < call.vocabulary.num_common)
 

@@ -1,13 +1,12 @@
-"""Divergence of both models' probabilities on common classes: p_kl, and prefix_kl, which reads it where
-chunks start.
+"""Divergence of both models' probabilities on common classes: p_kl, and prefix_kl at the start of chunks.
 
     q_x = mean over the chunk's student rows of sum_u S[u, x] p_s(u);   t_x likewise of its teacher rows, by T
 
 p_kl (X-Token, arXiv 2605.21699): classes are the teacher's tokens, S is the projection matrix, T the
 identity. prefix_kl: classes are the common tokens, and S and T have a 1 where a token begins with a common
-one. The rest is what S loses of the student's probability, and what the teacher has on classes that S has no
-value for or loses by T. So both sum to 1 and the value is not negative. Where one of them has no rest, the
-other is conditioned on the supported classes.
+one. The rest of the student is the probability that S loses. The rest of the teacher is its probability on
+classes that S has no value for, and what T loses. So both sum to 1 and the value is not negative. Where one
+of them has no rest, the other is conditioned on the supported classes.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ def prefix_kl(
 
     With `scale` [c] overwrite the student's with scale * dL/d(z/T).
 
-    A token without a twin counts as the common token that it begins with: where the teacher may say "
-    configuration" and the student only " config", the student's " config" is to be as likely as everything
-    that the teacher may say beginning with it. Both sides have read the same bytes where a chunk starts, so
-    every chunk is compared at its first tokens; a chunk of several tokens also by its realised chain, as in
-    partition_kl. The classes cover both vocabularies (control tokens of one side alone are the rest): for
-    identical tokenizers it is the plain divergence.
+    A token without a twin counts as the common token that it begins with. Say the teacher may write "
+    configuration" and the student only " config". Then the student's " config" should be as likely as
+    everything beginning with it that the teacher may write. Both sides have read the same bytes where a chunk
+    starts, so every chunk is compared at its first tokens. A chunk of several tokens is also compared by its
+    realised chain, as in partition_kl. The classes cover both vocabularies (control tokens of one side alone
+    are the rest): for identical tokenizers it is the plain divergence.
 
     Tensor-parallel group: the communication of `projected`, and that of `chains` for chunks of several
     tokens.
@@ -155,8 +154,9 @@ def _by_columns(classes: ClassMap, by_class: Tensor, by_rest: Tensor, call: Loss
 
 
 def _softmax_gradient(p: Tensor, by_mean: Tensor, side: SideRows, call: LossCall) -> Tensor:
-    """Return p (dL/dp - sum p dL/dp), [n, w_s], where dL/dp of a row is its chunk's divided by the number of
-    its tokens.
+    """Return p (dL/dp - sum p dL/dp), [n, w_s].
+
+    dL/dp of a row is its chunk's, divided by the number of the chunk's tokens.
     """
     by_p = (by_mean / _tokens(side, p.dtype)[:, None])[side.chunks]
     inner = call.sum((p * by_p).sum(dim=1))

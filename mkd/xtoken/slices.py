@@ -33,7 +33,7 @@ class SideRows:
     def of(cls, side: ChunkSide, chunks: range, places: Tensor | None) -> SideRows:
         """Cut out these chunks; `places` of the ids, None if an id is its place.
 
-        There is no transfer from the device: sizes come from `host_offsets`.
+        Nothing is copied from the device: sizes come from `host_offsets`.
         """
         first, last = (int(side.host_offsets[i]) for i in (chunks.start, chunks.stop))
         offsets = side.offsets[chunks.start : chunks.stop + 1] - first
@@ -41,7 +41,7 @@ class SideRows:
         labels = side.labels[first:last]
         others = last - first - len(chunks)
         other_chunks = index.repeat_interleave(counts - 1, output_size=others)
-        # Token i of those that are no base has one base before it for each earlier chunk.
+        # Token i of those other than bases has one base before it for each earlier chunk.
         other_rows = torch.arange(others, device=offsets.device) + other_chunks
         return cls(
             side.rows[first:last],
@@ -75,12 +75,12 @@ class ChunkSlice:
 
     @property
     def student_is_single(self) -> bool:
-        """Whether each chunk is one token of the student."""
+        """True if each chunk is one token of the student."""
         return self.kind in (ONE_TO_ONE, ONE_TO_MANY)
 
     @property
     def teacher_is_single(self) -> bool:
-        """Whether each chunk is one token of the teacher."""
+        """True if each chunk is one token of the teacher."""
         return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
 
     def at_starts(self) -> ChunkSlice:

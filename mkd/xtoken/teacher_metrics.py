@@ -1,5 +1,6 @@
-"""Metrics of the teacher: how sure it is of the chunks' tokens, and how often the student's first choice
-agrees.
+"""Metrics of the teacher: how sure it is of the chunks' tokens, and how often the student agrees.
+
+The student agrees if its first choice is the teacher's.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from mkd.xtoken.slices import ChunkSlice
 def slice_metrics(
     student: Tensor, teacher: Tensor, counts: Tensor, piece: ChunkSlice, call: LossCall
 ) -> dict[str, Tensor]:
-    """Return sums over the chunks with `counts` [c] bool, named as in `ChunkOutput`, from the logits [n,
-    w_s], [m, w_t].
+    """Return sums over the chunks with `counts` [c] bool, named as in `ChunkOutput`.
 
-    Tensor-parallel group: one all-gather of [<= 6, m].
+    They are computed from the logits [n, w_s], [m, w_t]. Tensor-parallel group: one all-gather of [<= 6, m].
     """
     gathered = call.gather(**_local(student, teacher, piece, call))
     normaliser = gathered["sums"].logsumexp(dim=0)
@@ -45,7 +45,7 @@ def _local(student: Tensor, teacher: Tensor, piece: ChunkSlice, call: LossCall) 
 
     [m] each: ln sum exp, entropy of the shard's own softmax, logit of the token (LOWEST on other ranks). For
     1-1 chunks also both models' largest logit, and the student's at the teacher's first maximum, -inf if that
-    is no common token.
+    is not a common token.
     """
     passes = call.passes
     sums, entropy, maximum, column = passes.token_statistics(teacher, call.teacher_codes)

@@ -14,7 +14,7 @@ from tests.tokenizers.trained import hf_dir, spm_file, tokenizer  # noqa: F401
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """write_jsonl(name, record, ...) -> path; a record is an object, or a raw line as bytes."""
+    """Return write_jsonl(name, record, ...) -> path; a record is an object, or a raw line as bytes."""
 
     def write(name, *records):
         lines = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
@@ -27,7 +27,10 @@ def write_jsonl(tmp_path):
 
 @pytest.fixture
 def make_store(tmp_path):
-    """make_store(documents, masks=None, name=...) -> TokenStore of a plain Megatron corpus with these ids."""
+    """Return make_store(documents, masks=None, name=...) -> TokenStore.
+
+    It writes a plain Megatron corpus with these ids.
+    """
 
     def make(documents, masks=None, name="corpus"):
         prefix = str(tmp_path / name)

@@ -64,7 +64,7 @@ def test_a_change_that_keeps_size_and_time_of_a_file_is_seen(open_data, texts, t
 
 
 def ids_of(open_data, path, content):
-    """Document 7 of the file has other content."""
+    """Return the ids of document 7 of the file with this content."""
     Path(path).write_bytes(content)
     return open_data(path)[0].members[0].store.document(7)[0].tolist()
 
@@ -209,7 +209,7 @@ def test_an_all_masked_file_is_refused(open_data, write_jsonl):
 
 
 class Ranks:
-    """Return `share` for two threads in place of processes: rank 1 waits for the value of rank 0."""
+    """The function `share` for two threads in place of processes: rank 1 waits for the value of rank 0."""
 
     def __init__(self):
         self.ready, self.value = threading.Event(), None

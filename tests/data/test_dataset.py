@@ -137,8 +137,9 @@ def test_blended_packs_are_numbered_through(make_store):
 
 
 def test_the_documents_of_a_pack_have_their_number_in_their_corpus(make_store):
-    """The second member does not have its corpus's first two documents; a document that was cut is in several
-    packs.
+    """The second member does not have its corpus's first two documents.
+
+    A document that was cut is in several packs.
     """
     stores = [
         make_store([[1, 2, 3], [4, 5], [6] * 12], name="m0"),

@@ -1,5 +1,6 @@
-"""Each sample once per epoch, across crashes and changes of the layout: counted by the sample ids of real
-streams.
+"""Each sample once per epoch, across crashes and changes of the layout.
+
+The tests count the sample ids of real streams.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LAYOUTS = ((2, 2), (4, 1), (1, 4), (1, 8), (8, 1))  # (data-parallel ranks, pack
 
 @pytest.fixture
 def members(make_store):
-    """23 and 10 packs."""
+    """Return members of 23 and 10 packs."""
     options = dict(seq_length=8, vocab_size=1000, pad_id=0)
     stores = [make_store([[i + 100 * m] * 6 for i in range(n)], name=f"m{m}") for m, n in enumerate((23, 10))]
     return [PackedDataset(store, **options) for store in stores]
@@ -29,7 +30,7 @@ def members(make_store):
 def take_steps(
     dataset, first_step: int, count: int, data_parallel: int, micro_batch: int, workers: int = 0, **options
 ):
-    """Return the samples of steps [first_step, first_step + count), read by all ranks, in order of position."""
+    """Return the samples of steps [first_step, first_step + count) of all ranks, in order of position."""
     streams = [
         TrainStream(
             dataset,
@@ -52,8 +53,9 @@ def take_steps(
 
 
 def crash_loop(dataset, num_steps: int, layouts, **options) -> list[int]:
-    """Return the samples of a run that crashes every seven steps and resumes from its last save in the next
-    layout.
+    """Return the samples of a run that crashes every seven steps.
+
+    It resumes from its last save, each time in the next layout.
     """
     done, crashes = {}, 0
     saved = 0

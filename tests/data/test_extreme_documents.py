@@ -100,7 +100,7 @@ def test_a_huge_text_becomes_documents_that_join_to_it(
 
 
 def records_of(size: int) -> list[dict]:
-    """Return a conversation, and a prompt with its completion, of so many characters."""
+    """Return a conversation, and a prompt with its completion, of this many characters."""
     answer = "a" * (size - len("user" + "fox?" + "assistant"))
     chat = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": answer}]
     return [{"messages": chat}, {"prompt": "a" * (size // 2), "completion": "a" * (size - size // 2)}]
@@ -108,8 +108,9 @@ def records_of(size: int) -> list[dict]:
 
 @pytest.mark.fault(25)
 def test_huge_conversations_and_completions_are_bad_records(write_jsonl, tmp_path, monkeypatch):
-    """Unlike text they are not cut: one that is too long is skipped and listed, or refused; one that just
-    fits is kept.
+    """Unlike text, conversations and completions are not cut.
+
+    One that is too long is skipped and listed, or refused; one that just fits is kept.
     """
     monkeypatch.setattr(documents, "MAX_CHARACTERS", 1000)
     path = write_jsonl("long.jsonl", *records_of(1001), *records_of(1000), {"text": "fox"})

@@ -47,10 +47,8 @@ def test_huge_texts_are_cut_where_it_hurts_least(monkeypatch):
     ]
     assert cut == [
         (1, "0123456789"),
-        *[
-            (2, "one\ntwo"),
-            (2, " four six"),
-        ],  # the line end is in the first half: the last blank before ten characters
+        # The line end is in the first half: the cut is at the last blank before ten characters.
+        *[(2, "one\ntwo"), (2, " four six")],
         *[(3, "one two"), (3, " four six")],
         *[(4, "x" * 10), (4, "x" * 10), (4, "x" * 5)],
         *[(5, "\u4f60" * 10), (5, "\u4f60" * 2)],

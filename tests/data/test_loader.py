@@ -20,7 +20,7 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_se
 
 @pytest.fixture
 def dataset(make_store):
-    """23 packs in two members, mixed 3:1."""
+    """Return 23 packs in two members, mixed 3:1."""
     members = [
         PackedDataset(
             make_store([[i + 100 * m] * 6 for i in range(n)], name=f"m{m}"),
@@ -209,8 +209,9 @@ def test_empty_packs_have_no_loss(dataset):
 
 @pytest.fixture
 def taught(write_jsonl, tmp_path):
-    """Return packs with a part for a cross-tokenizer teacher, after a teacher that reads the student's
-    tokens.
+    """Return packs with a part for a cross-tokenizer teacher.
+
+    A teacher that reads the student's tokens comes before it.
     """
     path = write_jsonl("texts.jsonl", *({"text": text} for text in texts(30)))
     text = teacher_text(spellings=relation(TEACHER).spellings)

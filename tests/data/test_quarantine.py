@@ -1,5 +1,6 @@
-"""Bad records of every kind of file: skipped and listed up to a limit, refused above it, all other data
-unchanged.
+"""Bad records of every kind of file: skipped and listed up to a limit, refused above it.
+
+All other data is unchanged.
 """
 
 from __future__ import annotations
@@ -165,9 +166,8 @@ def test_tables(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     values = [b"one", None, b"caf\xe9", b"a\0b", b"", b"two", b"\xed\xa0\x80"]
     as_bytes = pa.array(values, pa.binary())
-    as_text = pa.Array.from_buffers(
-        pa.string(), len(values), as_bytes.buffers()
-    )  # a writer that does not check
+    # As a writer that does not check would write it.
+    as_text = pa.Array.from_buffers(pa.string(), len(values), as_bytes.buffers())
     for column in (as_text, as_bytes):
         path = write_table(pa, tmp_path / f"t.{suffix}", pa.table({"text": column, "id": range(len(values))}))
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=4)

@@ -1,4 +1,4 @@
-"""Every recipe of docs/extending.md, applied to a copy of the tree as a reader would, then checked by its own command."""
+"""Every recipe of docs/extending.md works: applied to a copy of the tree, then checked by its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Imported by Python at its start if this folder is on PYTHONPATH: injects the fault of `MKD_FAULT` into the process."""
+"""Inject the fault of `MKD_FAULT` into the process.
+
+Python imports this file at its start if the folder is on PYTHONPATH.
+"""
 
 import os
 

@@ -29,9 +29,8 @@ writer.close()
 
 
 def test_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "wandb", None
-    )  # how Python itself marks a module that cannot be imported
+    # Python itself marks a module that cannot be imported like this.
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match="--wandb-project is set and wandb is not installed") as caught:
         WandbWriter(LOG, tmp_path, {})
     assert "pip install wandb" in caught.value.do and not list(tmp_path.iterdir())

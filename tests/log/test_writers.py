@@ -112,9 +112,8 @@ def test_tensorboard_evaluation_goes_to_its_own_split(tmp_path):
 
 def test_missing_tensorboard_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(
-        sys.modules, "tensorboard", None
-    )  # how Python itself marks a module that cannot be imported
+    # Python itself marks a module that cannot be imported like this.
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError) as caught:
         TensorBoardWriter(tmp_path)
     assert "--tensorboard-dir" in caught.value.what and "tensorboard" in caught.value.why

@@ -1,5 +1,6 @@
-"""Objectives and chunk settings from plain keywords: the divergence by name, its parameter by the name of its
-YAML key.
+"""Objectives and chunk settings from plain keywords.
+
+A divergence is given by its name, its parameter by the name of its YAML key.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def test_values_and_slopes(name, parameter):
 @pytest.mark.parametrize(("name", "parameter"), CASES)
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 1e-1])
 def test_nearly_equal_distributions_do_not_cancel(name, parameter, noise):
-    """In fp32 no value is negative, and values and gradients are those of fp64 on the same log-probabilities."""
+    """In fp32 no value is negative, and values and gradients equal those of fp64.
+
+    Both read the same log-probabilities.
+    """
     generator = torch.Generator().manual_seed(1)
     z = 3 * torch.randn(20, 1000, generator=generator)
     y = z + noise * torch.randn(z.shape, generator=generator)

@@ -1,5 +1,6 @@
-"""The fused head against the dense float64 reference on full logits: values, gradients of hidden states and
-head.
+"""The fused head against the dense float64 reference on full logits.
+
+Values and the gradients of hidden states and head are compared.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def heads_of(hidden, weight, teacher_hidden, teacher_weight, labels, mask):
 
 
 def on_rank(case, settings, compact, sequence_parallel, factor):
-    """Return one rank's values, gradient of its hidden states (its part of the sequence) and of its head
-    rows.
+    """Return one rank's values, gradient of its hidden states and gradient of its head rows.
+
+    The hidden states are its part of the sequence.
     """
     detect()  # Megatron's mappings of sequence parallelism name CUDA
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
@@ -122,8 +124,9 @@ def test_no_loss_token_is_zero_with_a_graph(ranks):
 
 
 def with_main_grad(case, shared):
-    """Return a loss whose factor is known in forward and whose weight has an fp32 buffer, as under Megatron's
-    DDP.
+    """Return a loss whose factor is known in forward.
+
+    Its weight has an fp32 buffer, as under Megatron's DDP.
     """
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -233,7 +236,10 @@ def test_never_a_tensor_of_all_logits():
 
 
 def test_same_result_as_the_loss_on_logits():
-    """Both are bitwise equal if one block holds all rows: the fused head is the same passes in another order."""
+    """Both are bitwise equal if one block holds all rows.
+
+    The fused head makes the same passes in another order.
+    """
     case = problem(torch.float32)
     hidden, weight, teacher_hidden, teacher_weight, labels, mask = case
     fused = fused_linear_kd(*heads_of(*case), objective_of(**BOTH), tp_group=None)

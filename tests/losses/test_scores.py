@@ -97,7 +97,7 @@ def on_slots(tp: int):
 
 
 def slots(tp: int):
-    """Return hidden states, head by id, place of each id, the rows that are exchanged, rows of those, labels."""
+    """Return hidden states, head by id, place of each id, exchanged rows, rows of those, labels."""
     hidden, weight, _, _ = inputs(torch.float64)
     generator = torch.Generator().manual_seed(1)
     filled = PADDED - PADDED // tp if tp > 1 else PADDED

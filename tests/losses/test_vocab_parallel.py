@@ -1,6 +1,4 @@
-"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, and what it
-promises.
-"""
+"""The vocabulary-parallel loss against the dense float64 reference: value, gradient, metrics, promises."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ MASKS = ["random", "none", "all", "weights"]
 def batch(
     seed, student_vocab, teacher_vocab, mask, *, rows=24, padded=PADDED, dtype=torch.float64, spread=3.0
 ):
-    """Return (student, teacher, labels, mask), the logits [rows, padded] with garbage in the padding columns."""
+    """Return (student, teacher, labels, mask); logits are [rows, padded] with garbage in padding columns."""
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, padded, generator=generator, dtype=torch.float64)
     teacher = 0.5 * student + spread * torch.randn(rows, padded, generator=generator, dtype=torch.float64)
@@ -45,7 +43,10 @@ def values(output: KDOutput) -> dict:
 
 
 def sharded(student, teacher, labels, mask, settings):
-    """Return one rank's values of the loss and the gradient of its columns (of 2 * loss, to see the factor)."""
+    """Return one rank's values of the loss and the gradient of its columns.
+
+    The gradient is that of 2 * loss, to see the factor.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
     teacher = None if teacher is None else teacher.chunk(size, dim=-1)[rank]

@@ -18,8 +18,9 @@ ROWS, WIDTH = 64, 96
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operators that run, the ones that would wait for a device, and the largest tensor made per
-    dtype.
+    """Records the operators that run, and the largest tensor made per dtype.
+
+    Operators that would wait for a device are recorded separately.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Check how runs end: everything is closed, in order, and the messages about saves are true."""
+"""How runs end: everything is cleaned up in order, and the last message tells correctly what was saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files(tmp_path_factory):
 
 
 def begin(cleanup: Cleanup, failing=()) -> list:
-    """Add actions 1, 2 and 3, which note what they are told; those in `failing` then raise."""
+    """Add actions 1, 2 and 3, which record their argument; those in `failing` then fail."""
     told = []
 
     def action(number):
@@ -55,7 +55,7 @@ def test_what_fails_at_the_end_of_a_good_run_is_its_error(capsys):
 
 
 def stopped(argv, in_step):
-    """Run until SIGTERM before the first step, or in it.
+    """Send SIGTERM to a run before its first step, or in it.
 
     Return (text of the lock after training, text after everything, the error with which the run ended).
     """
@@ -97,7 +97,7 @@ def stopped(argv, in_step):
 
 
 def test_what_is_said_of_what_was_saved(files, ranks):
-    """The messages about saves are true, and the folder is locked until the run has ended."""
+    """The run also keeps its lock on the folder until it has ended."""
 
     def end_of(run, in_step, *more):
         ((held, released, said),) = ranks.run(stopped, 1, flags(files, run, *more), in_step)
@@ -124,7 +124,7 @@ def test_what_is_said_of_what_was_saved(files, ranks):
 
 
 def test_a_run_whose_export_failed_is_not_done(files, ranks):
-    """Restarted, the run exports and is done."""
+    """After a restart it exports and is done."""
     save, exported = files / "export", files / "export hf"
     (exported / "config.json" / "in the way").mkdir(parents=True)
     argv = flags(files, "export", "--save", save, "--load", save, "--export-hf", exported)
@@ -140,7 +140,7 @@ def test_a_run_whose_export_failed_is_not_done(files, ranks):
 
 
 def phases_of_publishing(argv):
-    """Return the watchdog's phases in which the run asked if a background save can be published."""
+    """Return the watchdog's phase at each question whether a background save can be published."""
     from mkd.config.load import load_config
     from mkd.operations.watchdog import Watchdog
     from mkd.platform import detect

@@ -1,4 +1,4 @@
-"""Check that a run that crashes in the same step at every start is stopped; other ends do not count."""
+"""A run that crashes in the same step at every start is refused; other ends do not count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 
 def crash_in(folder, step, config=None):
-    """Simulate a run that reaches `step` and then disappears."""
+    """Simulate a run that reaches `step` and is killed."""
     CrashCounter.start(folder, config or Config()).reached(step)
 
 
@@ -97,7 +97,7 @@ def test_the_command_stops_with_76(files, tmp_path):
     ids=repr,
 )
 def test_which_ends_are_crashes(error, is_crash, tmp_path):
-    """Ends with exit code 1 are crashes; refused runs and runs told to end are not."""
+    """Only errors with exit code 1 are crashes; a run that was refused or told to end has not crashed."""
     for _ in range(3):
         counter = CrashCounter.start(tmp_path, Config())
         counter.reached(7)

@@ -1,4 +1,4 @@
-"""Check the space that must be free on a disk before a run begins."""
+"""The disk space that a run needs before it starts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_new_checkpoint_is_beside_those_that_stay(present, checkpoint, count
     ],
 )
 def test_checkpoints_to_stay(checkpoint, start, count, tmp_path):
-    """A resumed run counts the checkpoints that it will save, however many exist already."""
+    """A resumed run counts only checkpoints to come, however many there are already."""
     if start:
         (tmp_path / f"iter_{start:07d}").mkdir()
     assert checkpoints_to_stay(settings(tmp_path / "other", load=str(tmp_path), **checkpoint)) == count

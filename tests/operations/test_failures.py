@@ -1,7 +1,4 @@
-"""Check that all ranks end within seconds of one rank's failure.
-
-The one traceback that matters is that of the rank that failed first.
-"""
+"""If one rank raises or dies, the others end within seconds, and only its traceback is printed."""
 
 from __future__ import annotations
 
@@ -78,3 +75,21 @@ def test_reports_of_other_runs_are_not_believed(tmp_path):
     second.write("new", "why\n", exit_code=65)
     (failure,) = first.of_peers()
     assert (failure.rank, failure.what, failure.exit_code) == (1, "new", 65) and second.of_peers() == []
+
+
+def test_the_report_of_torchrun_ends_with_the_error(tmp_path, monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    from mkd.errors import UsageError
+    from mkd.operations.failures import ERROR_FILE, FailureReports, end_of_rank
+    from mkd.operations.rendezvous import Rendezvous
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    for text in ("first", "second"):  # what ends the process is its first error
+        error = UsageError(text, "why", "do", code="example")
+        assert end_of_rank(error, FailureReports(0, 1), Rendezvous(0, 1)) == 64
+    assert capsys.readouterr().err.startswith("error[example]: first\n")
+    report = str(ChildFailedError("pretrain_kd.py", {0: ProcessFailure(0, 1, 64, str(path))}))
+    cause = "traceback : error[example]: first\n    why: why\n    do:  do"
+    assert report.rstrip("=\n").endswith(cause)

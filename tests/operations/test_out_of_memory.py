@@ -1,4 +1,4 @@
-"""Check the error of a GPU without memory: planned against actual, and what to change."""
+"""The out-of-memory error: planned and actual memory, and settings to change."""
 
 from __future__ import annotations
 

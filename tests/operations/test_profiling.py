@@ -1,4 +1,4 @@
-"""Check profiles of some steps, and the files that explain a run."""
+"""Profiles of some steps, memory histories, and the loss card."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_the_loss_card_reads_the_settings_that_the_loss_reads():
 
 @pytest.mark.parametrize(("iterations", "steps"), [((0, 1, 2, 3), 2), ((2, 3), 1), ((0, 1), 1), ((3, 4), 0)])
 def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
-    """The range is the steps after 1, up to 3, also for a run that resumes within it or ends before it."""
+    """The range is the steps after 1, up to 3, also if a run resumes between them or ends earlier."""
     import torch
 
     log = LogConfig(profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3)
@@ -73,10 +74,34 @@ def test_the_range_is_that_of_megatron(tmp_path, iterations, steps):
         assert operations(tmp_path / "profile" / "trace_rank0.json.gz").count("aten::sinh") == steps
 
 
-class Recorder:
-    """Replace CUDA's recorder, which machines without a GPU lack.
+def test_phases_are_ranges_for_nsight_systems(tmp_path, monkeypatch):
+    """Only in the profiled steps, one range a phase, all of them closed."""
+    import torch
 
-    It notes what it was asked for, and its snapshot says how much.
+    from mkd.operations.phases import DATA, EVAL, FORWARD_BACKWARD, OPTIMIZER, Phases
+
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    recorder = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("on"), cudaProfilerStop=lambda: calls.append("off")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: recorder)
+    log = LogConfig(profile=True, profile_step_start=1, profile_step_end=2)
+    phases = Phases(Profiler.from_config(log, tmp_path, rank=0))
+    for iteration in (1, 2, 3):
+        for phase in (DATA, FORWARD_BACKWARD, OPTIMIZER):
+            with phases(phase, iteration):
+                pass
+        assert list(phases.each(EVAL, iteration, "ab")) == ["a", "b"]
+    steps = ["data 2", "end", "forward_backward 2", "end", "optimizer 2", "end", "eval 2", "end", "eval 2"]
+    assert calls in (["on", *steps, "off", "end"], ["on", *steps, "end", "off"])
+
+
+class Recorder:
+    """Replaces CUDA's recorder on machines without a GPU.
+
+    Records the calls, and writes their number as a snapshot.
     """
 
     def __init__(self, monkeypatch):
@@ -120,7 +145,7 @@ def test_the_memory_history_lasts_until_the_run_ends(iterations, error, calls, t
 
 
 def fail_in_build(argv):
-    """Return what the recorder was asked for in a run whose GPU is too small for its models."""
+    """Return the recorder's calls in a run whose GPU is too small for its models."""
     import torch
 
     from mkd.config.load import load_config
@@ -148,7 +173,7 @@ def test_the_memory_history_of_models_that_do_not_fit(files, ranks):
 
 
 def test_what_cannot_be_profiled_is_said_before_the_run():
-    """Without a GPU, settings that cannot be profiled are reported before the run."""
+    """Runs on a machine without a GPU."""
     import torch
 
     if torch.cuda.is_available():

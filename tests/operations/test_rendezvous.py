@@ -1,6 +1,6 @@
-"""Check that a problem of one machine at the start ends all ranks.
+"""A start problem of one machine ends all ranks.
 
-The first rank with the problem reports it, with its exit code.
+The lowest rank that hit it prints it, and all use its exit code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def start(files, tmp_path):
-    """Start a run with relative paths, each rank on a separate machine.
-
-    Each argument names the files of `files` that exist on one machine.
-    """
+    """Start a run with relative paths, each rank in a separate folder that holds the files named for it."""
 
     def start_on(*machines: tuple[str, ...]):
         places = [tmp_path / f"machine {rank}" for rank in range(len(machines))]
@@ -79,7 +76,7 @@ def test_what_the_first_machine_alone_has_met(start):
 
 @pytest.mark.slow
 def test_each_problem_is_said_once(start):
-    """Ranks 0 and 1 have the same problem; rank 2 has another one besides."""
+    """Ranks 0 and 1 hit the same problem, rank 2 hits that one and another."""
     outputs = [one.output for one in start((), (), ("checkpoints",))]
     assert (
         outputs[0].count("error[data-path-not-found]: --data-path text.jsonl: nothing found\n") == 1

@@ -1,4 +1,4 @@
-"""Check which folders of --save and --load a run may begin with."""
+"""The folders of --save and --load that a run may start with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.train.command import flags, make_files, read_metrics, run_main
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Make two folders with a checkpoint, `a` and `b`, one with a damaged one, and one without."""
+    """Make two folders with a checkpoint, `a` and `b`, one with a damaged checkpoint, and an empty one."""
     for name in ("a", "b"):
         (tmp_path / name / "iter_0000002").mkdir(parents=True)
         (tmp_path / name / "iter_0000002" / "metadata.json").touch()
@@ -68,7 +68,7 @@ def test_what_is_refused(save, load, found, folders):
 
 
 def test_a_second_start_changes_nothing_of_the_first_run(tmp_path, ranks):
-    """Start the same command twice, and with a mistyped --load."""
+    """Start the same command twice, and once with a mistyped --load."""
     files = make_files(tmp_path)
     save = files / "save"
     argv = flags(files, "save", "--save", save)

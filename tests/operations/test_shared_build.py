@@ -1,4 +1,4 @@
-"""Check that ranks wait while rank 0 builds and makes progress, and that a signal to any rank ends all."""
+"""While rank 0 builds, the others wait as long as it makes progress; a signal to any of them ends all."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ def files(tmp_path_factory):
 
 
 def long_text(files, megabytes: float):
-    """Return the name of a file, and a function that tells if its tokens are being written.
-
-    Tokenising takes about a third of a second per megabyte.
-    """
+    """Return a file that takes a third of a second per megabyte, and a function that tells if it is read."""
     texts = (
         f"{i}: " + "the quick brown fox jumps over the lazy dog " * 24 for i in range(int(megabytes * 950))
     )
@@ -37,7 +34,7 @@ def long_text(files, megabytes: float):
 
 
 def build_together(seconds: float, signalled_rank: int | None, fails: bool) -> tuple:
-    """Return (result or error, seconds since the start, seconds since this rank's watchdog saw progress)."""
+    """Return (value or error, seconds since the start, seconds since the last progress)."""
     from mkd.data.build import _prepare_once
     from mkd.errors import MkdError
     from mkd.operations.phases import Phases
@@ -87,7 +84,7 @@ def test_an_error_is_raised_by_all(ranks):
 
 
 def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
-    """Without a position if the folder is damaged: the next start reports that."""
+    """If the folder is damaged, the position is 0; the next start reports the damage."""
 
     def position():
         leave_preempted(str(tmp_path), Preempted("received SIGTERM", code="example"))
@@ -112,7 +109,7 @@ def test_the_marker_has_the_position_of_the_latest_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault("13 data build")
 def test_a_signal_while_data_are_tokenised(files):
-    """No files stay, no crash is counted, and an earlier run's marker in the save folder is replaced."""
+    """No stump remains, no crash is counted, and the marker of an earlier run is replaced."""
     name, is_tokenised = long_text(files, 20)
     folder, told = files / "tokenising", []
     folder.mkdir()
@@ -139,7 +136,7 @@ def test_a_signal_while_data_are_tokenised(files):
 
 @pytest.mark.slow
 def test_a_long_build_is_no_hang(files, tmp_path):
-    """The build takes three times as long as the limit of a phase."""
+    """The build takes three times the limit of a phase."""
     name, _ = long_text(files, 3 * LIMIT_S * 3.2)
     argv = flags(files, "long", "--distributed-timeout-minutes", LIMIT_S / 60, "--data-path", files / name)
     start = time.time()
@@ -149,9 +146,9 @@ def test_a_long_build_is_no_hang(files, tmp_path):
 
 
 def count_workers(argv: list[str]) -> tuple[int, int]:
-    """Return (exit code, largest number of concurrent tokenising processes) of a run.
+    """Run so that any file is worth a process.
 
-    Any file counts as large enough for a process.
+    Return (exit code, the most processes tokenising at a time).
     """
     import multiprocessing
 
@@ -174,7 +171,7 @@ def count_workers(argv: list[str]) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_run_tokenises_with_the_cores_that_it_has(files, ranks):
-    """Several processes make the same cache as one."""
+    """The cache equals that of one process."""
     import os
 
     plain, shared = (files / name for name in ("cache", "cache of several"))

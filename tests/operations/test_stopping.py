@@ -1,4 +1,4 @@
-"""Check runs that are told to end: by a signal to any rank, their own clock, or the end of a Slurm job."""
+"""Runs end early because of a signal to any rank, their own time limit, or the end of a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_and_signal(
     to_group=False,
     until_gone=False,
 ):
-    """Send a signal to a long run once it has printed `after`, or once the function `after` is true.
+    """Signal a long run once it has printed `after`; return (exit codes or -signals, output of rank 0).
 
     Return (exit code or -signal of each process, output of rank 0). The signal goes to the last rank alone,
     or to all processes and their data workers; it is sent once, or repeatedly.
@@ -103,7 +103,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(files, number, to_group, af
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 @pytest.mark.fault(13)
 def test_signals_that_go_on_until_the_process_is_gone(files, number):
-    """Signals cannot change the exit code between its choice and the interpreter's end."""
+    """The exit code is decided before the interpreter shuts down, and no signal changes it."""
     run = f"{number.name} until gone"
     codes, output = run_and_signal(files, run, number, processes=1, until_gone=True)
     assert codes == [75] and "preempted: received" in output, output[-2000:]
@@ -136,7 +136,7 @@ def test_the_next_start_goes_on_and_is_done(files, ranks):
 
 
 def answers(end_in_s: float, minutes: float | None, received: int):
-    """Return what both ranks are told when rank 1 alone knows of the end or has received a signal."""
+    """Return the answer to both ranks if rank 1 alone knows the end or has received a signal."""
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext
@@ -167,8 +167,40 @@ def test_what_one_rank_knows_all_are_told(end_in_s, minutes, received, expected,
     assert results == [expected, expected]
 
 
+def agreements(finite: list[bool], received: int):
+    """Return what this rank is told if each rank knows if it is finite, and rank 1 has a signal."""
+    from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER, Phases
+    from mkd.operations.signals import Signals
+    from mkd.operations.stopping import Stopper
+    from mkd.parallel.context import ParallelContext
+    from mkd.platform import detect
+
+    context = ParallelContext.create(detect())
+    stopper = Stopper(context, Signals(received if context.rank == 1 else 0))
+    phases = Phases(stopper)
+    with phases(FORWARD_BACKWARD, 1):
+        time.sleep(0.05)
+    with phases(OPTIMIZER, 1):
+        agreed = stopper.exchange(finite[context.rank])
+    step_s = stopper.step_s
+    time.sleep(0.1)
+    stopper.agreed()  # between steps the clock of a step stands still
+    return agreed.finite, agreed.stop and agreed.stop.reason, step_s >= 0.05, stopper.step_s == step_s
+
+
+@pytest.mark.parametrize("finite", [[True, True], [True, False], [False, True]])
+@pytest.mark.parametrize("received", [0, signal.SIGTERM])
+def test_all_ranks_agree_on_a_step(finite, received, ranks):
+    """One exchange tells every rank whether the update is applied and whether the run ends.
+
+    Phases time the step.
+    """
+    answer = (all(finite), "received SIGTERM" if received else None, True, True)
+    assert ranks.run(agreements, 2, finite, int(received)) == [answer, answer]
+
+
 def ends_before_a_first_save(num_bytes, save_s):
-    """Return if a job that ends in 60 s stops: (before its first step, after one of 2 s)."""
+    """Return whether a job that ends in 60 s stops (before its first step, after a step of 2 s)."""
     from mkd.operations.signals import Signals
     from mkd.operations.stopping import Stopper
     from mkd.parallel.context import ParallelContext

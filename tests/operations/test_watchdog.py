@@ -1,4 +1,4 @@
-"""Check ranks that hang: the run ends in time, and each rank that can answer reports stacks and phase."""
+"""If a rank hangs, the run ends in time, with the stack and the phase of every rank that can still answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def files(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_stopped_rank(files, tmp_path):
-    """A rank stopped by SIGSTOP cannot answer; its peer reports it."""
+    """After SIGSTOP a rank cannot answer, and its peer reports that."""
     argv = flags(files, "stopped", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
     first, second = run_processes(tmp_path, argv, 2, fault="stop@in_data:1:4")
     assert first.code == 1 and second.code == -9  # the test's own kill
@@ -36,7 +36,7 @@ def test_a_stopped_rank(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
-    """Both ranks can answer, and report different places."""
+    """Both ranks can answer, and report different phases."""
     argv = flags(files, "hang", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
     results = run_processes(tmp_path, argv, 2, fault="hang@in_data:1:3")
     assert [one.code for one in results] == [1, 1]
@@ -50,7 +50,7 @@ def test_a_rank_that_hangs_outside_of_communication(files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault(18)
 def test_a_rank_that_skips_a_collective(files, tmp_path):
-    """Rank 1 is a step ahead, and waits in another collective than rank 0."""
+    """Rank 1 is a step ahead and waits in another collective than rank 0."""
     argv = flags(files, "skip", "--train-iters", 4000, "--distributed-timeout-seconds-after-init", LIMIT_S)
     first, second = run_processes(tmp_path, argv, 2, fault="skip@in_optimizer:1:3")
     assert (first.code, second.code) == (1, 1) and max(first.after_s, second.after_s) < 10
@@ -62,10 +62,7 @@ def test_a_rank_that_skips_a_collective(files, tmp_path):
 
 
 def test_the_clock_of_a_phase():
-    """Progress restarts the clock.
-
-    The first step and saves have the longer limit; preparing data alone has none.
-    """
+    """The first step and saves have the longer limit; a single process has none while it prepares data."""
     import math
 
     from mkd.operations.failures import FailureReports

@@ -1,4 +1,4 @@
-"""Check checkpoints of real runs: what they resume from, what they refuse, what a background save holds."""
+"""Checkpoints of real runs: the ones they resume from or refuse, and a save in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(files, ranks):
-    """Return the save folder of a run of two steps that saved both."""
+    """Return the save folder of a run that saved both of its two steps."""
     argv = flags(files, "saved", "--save", files / "saved", "--save-interval", 1)
     assert [result.exit_code for result in run_main(ranks, argv)] == [0]
     return files / "saved"
@@ -33,12 +33,12 @@ def saved(files, ranks):
 
 @pytest.fixture
 def folder(saved, files, tmp_path):
-    """Return a private copy, below the folder that `flags` starts from."""
+    """Make a private copy below the folder of `flags`."""
     return shutil.copytree(saved, files / tmp_path.name)
 
 
 def go_on(ranks, files, folder, *more, world_size=1, **paths):
-    """Run a third step of the run that is saved in `folder`."""
+    """Do a third step of the run that is saved in `folder`."""
     argv = flags(files, folder.name, "--save", folder, "--load", folder, *more, **paths)
     return run_main(ranks, [*argv, "--train-iters", "3"], world_size)
 
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_passed_over(files, folder, ranks):
 
 @pytest.mark.fault(4)
 def test_nothing_whole_to_go_on_from(files, folder, ranks):
-    """Row 4: every rank ends with 66, and the first one says why."""
+    """Row 4: every rank ends with 66, and rank 0 prints the reason."""
     for path in saved_iterations(folder):
         (path / "common.pt").unlink()
     first, second = go_on(ranks, files, folder, world_size=2)

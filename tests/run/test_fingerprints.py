@@ -1,4 +1,4 @@
-"""Check a run's fingerprints: what changes them, what does not, and how a difference is reported."""
+"""Fingerprints of a run: what changes them, what does not, and how a difference is reported."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ COUNTS_MARKED = (
 
 
 def predicted_text(template, messages):
-    """Return the parts of the conversation with loss, after a check that the ids are those of the template."""
+    """Return the parts of the conversation with loss; check that the ids are those of the template."""
     hf = train_hf_tokenizer(template)
     tokenizer = HuggingFaceTokenizer(hf)
     ids, mask = tokenizer.apply_chat_template(messages)

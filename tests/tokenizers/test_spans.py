@@ -1,4 +1,4 @@
-"""Spans of tokens: exact if their bytes join to the text, by the library's offsets if the text was changed."""
+"""Spans of tokens: exact if their bytes join to the text, else by the library's offsets."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def test_a_blank_before_the_text_is_no_text(tokenizer):
     assert [names[i] for i in encoded.ids.tolist()] == ["<s>", "\u2581the", "\u2581fox"]
     assert placed(encoded) == [(-1, -1), (0, 3), (3, 7)]
     assert placed(llama.encode_spans("the fox", continuation=True)) == [(0, 3), (3, 7)]
-    assert placed(llama.encode_spans(" the")) == [
-        (-1, -1),
-        (0, 4),
-        (0, 4),
-    ]  # the blank before the text shares a span
+    # The blank before the text shares a span.
+    assert placed(llama.encode_spans(" the")) == [(-1, -1), (0, 4), (0, 4)]
     assert placed(llama.encode_spans("\u4f60")) == [(-1, -1), (0, 1), (0, 1), (1, 2), (2, 3)]
 
 
 def test_blanks_after_control_tokens_are_no_text():
-    """Llama's tokenizers add such blanks in conversations; bytes of a character keep separate spans there, too."""
+    """Llama's tokenizers add such blanks in conversations.
+
+    The bytes of a character keep separate spans there, too.
+    """
     pieces = [b"</s>", b" fox", b" ", *(bytes([byte]) for byte in "\u4f60".encode())]
     data, ids = "fox</s>\u4f60 fox</s> fox".encode(), [1, 0, 2, 3, 4, 5, 1, 0, 1]
     encoded = locate(

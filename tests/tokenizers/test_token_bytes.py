@@ -29,7 +29,7 @@ FRAGMENTS = [
 
 @pytest.fixture(params=["byte level", "llama", "tiktoken"])
 def lossless(request, tmp_path):
-    """Tokenizers that can spell any bytes."""
+    """Return tokenizers that can spell any bytes."""
     if request.param == "tiktoken":
         pytest.importorskip("tiktoken")
         return open_tokenizer(write_ranks(tmp_path))
@@ -83,9 +83,8 @@ def test_sentencepiece(spm_file):
     }
     assert b"".join(tokenizer.token_bytes[i] for i in tokenizer.spell(b"the fox")) == b"the fox"
     assert tokenizer.spell(b" fox") == tuple(tokenizer.encode("fox"))
-    assert (
-        tokenizer.spell("\u4f60".encode()) is None and tokenizer.spell(b"\xe4") is None
-    )  # no bytes in this vocabulary
+    # This vocabulary has no byte tokens.
+    assert tokenizer.spell("\u4f60".encode()) is None and tokenizer.spell(b"\xe4") is None
 
 
 @pytest.mark.parametrize("fragment", FRAGMENTS)

@@ -76,7 +76,7 @@ def run_main(ranks, argv: list[str], world_size: int = 1, command: str = "mkd.ru
 
 
 def call_main(argv: list[str], command: str = "mkd.run.main") -> tuple[int, str, str]:
-    """Return (exit code, stdout, stderr) of the command on this rank, in torchrun's environment.
+    """Run the command on this rank of the pool in torchrun's environment; return (exit code, stdout, stderr).
 
     A run that ends well leaves the process group; the pool wants to leave one too.
     """

@@ -92,14 +92,14 @@ def build(layout: Layout, files: Path, loss: str):
     from mkd.platform import detect
     from mkd.run.build_engine import build_engine
     from mkd.run.cross_tokenizer_setup import find_cross_tokenizer, teacher_texts
+    from mkd.run.one_model import join
     from mkd.run.run_plan import plan_run
-    from mkd.run.setup import join
     from mkd.tokenizers.load import load_tokenizer
 
     argv = layout.argv(files / "student", files / "cross")[4:]  # the models come from the file
     argv += ["--config", str(files / f"{loss}.yaml"), "--data-path", str(files / "text.jsonl")]
     plan = plan_run(load_config([*argv, "--data-cache-path", str(files / "cache")]).config, layout.ranks)
-    context = join(plan, detect())
+    context = join(plan.config.parallel, plan.virtual_stages, detect())
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(files / "student"))
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     packs, _ = open_datasets(

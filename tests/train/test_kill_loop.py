@@ -1,4 +1,4 @@
-"""Kill a real run every seven steps: over an epoch it logs each document once."""
+"""A real run that is killed every seven steps logs each document of an epoch once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ DOCUMENTS, CRASH_EVERY = 24, 7
 
 @pytest.fixture
 def files(tmp_path):
-    """Give the document with i words its own number of loss tokens.
-
-    The log then tells which document a step has seen.
-    """
+    """Each document has another number of loss tokens, so the log identifies the document of a step."""
     make_files(tmp_path)
     write_records(tmp_path / "text.jsonl", *({"text": "fox " * i} for i in range(1, DOCUMENTS + 1)))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Check NaN losses and gradients on one rank: no rank updates, and models and samples are named."""
+"""If a loss or gradient is NaN on one rank, no rank updates, and the error names models and samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Make models that are NaN wherever they read `RARE`, because its embedding is NaN."""
+    """Make models whose outputs are NaN wherever they read `RARE`, because its embedding is NaN."""
     folder = make_files(tmp_path_factory.mktemp("nonfinite"))
     add_tokenizer(make_model(folder / "untied", **{**STUDENT, "tie_word_embeddings": False}))
     texts = [
@@ -56,10 +56,7 @@ def rare_flags(files, run, *more, student="nan student", teacher="teacher"):
 
 
 def steps_of(argv, fault=None):
-    """Return (records of every step, state hashes, samples that have the rare token).
-
-    The hashes cover parameters and optimizer before and after each step.
-    """
+    """Return (hashes of the state around every step, rare samples, samples by step, last position)."""
     import torch.distributed as dist
 
     from mkd.config.load import load_config
@@ -151,7 +148,7 @@ def test_a_skipped_step_changes_nothing_and_names_its_sample(more, files, ranks)
 )
 @pytest.mark.fault(19)
 def test_a_gradient_of_one_rank_stops_the_update_of_all(layout, files, ranks):
-    """With tensor parallelism the gradient is that of a replicated norm weight, which no other rank sees."""
+    """With tensor parallelism it is the gradient of a replicated norm weight, which no other rank sees."""
     argv = flags(files, f"gradient {layout}", "--train-iters", 3, "--non-finite", "skip", *layout)
     for hashes, _, _, position in ranks.run(steps_of, 2, argv, "nan@in_step:1:2"):
         assert [hashes[i] == hashes[i + 1] for i in range(3)] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Check that runs restarted after every fault end like a run without faults, bit for bit."""
+"""Runs that are restarted after one fault after another end like a run without faults, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clean(files):
-    """Return a function of a number of steps that returns the last checkpoint of an undisturbed run.
-
-    Each run is made once.
-    """
+    """Return a function: number of steps -> last checkpoint of an undisturbed run, each run once."""
     runs = {}
 
     def get(steps: int) -> dict[str, str]:
@@ -43,7 +40,7 @@ def clean(files):
 
 
 def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
-    """Train for `steps` with each of `faults` in turn; return the last checkpoint's contents."""
+    """Train for `steps` with each of `faults` in turn; return the content of the last checkpoint."""
     save = files / run
     more = (
         "--train-iters",
@@ -69,7 +66,7 @@ def survive(files, run: str, steps: int, faults: list[str]) -> dict[str, str]:
 
 
 def place(chance: random.Random, step: int) -> str:
-    """Return a point of `step`, and a rank that passes it: `point:rank:step`."""
+    """Choose a point of `step` and a rank that passes it: `point:rank:step`."""
     rank = chance.randrange(RANKS)
     points = IN_A_STEP
     if step % SAVE_EVERY == 0:

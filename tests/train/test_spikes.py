@@ -1,4 +1,4 @@
-"""Check that losses that stand out are flagged; noise and the fall of a young run are not."""
+"""Losses that stand out are flagged; noise and the falling loss of a young run are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def files(tmp_path_factory):
 
 
 def noisy_losses(seed: int, steps: int = 500, noise: float = 0.1) -> list[float]:
-    """Return losses that fall from 10 to 2, with multiplicative noise of heavier tails than normal."""
+    """Return a loss that falls from 10 to 2, with heavy-tailed multiplicative noise."""
     generator = random.Random(seed)
     losses = []
     for step in range(steps):
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_no_spike_and_leaves_no_trace():
 
 
 def train_with_a_broken_weight(argv, step):
-    """Run with the final norm made 40 times larger for one step.
+    """Train with a final norm 40 times larger in one step.
 
     Return the output, and this rank's samples of that step.
     """
@@ -92,7 +92,7 @@ def train_with_a_broken_weight(argv, step):
 
 @pytest.mark.fault(21)
 def test_a_real_run_flags_its_spike_alone_and_names_the_samples(files, ranks):
-    """The samples are those of both data-parallel ranks, with the documents that they are made of."""
+    """The samples of both data-parallel ranks are named, and their documents."""
     results = ranks.run(train_with_a_broken_weight, 2, flags(files, "spike", "--train-iters", 60), 41)
     lines, (output, _) = read_metrics(files / "spike"), results[0]
     flagged = {line["iteration"]: line["loss_spikes"] for line in lines if "loss_spikes" in line}

@@ -2,8 +2,9 @@
 
     python -m tests.xtoken.alignment_report [--documents 1000]
 
-The texts are Debian packages (the Debian handbook, manual pages and the Python documentation in many languages), sources of
-the standard library, tables of digits, and emoji. They and the tokenizers are kept in the folder of MKD_DOWNLOADS.
+The texts are Debian packages (the Debian handbook, manual pages and the Python documentation in many
+languages), sources of the standard library, tables of digits, and emoji. They and the tokenizers are kept in
+the folder of MKD_DOWNLOADS.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TIMED_TOKENS = 4096
 
 
 def documents(folder: Path, count: int) -> Iterator[tuple[str, str]]:
-    """(kind, text): the same share of `count` of every kind."""
+    """Yield (kind, text): the same share of `count` of every kind."""
     packages = fetch_packages(folder)
     share = count // (len(PACKAGES) + 3) + 1
     generator = random.Random(0)
@@ -56,7 +57,7 @@ def documents(folder: Path, count: int) -> Iterator[tuple[str, str]]:
 
 
 def fetch_packages(folder: Path) -> Path:
-    """The folder with the unpacked Debian packages."""
+    """Return the folder with the unpacked Debian packages."""
     out = folder / "debian"
     if not out.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -88,7 +89,7 @@ def digit_table(generator: random.Random, rows: int) -> str:
 
 
 def check_all(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]) -> None:
-    """Every pair on every text: chunks are those of the plain walk and cover the same bytes."""
+    """Check every pair on every text: chunks are those of the plain walk and cover the same bytes."""
     chunks_of, exact, kinds = Counter(), Counter(), Counter(kind for kind, _ in texts)
     for kind, text in texts:
         encoded = {name: tokenizer.encode_spans(text) for name, tokenizer in tokenizers.items()}
@@ -105,11 +106,13 @@ def check_all(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]) ->
     print(f"{len(texts)} documents: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
     for name in NAMES:
         print(
-            f"  {name}: token bytes join to the text in {exact[name]} documents, offsets decide in {len(texts) - exact[name]}"
+            f"  {name}: token bytes join to the text in {exact[name]} documents, "
+            f"offsets decide in {len(texts) - exact[name]}"
         )
     total = sum(chunks_of.values())
     print(
-        f"{total} chunks of {len(PAIRS)} ordered pairs: 100% equal the plain walk and cover the same bytes on both sides"
+        f"{total} chunks of {len(PAIRS)} ordered pairs: "
+        "100% equal the plain walk and cover the same bytes on both sides"
     )
 
 
@@ -119,7 +122,7 @@ def is_exact(tokenizer: Tokenizer, encoded: EncodedText, data: bytes) -> bool:
 
 
 def time_alignment(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]) -> None:
-    """Milliseconds for a document of 4,096 student tokens on this core."""
+    """Print the milliseconds for a document of 4,096 student tokens on this core."""
     core, encoding = [], []
     for start in range(0, min(len(texts), 400), 8):
         text = "\n".join(text for _, text in texts[start : start + 8])
@@ -135,13 +138,14 @@ def time_alignment(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]
             core.append(1e3 * (time.perf_counter() - between))
             encoding.append(1e3 * (between - begin))
     print(
-        f"document of {TIMED_TOKENS} student tokens ({len(core)} timed): alignment {median(core):.2f} ms median, "
+        f"document of {TIMED_TOKENS} student tokens ({len(core)} timed): "
+        f"alignment {median(core):.2f} ms median, "
         f"{max(core):.2f} ms at most; both encodings with spans {median(encoding):.1f} ms median"
     )
 
 
 def compare_digits(tokenizers: dict[str, Tokenizer]) -> None:
-    """Both modes on a table of digits, `dp` in plain Python and compiled."""
+    """Compare both modes on a table of digits, `dp` in plain Python and compiled."""
     text = digit_table(random.Random(1), 40)
     for student, teacher in (("gpt2", "qwen3"), ("qwen3", "gpt2")):
         ours, theirs = (tokenizers[name].encode_spans(text) for name in (student, teacher))
@@ -156,14 +160,16 @@ def compare_digits(tokenizers: dict[str, Tokenizer]) -> None:
             found.append(run(ours, theirs).tolist())
             times.append(time.perf_counter() - begin)
         print(
-            f"digits, {student} ({len(ours)} tokens) with {teacher} ({len(theirs)}): byte_offset {1e3 * times[0]:.2f} ms, dp "
-            f"compiled {1e3 * times[1]:.0f} ms ({times[1] / times[0]:.0f} x), dp in plain Python {1e3 * times[2]:.0f} ms "
+            f"digits, {student} ({len(ours)} tokens) with {teacher} ({len(theirs)}): "
+            f"byte_offset {1e3 * times[0]:.2f} ms, dp "
+            f"compiled {1e3 * times[1]:.0f} ms ({times[1] / times[0]:.0f} x), "
+            f"dp in plain Python {1e3 * times[2]:.0f} ms "
             f"({times[2] / times[0]:.0f} x); same chunks: {found[0] == found[1] == found[2]}"
         )
 
 
 def compare_modes(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]) -> None:
-    """The share of 1-1 chunks of English prose that `dp` has too."""
+    """Print the share of 1-1 chunks of English prose that `dp` has too."""
     prose = [text for kind, text in texts if kind == "python3.11-doc"][:30]
     same = single = extra = 0
     for text in prose:
@@ -178,7 +184,8 @@ def compare_modes(tokenizers: dict[str, Tokenizer], texts: list[tuple[str, str]]
             )
             same, single, extra = same + len(exact & found), single + len(exact), extra + len(found - exact)
     print(
-        f"English prose: dp has {same} of {single} 1-1 chunks ({100 * same / single:.4f}%), and {extra} others"
+        f"English prose: dp has {same} of {single} 1-1 chunks "
+        f"({100 * same / single:.4f}%), and {extra} others"
     )
 
 

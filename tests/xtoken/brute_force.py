@@ -56,7 +56,7 @@ FRAGMENTS = [
 
 
 def random_text(generator: random.Random, pieces: int = 30) -> str:
-    """Words, scripts, emoji, combining marks, digits, control characters, and any other code point."""
+    """Return words, scripts, emoji, combining marks, digits, control characters, and any other code point."""
     return "".join(
         generator.choice(FRAGMENTS) if generator.random() < 0.8 else _code_point(generator)
         for _ in range(generator.randrange(pieces))
@@ -71,7 +71,10 @@ def _code_point(generator: random.Random) -> str:
 
 
 def walk(student: EncodedText, teacher: EncodedText) -> list[list[int]]:
-    """Chunks of two tokenizations of one whole text: both sides step on, whichever ends first, until both end alike."""
+    """Return the chunks of two tokenizations of one whole text.
+
+    The side that ends first steps on, until both end alike.
+    """
     ours, theirs = _collapsed(student), _collapsed(teacher)
     chunks, i, j, i0, j0 = [], 0, 0, 0, 0
     while i < len(ours) and j < len(theirs):
@@ -87,7 +90,7 @@ def walk(student: EncodedText, teacher: EncodedText) -> list[list[int]]:
 
 
 def _collapsed(encoded: EncodedText) -> list[tuple[int, int, int]]:
-    """(first token, end, end in bytes), the tokens of one span together."""
+    """Return (first token, end, end in bytes), the tokens of one span together."""
     groups: list[tuple[int, int, int]] = []
     previous = None
     for token, span in enumerate(zip(encoded.starts.tolist(), encoded.ends.tolist(), strict=True)):
@@ -102,7 +105,7 @@ def _collapsed(encoded: EncodedText) -> list[tuple[int, int, int]]:
 
 
 def check_spans(encoded: EncodedText, data: bytes) -> None:
-    """Spans follow each other without gaps and stay in the text; tokens of one span are neighbours."""
+    """Check that spans follow each other without gaps inside the text; tokens of one span are neighbours."""
     end, span = 0, (0, 0)
     for start, stop in zip(encoded.starts.tolist(), encoded.ends.tolist(), strict=True):
         if stop == -1:
@@ -113,6 +116,6 @@ def check_spans(encoded: EncodedText, data: bytes) -> None:
 
 
 def check_chunks(chunks, student: EncodedText, teacher: EncodedText) -> None:
-    """Every chunk covers the same bytes on both sides."""
+    """Check that every chunk covers the same bytes on both sides."""
     for a, b, c, d in chunks:
         assert (student.starts[a], student.ends[b - 1]) == (teacher.starts[c], teacher.ends[d - 1])

@@ -1,5 +1,6 @@
-"""Random chunks of two small made-up vocabularies, and the chunk loss on them: by ranks, and by the dense
-reference.
+"""Random chunks of two small made-up vocabularies, and the chunk loss on them.
+
+The loss is computed by ranks, and by the dense reference.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of ea
 
 @dataclass(frozen=True)
 class Case:
-    """Everything on one process: real rows of the heads in the order of ids; the student's padding rows come
-    after them.
+    """Everything on one process: real rows of the heads in the order of ids.
+
+    The student's padding rows come after them.
     """
 
     student_hidden: torch.Tensor
@@ -52,8 +54,9 @@ class Case:
 def relation_of(
     student: int, teacher: int, common: int, seed: int = 0, whole_projection: bool = False
 ) -> VocabularyRelation:
-    """Return a relation of vocabularies of these sizes with random common pairs, two relaxed ones and a
-    random projection.
+    """Return a relation of vocabularies of these sizes.
+
+    It has random common pairs, two relaxed ones and a random projection.
     """
     generator = np.random.default_rng(seed)
     more = 2 if min(student, teacher) >= common + 2 else 0
@@ -78,8 +81,9 @@ def relation_of(
 def chunk_batch(
     relation: VocabularyRelation, counts: tuple[int, ...], seed: int
 ) -> tuple[ChunkBatch, int, int]:
-    """Return (`counts[kind]` random chunks of each kind, rows of the student, rows of the teacher); some
-    chunks of weight 0.
+    """Return (`counts[kind]` random chunks of each kind, rows of the student, rows of the teacher).
+
+    Some chunks have weight 0.
     """
     generator = np.random.default_rng(seed)
     kinds = np.repeat(np.arange(4), counts)
@@ -235,7 +239,10 @@ def padded_part(hidden: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def vocabulary_of(case: Case, settings: dict, rank: int, size: int) -> tuple[ChunkVocabulary, torch.Tensor]:
-    """Return (the vocabulary, the teacher's rows of this rank; NaN in empty slots, which nothing may read)."""
+    """Return (the vocabulary, the teacher's rows of this rank).
+
+    Empty slots, which nothing may read, are NaN.
+    """
     slots = TeacherSlots.from_relation(
         case.relation, len(case.student_weight), len(case.teacher_weight), size
     )

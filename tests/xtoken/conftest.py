@@ -12,7 +12,7 @@ from tests.xtoken.real_tokenizers import downloads_folder, fetch_tokenizers, loa
 
 @pytest.fixture(scope="session")
 def tokenizer_paths(tmp_path_factory):
-    """Name -> path of Qwen3, SmolLM2, Mistral and GPT-2; tests that use it are marked `download`."""
+    """Return name -> path of Qwen3, SmolLM2, Mistral and GPT-2; tests that use it are marked `download`."""
     try:
         return fetch_tokenizers(downloads_folder(tmp_path_factory.getbasetemp() / "tokenizers"))
     except (OSError, subprocess.CalledProcessError):
@@ -21,5 +21,5 @@ def tokenizer_paths(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def real_tokenizers(tokenizer_paths):
-    """Name -> Tokenizer of Qwen3, SmolLM2, Mistral and GPT-2."""
+    """Return name -> Tokenizer of Qwen3, SmolLM2, Mistral and GPT-2."""
     return load_real(next(iter(tokenizer_paths.values())).parent)

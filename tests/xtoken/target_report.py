@@ -1,11 +1,12 @@
-"""What chunk losses ask of a student: the text's nats under a student that meets the teacher's targets exactly.
+"""Targets of chunk losses: the text's nats under a student that meets the teacher's targets exactly.
 
     python -m tests.xtoken.target_report --teacher SMOLLM2 --texts heldout.jsonl
 
-At the start of a chunk, where both sides have read the same bytes, partition_kl asks that a common token be as likely as its
-twin, prefix_kl that it be as likely as all of the teacher's tokens that begin with it. The table has -ln of that probability
-for the first token of each chunk of real text (a token without a twin: of the probability of all such tokens), by the kind of
-chunk: what a student with the Mistral tokenizer is drawn towards. SmolLM2-135M-Instruct is the teacher.
+At the start of a chunk both sides have read the same bytes. There partition_kl asks that a common token be as
+likely as its twin. prefix_kl asks that it be as likely as all of the teacher's tokens that begin with it. The
+table has -ln of that probability for the first token of each chunk of real text, by the kind of chunk. For a
+token without a twin it is that of the probability of all such tokens. The table shows where a student with
+the Mistral tokenizer is drawn. SmolLM2-135M-Instruct is the teacher.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ COLUMNS = ("partition_kl", "prefix_kl", "teacher", "no twin")
 def targets(
     log_p: torch.Tensor, relation: VocabularyRelation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the teacher's [m, v_t]: (of each common token's twin, of all that begins with it [v_s, m], of no twin [m])."""
+    """Return probabilities from the teacher's [m, v_t].
+
+    They are those of each common token's twin, of all that begins with it [v_s, m], of tokens without a twin
+    [m].
+    """
     p = log_p.exp().t()[: relation.teacher_size].contiguous()
     twins, begins = (torch.zeros(relation.student_size, p.shape[1]) for _ in range(2))
     students, teachers = (torch.from_numpy(ids) for ids in relation.pairs())
@@ -46,7 +51,7 @@ def targets(
 def rows_of(
     text: str, model, student, teacher, relation: VocabularyRelation
 ) -> list[tuple[int, list[float]]]:
-    """(kind, the columns of the table) of each chunk of a text but its first."""
+    """Return (kind, the columns of the table) of each chunk of a text but its first."""
     aligned = align(student, teacher, text)
     with torch.no_grad():
         log_p = model(torch.from_numpy(aligned.teacher_ids)[None]).logits[0].log_softmax(dim=1)

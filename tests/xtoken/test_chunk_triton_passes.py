@@ -1,6 +1,4 @@
-"""The Triton passes against plain torch in float64, and the whole chunk loss of a GPU against that of the
-CPU.
-"""
+"""The Triton passes against plain torch in float64, and the chunk loss of a GPU against that of the CPU."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ SETTINGS = [
 
 
 def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = TEACHER) -> LossCall:
-    """Return a call with a vocabulary where two thirds of the student's columns are common, and some of both
-    models are no rows.
+    """Return a call with a vocabulary where two thirds of the student's columns are common.
+
+    Some columns of both models have no row.
     """
     common = torch.arange(student, device=device) % 3 != 0
     common[-1], common[: student // 10] = False, False
@@ -48,8 +47,9 @@ def call_of(settings: dict, device: str, student: int = STUDENT, teacher: int = 
 
 
 def logits_of(call: LossCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [n, w_s], [n, w_t]: alike in some rows, one of them peaked, NaN where there is no row of
-    the model.
+    """Return logits [n, w_s], [n, w_t]: alike in some rows, one of them peaked.
+
+    Columns without a row of the model are NaN.
     """
     codes = call.student_codes, call.teacher_codes
     generator = torch.Generator().manual_seed(0)

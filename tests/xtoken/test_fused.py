@@ -1,5 +1,6 @@
-"""The fused chunk loss against the dense float64 reference: values, gradients of hidden states and head, on
-several ranks.
+"""The fused chunk loss against the dense float64 reference, on several ranks.
+
+Values and the gradients of hidden states and head are compared.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ def test_no_chunk_or_no_weight_is_zero_with_a_graph(ranks):
 
 
 def context_parallel_parts(case: Case, size: int) -> list[Case]:
-    """Return one case a rank: the r-th part of both models' rows, and the chunks whose last student row it
-    has.
+    """Return one case a rank: the r-th part of both models' rows.
+
+    It has the chunks whose last student row it has.
     """
     parts = [-(-len(hidden) // size) for hidden in (case.student_hidden, case.teacher_hidden)]
     batch, offsets = case.chunks, case.chunks.student.host_offsets

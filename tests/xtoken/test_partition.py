@@ -99,8 +99,9 @@ def test_teacher_equal_to_student_is_zero_with_zero_gradient(divergence, dtype):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_never_negative(divergence):
-    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions; values and
-    gradients are finite.
+    """10,000 random chunks of every kind, of flat, peaked and nearly equal distributions.
+
+    Values and gradients are finite.
     """
     generator = torch.Generator().manual_seed(7)
     relation = relation_of(35, 42, 20)
@@ -126,7 +127,10 @@ def test_never_negative(divergence):
 
 @pytest.mark.parametrize("counts", [(0, 50, 0, 0), (0, 0, 50, 0), (0, 0, 0, 50)])
 def test_small_rests_do_not_cancel(counts):
-    """Realised tokens of probability 1 - 1e-5: fp32 is as exact as elsewhere, against the same pass in fp64."""
+    """With realised tokens of probability 1 - 1e-5, fp32 is as exact as elsewhere.
+
+    It is compared with the same pass in fp64.
+    """
     relation, generator = relation_of(35, 42, 20), torch.Generator().manual_seed(1)
     call = call_of(random_case((1, 0, 0, 0), (37, 48, 45), relation))
     piece = ChunkSlice.of(chunk_batch(relation, counts, seed=3)[0], range(50), call.vocabulary)

@@ -49,8 +49,9 @@ def test_one_vocabulary_gives_the_plain_divergence():
 
 
 def test_a_teacher_of_longer_tokens_is_met_by_their_beginnings():
-    """All of the teacher's probability is on tokens that the student cannot say: it is to say what they begin
-    with.
+    """All of the teacher's probability is on tokens that the student cannot say.
+
+    The student is to say the tokens that they begin with.
     """
     relation = relation_of(37, 45, 20)
     piece, call = problem(relation, (37, 48, 45), (1, 0, 0, 0))

@@ -20,19 +20,21 @@ TOKENIZER_ASSETS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TEMPLATE_FOLDER = "additional_chat_templates"  # of a tokenizer with several
+TEMPLATE_FOLDER = "additional_chat_templates"  # where a tokenizer keeps several templates
 TEMPLATES = "*.jinja"
 TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 
 @dataclass(frozen=True)
 class HFAssets:
-    """Sources of the small files of a written model; the tokenizer may come from another folder than the configuration."""
+    """Sources of the small files of a written model.
+
+    The tokenizer may come from another folder than the configuration.
+    """
 
     model: Path  # folder with config.json
-    tokenizer: (
-        Path | None
-    )  # folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer
+    # Folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer.
+    tokenizer: Path | None
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:
@@ -58,9 +60,10 @@ class HFAssets:
         return {name: path for name, path in found.items() if path.exists()}
 
     def copy_to(self, folder: Path) -> None:
-        """Copy every file; follows the symbolic links of a hub cache.
+        """Copy every file, following the symbolic links of a hub cache.
 
-        A tokenizer replaces all files of one that is there, because parts of two make a third; without one those stay.
+        A tokenizer replaces all tokenizer files in `folder`, because a mixture of two would be a third one.
+        Without a tokenizer those files stay.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = self.files()

@@ -1,7 +1,8 @@
-"""The one reader of the families' weight tables: binds a parameter to its Hugging Face tensors and lists the copies.
+"""Read the families' weight tables: bind a parameter to its Hugging Face tensors.
 
-`pieces` lists the copies between a parameter and its tensors; reading follows them forwards and writing backwards, so that
-the two cannot disagree. See `mkd/families/weight_rules.py` for the tables.
+No other file reads the tables; `mkd/families/weight_rules.py` describes them. `pieces` lists the copies
+between a parameter and its tensors. Reading follows them forwards and writing backwards, so that the two
+cannot disagree.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of `length` indices along `dim` that a parameter's shard and a Hugging Face tensor have in common."""
+    """A run of `length` indices along `dim` that a parameter's shard and a Hugging Face tensor share."""
 
     tensor: str
     dim: int  # of the tensor, and of the shard without its dimension of stacked experts
@@ -49,17 +50,18 @@ class TensorMap:
     shape: ModelShape
     layer: LayerShape | None  # None outside the decoder layers
     entry: Entry
-    tensors: tuple[str, ...]  # without {layer}; with {expert} where an expert is not known before the rank is
+    # Without {layer}; with {expert} if the expert depends on the rank.
+    tensors: tuple[str, ...]
     num_experts: int = 1  # experts of all ranks that a stacked parameter holds
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every tensor-parallel rank holds the whole parameter."""
+        """True if every tensor-parallel rank holds the whole parameter."""
         return self.entry.rule.replicated
 
     @property
     def all_tensors(self) -> tuple[str, ...]:
-        """The names of the tensors of all experts."""
+        """Names of the tensors of all experts."""
         return tuple(name for expert in range(self.num_experts) for name in self._of_expert(expert))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -74,7 +76,10 @@ class TensorMap:
         }
 
     def fits(self, shard_shape: tuple[int, ...], tp_size: int) -> bool:
-        """Return whether a parameter of `shard_shape` on each of `tp_size` ranks holds whole blocks, and all of them."""
+        """Return True if the ranks hold all blocks of the parameter, and only whole ones.
+
+        Each of `tp_size` ranks has a parameter of `shard_shape`.
+        """
         if self.entry.stacks_experts:
             if not shard_shape or not shard_shape[0] or self.num_experts % shard_shape[0]:
                 return False
@@ -92,7 +97,8 @@ class TensorMap:
     ) -> list[Piece]:
         """List what rank `tp_rank` copies. `shard_shape` is its parameter's shape, padding included.
 
-        `first_expert` is the index in the model of the rank's first expert, for a parameter that stacks its local experts.
+        `first_expert` is the index in the model of the rank's first expert, for a parameter that stacks its
+        local experts.
         """
         if not self.entry.stacks_experts:
             return list(self._pieces(shard_shape[self.entry.rule.dim], tp_rank, tp_size, self.tensors, None))
@@ -111,7 +117,7 @@ class TensorMap:
         owned = shard_length // sum(parts)
         first = rank * owned
         count = max(0, min(owned, real - first))
-        if len(parts) == 1:  # neighbouring blocks touch on both sides: one copy
+        if len(parts) == 1:  # neighbouring blocks touch on both sides, so one copy suffices
             if count:
                 yield Piece(tensors[0], dim, first * parts[0], 0, count * parts[0], stacked_at)
             return
@@ -141,7 +147,7 @@ class TensorMap:
 
 
 def _part_starts(tensors: tuple[str, ...], parts: tuple[int, ...], blocks: int) -> list[int]:
-    """Return where each part begins in its tensor; only a fused tensor has starts other than 0."""
+    """Return where each part begins in its tensor. Only a fused tensor has starts other than 0."""
     filled: dict[str, int] = {}
     starts = []
     for tensor, part in zip(tensors, parts, strict=True):
@@ -151,9 +157,10 @@ def _part_starts(tensors: tuple[str, ...], parts: tuple[int, ...], blocks: int) 
 
 
 def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: int = 0) -> TensorMap | None:
-    """Return the map of a parameter of a model part whose layer 0 is the model's layer `first_layer`; None if unknown.
+    """Return the map of a parameter of a model part; None if it is unknown.
 
-    `first_expert` is the index in the model of the part's first expert, for parameters that number their local experts.
+    Layer 0 of the part is the model's layer `first_layer`. `first_expert` is the index in the model of the
+    part's first expert, for parameters that number their local experts.
     """
     match = _LAYER_PARAMETER.fullmatch(parameter)
     if match is None:
@@ -172,7 +179,10 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of a complete checkpoint, in model order. A tied head is not listed."""
+    """Return name -> shape of every tensor of a complete checkpoint, in model order.
+
+    A tied head is not listed.
+    """
     embedding, norm, head = MODEL_TABLE.values()
     maps = [bind(shape, embedding)]
     for index, layer in enumerate(shape.layers):
@@ -187,7 +197,7 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def bind(
     shape: ModelShape, entry: Entry, layer_index: int | None = None, expert: int | None = None
 ) -> TensorMap:
-    """Bind a row of a table to a layer, and to an expert where the parameter is one expert's."""
+    """Bind a row of a table to a layer, and to an expert if the parameter belongs to one."""
     layer = None if layer_index is None else shape.layers[layer_index]
     tensors = tuple(tensor.replace("{layer}", str(layer_index)) for tensor in entry.tensors)
     if expert is not None:

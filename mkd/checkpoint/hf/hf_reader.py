@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in: each rank streams only the slices of the `.safetensors` files that it needs."""
+"""Hugging Face checkpoints in: each rank streams only the slices of the `.safetensors` files it needs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HUB_PATTERNS = (
     "vocab.txt",
 )
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json already says
+DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
 
 def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """Return a local model folder as it is; take anything else for a hub id (`org/name`) and download into the hub's cache.
+    """Return a local model folder unchanged; download anything else as a hub id (`org/name`).
 
-    Raises `CheckpointError` when it is neither.
+    Downloads go to the hub's cache. Raises `CheckpointError` if it is neither.
     """
     folder = Path(directory_or_id).expanduser()
     if folder.is_dir():
@@ -45,7 +45,8 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
     except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be downloaded",
+            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be "
+            "downloaded",
             reason[0],
             "check the path, or download the model where there is a network and pass its folder",
             code="hf-model-not-found",
@@ -53,10 +54,11 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
 
 
 def contained_file(directory: Path, name: str) -> Path:
-    """Return `directory/name` if its file belongs to that folder or to the same model of a hub cache, links followed.
+    """Return `directory/name` if its file belongs to that folder or to the same model of a hub cache.
 
-    In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files are links to
-    `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a private file.
+    Links are followed. In a hub cache the folder is `models--org--name/snapshots/<revision>` and its files
+    are links to `models--org--name/blobs/<hash>`. Any other link could make a downloaded folder expose a
+    private file.
     """
     home = directory.resolve()
     if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
@@ -85,8 +87,9 @@ class TensorHeader:
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
-    Opening it reads headers only. `bytes_read` counts the tensor data handed out since.
-    Raises `CheckpointError` (several as one `ErrorList`) for a folder that is incomplete, damaged or not to be trusted.
+    Opening it reads headers only. `bytes_read` counts the tensor data handed out since. Raises
+    `CheckpointError` (several as one `ErrorList`) for a folder that is incomplete, damaged or not to be
+    trusted.
     """
 
     def __init__(self, directory: str | Path):
@@ -97,14 +100,20 @@ class HFCheckpoint:
         self.headers = self._read_headers(weight_map)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Return the slice `start .. start + length` along `dim` of a tensor, in the dtype on disk, on the CPU."""
+        """Return the slice `start .. start + length` along `dim` of a tensor.
+
+        The result is on the CPU, in the dtype on disk.
+        """
         data = self._files[self.headers[tensor].file].get_slice(tensor)
         part = data[(slice(None),) * dim + (slice(start, start + length),)]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Return the index: tensor name -> file name. None for a single file, which takes precedence as in transformers."""
+        """Return the index: tensor name -> file name.
+
+        Return None for a single file, which takes precedence as in transformers.
+        """
         if (self.directory / SINGLE_FILE).exists():
             return None
         if not (self.directory / INDEX_FILE).exists():
@@ -163,7 +172,7 @@ class HFCheckpoint:
                         code="hf-shard-missing",
                     )
                 )
-            except (SafetensorError, OSError, RuntimeError) as error:  # a loop of links
+            except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: a loop of links
                 why = "the file is damaged, cut short or not readable"
                 problems.append(
                     CheckpointError(
@@ -200,9 +209,10 @@ class HFCheckpoint:
 
 
 def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_prefix: str = "") -> None:
-    """Compare names, shapes and dtypes on disk with `shape`, from headers only. Raises `ErrorList` with every problem.
+    """Compare names, shapes and dtypes on disk with `shape`, from headers only.
 
-    `tensor_prefix` precedes every name on disk; tensors without it are ignored.
+    Raises `ErrorList` with every problem. `tensor_prefix` precedes every name on disk; tensors without it are
+    ignored.
     """
     expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
     found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
@@ -221,7 +231,10 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
         )
     for name in found.keys() - expected.keys() - allowed.keys():
         if not DERIVED_TENSOR.fullmatch(name):
-            why = f"a {shape.family} model as config.json describes it has no such weight: leaving it out changes the model"
+            why = (
+                f"a {shape.family} model as config.json describes it has no such weight: leaving it out "
+                "changes the model"
+            )
             problems.append(
                 CheckpointError(
                     f"{where}: tensor {name} is not expected",
@@ -258,7 +271,7 @@ def _header_problems(
 
 @torch.no_grad()
 def load_hf_weights(
-    model_chunk: nn.Module,  # its parameters are overwritten in place, dtype and device kept
+    model_chunk: nn.Module,  # its parameters are overwritten in place; dtype and device stay
     shape: ModelShape,
     checkpoint: HFCheckpoint,
     *,
@@ -267,10 +280,11 @@ def load_hf_weights(
     tp_size: int,
     tensor_prefix: str = "",
 ) -> None:
-    """Fill a model part from `checkpoint`, one slice at a time; padded vocabulary rows and attention groups become zero.
+    """Fill a model part from `checkpoint`, one slice at a time.
 
-    The headers are checked before any weight is read. Raises `CheckpointError` for a parameter without a source or a
-    tensor of its layers without a parameter, and for a tied model whose stored head differs from its embedding.
+    Padded vocabulary rows and attention groups become zero. The headers are checked before any weight is
+    read. Raises `CheckpointError` for a parameter without a source, for a tensor of its layers without a
+    parameter, and for a tied model whose stored head differs from its embedding.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     parameters = dict(model_chunk.named_parameters())
@@ -307,7 +321,10 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 def map_chunk(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
-    """Return the map of every parameter of a model part. Raises `CheckpointError`s for whatever one side lacks."""
+    """Return the map of every parameter of a model part.
+
+    Raises `CheckpointError`s for parameters and tensors that have no counterpart.
+    """
     maps = {name: find_map(shape, name, first_layer) for name in parameters}
     problems = [
         CheckpointError(
@@ -353,7 +370,8 @@ def _is_safe_basename(file: object) -> bool:
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
     return CheckpointError(
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
-        "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere on this machine",
+        "it must be the plain name of a .safetensors file in the same folder; a path could lead "
+        "anywhere on this machine",
         "do not use this checkpoint unless you know who made it",
         code="hf-shard-outside-folder",
     )

@@ -1,8 +1,8 @@
-"""Safetensors shards of an exported model: planned from shapes alone, then written as a stream, one tensor at a time.
+"""Safetensors shards of an exported model: planned from shapes, then written one tensor at a time.
 
-The format (https://huggingface.co/docs/safetensors) is a little-endian uint64 header length, a JSON header with the
-offsets of every tensor, and the data in that order. Offsets follow from the plan, so that neither a shard nor the model
-is ever in memory, and files are created with the user's umask.
+The format (https://huggingface.co/docs/safetensors) is a little-endian uint64 header length, a JSON header
+with the offsets of every tensor, and the data in that order. Offsets follow from the plan, so that neither a
+shard nor the model is ever in memory. Files are created with the user's umask.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class ExportPlan:
 
 
 def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_000_000_000) -> ExportPlan:
-    """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data (a larger tensor stands alone)."""
+    """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data.
+
+    A larger tensor gets its own file.
+    """
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
         raise UsageError(
@@ -92,7 +95,10 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
-    """Write every shard under a partial name. `tensors` are on the CPU, in the plan's order, shapes and dtype."""
+    """Write every shard under a partial name.
+
+    `tensors` are on the CPU, in the plan's order, shapes and dtype.
+    """
     stream = iter(tensors)
     for shard in plan.shards:
         with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:

@@ -1,7 +1,8 @@
-"""Hugging Face checkpoints out: the model parts of all ranks become one folder, the same bytes whatever the layout.
+"""Hugging Face checkpoints out: the model parts of all ranks become one folder.
 
-Tensors travel one at a time to global rank 0, which streams them to disk: within the tensor-parallel group by broadcast,
-between pipeline stages by one send. Padding (vocabulary rows, attention groups) is dropped before anything is sent.
+The bytes are the same for every layout. Tensors travel one at a time to global rank 0, which streams them to
+disk: within the tensor-parallel group by broadcast, between pipeline stages by one send. Padding (vocabulary
+rows, attention groups) is dropped before anything is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a tensor is: a pipeline rank, its parameter there, and the shape of each shard of the parameter."""
+    """The place of a tensor: a pipeline rank, its parameter there, and the shape of each shard of it."""
 
     pp_rank: int
     parameter: str
@@ -47,14 +48,15 @@ def export_hf(
     out_dir: str | Path,
     *,
     context: ParallelContext,
-    assets: HFAssets,  # of the same model: its configuration, and the tokenizer that goes with it
-    dtype: torch.dtype | None = None,  # of the files; default: of the parameters
+    assets: HFAssets,  # configuration of the same model, and the tokenizer that belongs to it
+    dtype: torch.dtype | None = None,  # dtype of the files; default: the parameters' dtype
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write the model as a Hugging Face folder. Collective: all ranks call it; the first data-parallel replica takes part.
+    """Write the model as a Hugging Face folder.
 
-    A model that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
-    `CheckpointError` on every rank when the folder cannot be written or `assets` describe another model.
+    Collective: all ranks call it; only the first data-parallel replica sends weights. A model that is already
+    in `out_dir` is replaced: it stays whole until the new files are complete. Raises `CheckpointError` on
+    every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
     _raise_everywhere(context, _prepare(shape, out_dir, assets) if context.rank == 0 else None)
@@ -78,7 +80,7 @@ class _Sources:
         self.parameters = [dict(chunk.named_parameters()) for chunk, _ in model_chunks]
         try:
             mine = self._owned([first_layer for _, first_layer in model_chunks])
-        except MkdError as error:  # told to the other stages: they must not wait
+        except MkdError as error:  # told to the other stages, which must not wait
             mine = error
         stages: list[dict[str, Owner] | MkdError] = [mine] * context.pp_size
         dist.all_gather_object(stages, mine, group=context.pp_group)
@@ -86,7 +88,7 @@ class _Sources:
         for stage in stages:
             if isinstance(stage, MkdError):
                 raise stage
-            self.owners = stage | self.owners  # a tied embedding is on two stages: the first one counts
+            self.owners = stage | self.owners  # if a tied embedding is on two stages, the first counts
 
     def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
         owned: dict[str, Owner] = {}
@@ -111,7 +113,10 @@ class _Sources:
             )
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the whole tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica's ranks."""
+        """Return the whole tensor on global rank 0 (CPU), None elsewhere.
+
+        Collective over the first replica's ranks.
+        """
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
         dim = tensor_map.entry.rule.dim
@@ -136,9 +141,10 @@ class _Sources:
         return whole
 
     def _bring_to_rank_0(self, part: Tensor, pp_rank: int, tp_rank: int | None) -> None:
-        """Fill `part` on rank 0 from tensor-parallel rank `tp_rank` (None: all have it) of stage `pp_rank`, in place.
+        """Fill `part` on rank 0 in place, from tensor-parallel rank `tp_rank` of stage `pp_rank`.
 
-        Messages are bytes, which every backend carries for every dtype.
+        If `tp_rank` is None, all tensor-parallel ranks have it. Messages are bytes, which every backend
+        carries for every dtype.
         """
         context, message = self.context, part.flatten().view(torch.uint8)
         if context.pp_rank == pp_rank and tp_rank is not None:
@@ -161,7 +167,10 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
 def _write(
     plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
 ) -> CheckpointError | None:
-    """Write all files on rank 0. Return a failure only after the other ranks have sent everything: they must not wait."""
+    """Write all files on rank 0.
+
+    Return a failure only after the other ranks have sent everything, so that they do not wait.
+    """
     try:
         write_shards(plan, stream, out_dir)
         _publish(plan, out_dir, assets)
@@ -180,7 +189,7 @@ def _write(
 
 
 def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
-    """Swap the finished files in. In between the folder has no index, so that no reader sees a mixture."""
+    """Swap the finished files in. Meanwhile the folder has no index, so that no reader sees a mixture."""
     for name in (INDEX_FILE, SINGLE_FILE):
         (out_dir / name).unlink(missing_ok=True)
     for file in list(out_dir.iterdir()):
@@ -197,7 +206,7 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """Return the model's configuration with the written dtype, under the key that it uses itself."""
+    """Return the model's configuration with the written dtype, under the key that it already uses."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
@@ -205,11 +214,11 @@ def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
 
 
 def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
-    """Check what can be wrong before tensors move. Return the first problem, or None."""
+    """Check what can be wrong before tensors are sent. Return the first problem, or None."""
     try:
         reference = ModelShape.from_hf_dir(assets.model)
         for name, path in assets.files().items():
-            if path != assets.tokenizer:  # which its user has named
+            if path != assets.tokenizer:  # which the user has named
                 contained_file(path.parents[name.count("/")], name)
     except Exception as error:  # carried to all ranks and raised there
         return error

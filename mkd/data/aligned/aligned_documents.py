@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mkd.data.aligned.teacher_store import chunk_marks
-from mkd.data.documents import Record, Row, encode_record, parse_row, require_eos
+from mkd.data.documents import MESSAGES, PROMPT_COMPLETION, Record, Row, encode_record, parse_row, require_eos
 from mkd.data.encoding import each_row
 from mkd.data.store import TokenStore
 from mkd.errors import MkdError
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class RowAligner:
-    """Rows of files to aligned documents: the same documents and student ids that `encode_record` makes."""
+    """Turns rows of files into aligned documents, with the documents and student ids of `encode_record`."""
 
     pair: Pair
 
@@ -78,7 +78,7 @@ class RowAligner:
 
 @dataclass(frozen=True)
 class StoreAligner:
-    """Ranges of documents of a tokenised corpus, whose text is not at hand, to aligned documents."""
+    """Turns ranges of documents of a tokenised corpus, whose text is not at hand, into aligned documents."""
 
     store: TokenStore
     pair: Pair
@@ -107,9 +107,9 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
     If the teacher has no EOS, the student's EOS is in no chunk.
     """
     student, teacher = pair.student, pair.teacher
-    if record.kind == "messages":
+    if record.kind == MESSAGES:
         return align_chat(student, teacher, record.values[0], reasoning=pair.reasoning, mode=pair.alignment)
-    if record.kind == "prompt-completion":
+    if record.kind == PROMPT_COMPLETION:
         aligned = align_completion(student, teacher, *record.values, mode=pair.alignment)
     else:
         aligned = _without_eos(align(student, teacher, record.values[0], mode=pair.alignment), pair)
@@ -117,8 +117,9 @@ def align_record(record: Record, pair: Pair) -> AlignedText:
 
 
 def _without_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
-    """Remove the EOS that a tokenizer's configuration adds: append_eod alone decides whether one ends a
-    document.
+    """Remove the EOS that a tokenizer's configuration adds.
+
+    `append_eod` alone decides whether one ends a document.
     """
     sides = []
     for ids, tokenizer in ((aligned.student_ids, pair.student), (aligned.teacher_ids, pair.teacher)):
@@ -137,11 +138,11 @@ def _with_eos(aligned: AlignedText, pair: Pair) -> AlignedText:
 
 
 def align_ids(ids: np.ndarray, pair: Pair, completion: int = 0) -> AlignedText:
-    """Return a tokenised document and the teacher's tokens of its text, cut between prompt and `completion`
-    (first token).
+    """Return a tokenised document and the teacher's tokens of its text.
 
-    A token that is not text becomes the teacher's token of the same role, if it has one. Tokens with invalid
-    UTF-8, and other tokens that are not text, are in no chunk; the teacher reads only the text around them.
+    The text is cut at token `completion`, the border between prompt and completion. A token that is not text
+    becomes the teacher's token of the same role, if it has one. Tokens with invalid UTF-8, and other tokens
+    that are not text, are in no chunk; the teacher reads only the text around them.
     """
     roles, token_bytes = _shared_roles(pair), pair.student.token_bytes
     contents = [token_bytes[i] for i in ids.tolist()]
@@ -205,7 +206,7 @@ def _align_roles(ids: list[int], roles: Mapping[int, int]) -> tuple[np.ndarray, 
 
 
 def _align_run(contents: list[bytes], pair: Pair, starts_document: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return (teacher ids, chunks) of a run of text; the teacher adds BOS only at the start of the document."""
+    """Return (teacher ids, chunks) of a run of text; the teacher adds BOS only at a document's start."""
     text = b"".join(contents).decode("utf-8")
     ends = np.cumsum([len(content) for content in contents])
     student = EncodedText(np.zeros(len(ends), dtype=np.int64), np.append(0, ends[:-1]), ends)

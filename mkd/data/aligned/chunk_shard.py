@@ -1,6 +1,4 @@
-"""The chunks of a row under context parallelism: which rank owns a chunk, and which rows ranks send each
-other for it.
-"""
+"""Chunks of a row under context parallelism: each chunk's owner, and the rows that ranks send each other."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ def shard_chunks(
 ) -> ChunkBatch:
     """Return the chunks that `rank` of `size` owns: those whose last student predictor it holds.
 
-    Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks take part
-    in it.
+    Both sides have an exchange on every rank, even if a rank has nothing to send, because all ranks join it.
     """
     places = _Places(student_cu_seqlens_padded, size)
     owners = places.ranks[chunks.student.rows.numpy()[chunks.student.host_offsets[1:] - 1]]

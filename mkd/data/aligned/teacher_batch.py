@@ -1,5 +1,4 @@
-"""A micro-batch in the tokens of a cross-tokenizer teacher, and the chunks that tie them to the student's
-tokens."""
+"""A micro-batch in a cross-tokenizer teacher's tokens, and the chunks that tie them to the student's."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 
 @dataclass(frozen=True)
 class PackChunks:
-    """The kept chunks of one pack, in the order of the text. The rows that predict a chunk are consecutive on
-    both sides."""
+    """The kept chunks of one pack, in the order of the text.
+
+    The rows that predict a chunk are consecutive on both sides.
+    """
 
     student_rows: np.ndarray  # [c] int64, row of the pack that predicts the first student token
     student_counts: np.ndarray  # [c] int64, student tokens
@@ -43,8 +44,7 @@ class PackChunks:
 
 @dataclass(frozen=True)
 class TeacherPack:
-    """One pack in a teacher's tokens: the documents of the student's pack in the same order, as far as there
-    is room."""
+    """One pack in a teacher's tokens: the student's documents in the same order, as far as there is room."""
 
     tokens: np.ndarray  # [s'] int64
     labels: np.ndarray  # [s'] int64, the next token of the same document, 0 where there is none
@@ -59,8 +59,7 @@ class TeacherPack:
 
 @dataclass(frozen=True)
 class TeacherBatch:
-    """k packs as one THD row of k * s' teacher tokens, or the t' of them that one context-parallel rank
-    holds.
+    """k packs as one THD row of k * s' teacher tokens, or the t' of them on one context-parallel rank.
 
     Documents and padding are as in PackedBatch; documents without a teacher token are missing.
     """
@@ -79,8 +78,10 @@ class TeacherBatch:
         return replace(self, **changed, chunks=self.chunks.map(change))
 
     def context_parallel_shard(self, cut: ContextParallelCut) -> TeacherBatch:
-        """Cut a whole row by the teacher's own spans; return the part of the rank of `cut`, with the chunks
-        it owns."""
+        """Return the part of a whole row on the rank of `cut`, with the chunks that the rank owns.
+
+        The row is cut by the teacher's own spans.
+        """
         held = context_parallel_rows(self.cu_seqlens_padded, cut.rank, cut.size)
         sharded = {name: getattr(self, name)[:, held] for name in ("tokens", "position_ids")}
         chunks = shard_chunks(self.chunks, cut.rank, cut.size, cut.cu_seqlens_padded, self.cu_seqlens_padded)

@@ -14,9 +14,7 @@ LENGTH_UNIT = 64  # a pack's length is rounded up to this many document multiple
 
 @dataclass(frozen=True)
 class TeacherPieces:
-    """The teacher's tokens of each piece: those between the first and the last token boundary common to both
-    sides.
-    """
+    """The teacher's tokens of each piece: those between the piece's first and last common token boundary."""
 
     start: np.ndarray  # [pieces] int64, first token in the document
     length: np.ndarray  # [pieces] int64, tokens
@@ -27,7 +25,7 @@ def teacher_pieces(store: TeacherStore, pieces: Pieces) -> TeacherPieces:
 
     If a piece begins or ends inside a chunk, the chunk is dropped. If it does so between chunks (in a prompt,
     say), the teacher gets the same proportion of its tokens there. The last token of a piece that continues
-    in the next one needs no place in the row, because it is only a label; the same holds for the teacher's.
+    in the next one is only a label, so it needs no place in the row. The same holds for the teacher's.
     """
     start = np.zeros(len(pieces), dtype=np.int64)
     stop = store.tokens.lengths[pieces.document].copy()
@@ -62,8 +60,9 @@ class _Borders:
         )
 
     def teacher_position(self, student: np.ndarray, up: bool) -> np.ndarray:
-        """Return the teacher's positions, int64 [n], at `student` positions; inside a chunk its end (`up`) or
-        start.
+        """Return the teacher's positions, int64 [n], at `student` positions.
+
+        Inside a chunk, return the chunk's end (`up`) or its start.
         """
         student_starts, student_ends, teacher_starts, teacher_ends = self._chunks.T
         before = np.maximum(np.searchsorted(student_starts, student, side="left") - 1, 0)

@@ -1,6 +1,4 @@
-"""A packed corpus as a cross-tokenizer teacher reads it: the teacher's part of every pack, and a line that
-sums it up.
-"""
+"""A packed corpus in a cross-tokenizer teacher's tokens: its part of every pack, and a summary line."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from mkd.xtoken.vocabulary.spelling import Spellings
 
-CACHED_SUPPORTS = 1 << 16  # chunks; the same chunks come again and again
+CACHED_SUPPORTS = 1 << 16  # chunks; the same chunks recur often
 KIND_NAMES = ("1-1", "1-N", "M-1", "M-N")
 
 
@@ -121,8 +119,9 @@ class TeacherSide:
         return int(self._teacher_pieces.length[piece_ids].sum())
 
     def _piece(self, piece: int, room: int) -> tuple[np.ndarray, int]:
-        """Return (chunks with a predictor on both sides, int64 [c, 4], from the start of the piece; teacher
-        tokens <= room).
+        """Return (chunks, teacher tokens <= room) of a piece.
+
+        Chunks are int64 [c, 4], counted from the start of the piece; each has a predictor on both sides.
         """
         offset, num_labels = int(self._pieces.offset[piece]), int(self._pieces.num_labels[piece])
         start, length = int(self._teacher_pieces.start[piece]), int(self._teacher_pieces.length[piece])
@@ -148,7 +147,7 @@ class TeacherSide:
     def _chunks(self, chunks: np.ndarray, student: StudentPack, teacher_labels: np.ndarray) -> PackChunks:
         """Return the chunks [c, 4] (positions in the packs) whose student tokens all have loss.
 
-        A 1-1 chunk of two tokens of which one has another twin becomes an M-N chunk: the pairs would compare
+        A 1-1 chunk becomes an M-N chunk if one of its two tokens has another twin. Its pairs would compare
         the wrong tokens, so only the realised text is compared. An example is the end of a turn, if one model
         ends turns and documents with the same token.
         """
@@ -177,7 +176,7 @@ class Supports:
     """The support of a chunk: the pairs of last tokens that are its candidates. Picklable, for workers."""
 
     def __init__(self, spellings: Spellings | None):
-        """Without spellings the support of a chunk is its realised pair alone."""
+        """Keep `spellings`; without them the support of a chunk is its realised pair alone."""
         self._spellings = spellings
         self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
 
@@ -187,12 +186,13 @@ class Supports:
     def look_up(
         self,
         kinds: np.ndarray,  # [c] int8
-        rows: np.ndarray,  # [c, 2] int64, student and teacher: the row that predicts the first token of a chunk
+        rows: np.ndarray,  # [c, 2] int64, student and teacher: the row that predicts a chunk's first token
         counts: np.ndarray,  # [c, 2] int64, its tokens
         labels: tuple[np.ndarray, np.ndarray],  # of the student's and the teacher's pack, int64
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (number of pairs of each chunk [c], student ids [p], teacher ids [p]), int64; a 1-1 chunk
-        has none.
+        """Return (number of pairs of each chunk [c], student ids [p], teacher ids [p]), int64.
+
+        A 1-1 chunk has no pairs.
         """
         sizes = np.zeros(len(kinds), dtype=np.int64)
         pairs = [np.zeros((2, 0), dtype=np.int64)]
@@ -229,8 +229,8 @@ def summarise_teacher(
 ) -> str:
     """Return a line of sizes and proportions.
 
-    A loss token is in no chunk if its chunk has a token without loss, lacks a predictor on one side, or finds
-    no room in the teacher's pack.
+    A loss token is in no chunk in three cases: its chunk has a token without loss, lacks a predictor on one
+    side, or does not fit into the teacher's pack.
     """
     tokens = sum(int(part.lengths.sum()) for part in parts)
     kinds = np.bincount(
@@ -240,7 +240,8 @@ def summarise_teacher(
     loss_tokens = sum(np.count_nonzero(pack.loss_mask) for pack in packs)
     chunks = ", ".join(f"{name} {count}" for name, count in zip(KIND_NAMES, kinds, strict=True))
     return (
-        f"  {side.text.name}: packs of {side.seq_length} tokens; in {len(packs)} of {num_packs} packs {tokens} tokens,"
+        f"  {side.text.name}: packs of {side.seq_length} tokens; "
+        f"in {len(packs)} of {num_packs} packs {tokens} tokens,"
         f" fill {tokens / (len(packs) * side.seq_length):.3f}, chunks {chunks},"
         f" share of loss tokens in chunks {covered / max(loss_tokens, 1):.3f},"
         f" share of teacher tokens without room {1 - tokens / max(needed, 1):.3f}"

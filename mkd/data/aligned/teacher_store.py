@@ -1,6 +1,4 @@
-"""A corpus in a teacher's tokens on disk, beside the student's, with the chunks in which both spell the same
-text.
-"""
+"""A corpus in a teacher's tokens on disk, beside the student's, with the chunks that tie both."""
 
 from __future__ import annotations
 
@@ -70,11 +68,11 @@ class TeacherStore:
         student: tuple[int, int] | None = None,
         teacher: tuple[int, int] | None = None,
     ) -> np.ndarray:
-        """Return the chunks of a document, int64 [c, 4]: student start, student end (exclusive), teacher
-        start and end.
+        """Return the chunks of a document, int64 [c, 4].
 
-        With ranges [first, last) of tokens of both sides, return only the chunks inside both. Both ranges
-        must start after the same number of chunks. Positions count from the start of the document.
+        The columns are student start, student end, teacher start and teacher end; ends are exclusive. With
+        ranges [first, last) of tokens of both sides, return only the chunks inside both. Both ranges must
+        start after the same number of chunks. Positions count from the start of the document.
         """
         stores = (self.student, self.tokens)
         limits = [
@@ -93,7 +91,7 @@ class TeacherStore:
 
 
 def chunk_marks(length: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the marks of `length` tokens, uint8, for chunks [starts, ends) that ascend and do not overlap."""
+    """Return the marks of `length` tokens, uint8; the chunks [starts, ends) ascend and do not overlap."""
     edges = np.zeros(length + 1, dtype=np.int8)
     edges[starts] += 1
     edges[ends] -= 1

@@ -1,4 +1,4 @@
-"""Raw files, or a student's corpus, to the corpus of a cross-tokenizer teacher."""
+"""Build the corpus of a cross-tokenizer teacher from raw files or from a student's corpus."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def cached_teacher_store(
     max_bad_records: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the prefix of the corpus in the teacher's tokens; align it unless the cache has this content and
-    setting.
+    """Return the prefix of the corpus in the teacher's tokens.
 
-    Up to `max_bad_records` records that the teacher's tokenizer or template refuses are skipped, as in a
-    student's corpus (see `refused_documents`). Raises DataError for more, and for ids that the teacher's
-    model does not know. For `progress` see `build_store`.
+    The corpus is aligned unless the cache has it for this content and these settings. Up to `max_bad_records`
+    records that the teacher's tokenizer or template refuses are skipped, as in a student's corpus (see
+    `refused_documents`). Raises DataError for more, and for ids that the teacher's model does not know. For
+    `progress` see `build_store`.
     """
     student = TokenStore.open(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)

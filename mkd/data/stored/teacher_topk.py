@@ -1,5 +1,4 @@
-"""A teacher's top-k log-probabilities on disk: an export writes them once, any number of runs train from
-them.
+"""A teacher's top-k log-probabilities on disk: exported once, read by any number of runs.
 
 A cache is a folder: `meta.json`, and for each data set (`train`, `valid`) shards `train-00000.parquet`, ...
 of `samples_per_shard` packs. A row of a shard is one pack, found by its number, so that neither data order
@@ -29,9 +28,8 @@ from mkd.errors import DataError
 
 FORMAT_VERSION = 2  # pages with checksums
 META_FILE = "meta.json"
-GROUP_BYTES = (
-    1 << 20
-)  # size of the packs that are read together: small, because shuffled packs are read one by one
+# Size of the packs that are read together: small, because shuffled packs are read one by one.
+GROUP_BYTES = 1 << 20
 OPEN_FILES = 64
 CACHED_GROUPS = 8
 DTYPES = {"float16": np.float16, "float32": np.float32}
@@ -117,8 +115,10 @@ def pack_digest(pack: Pack) -> bytes:
 
 
 class ShardWriter:
-    """Writes the packs of one shard, in ascending order; the file gets its name when the `with` block ends
-    without error."""
+    """Writes the packs of one shard, in ascending order.
+
+    The file gets its name when the `with` block ends without error.
+    """
 
     def __init__(self, path: Path, meta: TopKMeta):
         pa, self._pq = load_pyarrow()
@@ -131,9 +131,8 @@ class ShardWriter:
                 "digest": pa.binary(16),
                 "ids": pa.list_(pa.int32()),  # [n * k]
                 "logprobs": values,  # [n * k]
-                "statistics": pa.list_(
-                    pa.float32()
-                ),  # [n * 3]: logarithm of the top-k mass, cross entropy, entropy
+                # [n * 3]: logarithm of the top-k mass, cross entropy, entropy
+                "statistics": pa.list_(pa.float32()),
             }
         )
         self._rows: list[dict] = []
@@ -141,7 +140,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         remove_left_behind(str(self._path))
-        # the high bytes of neighbouring numbers are alike: apart from the low ones they take a fifth less
+        # Store high and low bytes apart: the high bytes of neighbours are alike, which saves a fifth.
         encoding = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("ids", "logprobs")}
         options = dict(
             compression="zstd", use_dictionary=False, column_encoding=encoding, write_page_checksum=True
@@ -197,20 +196,25 @@ class TopKPart:
     """The rows of one data set of a cache, by pack number. Can be pickled for workers."""
 
     def __init__(self, folder: Path, part: str, meta: TopKMeta):
-        """Raises DataError for a part that the cache lacks, and for an export that has not finished."""
+        """Open one data set of the cache.
+
+        Raises DataError for a part that the cache lacks, and for an export that has not finished.
+        """
         self._folder, self._part, self.meta = folder, part, meta
         if part not in meta.parts:
             raise DataError(
                 f"the teacher cache {folder} has no {part} data",
                 "the export had none of it",
-                "export again with the data flags of this run (--valid-data-path, --split), or drop --eval-interval",
+                "export again with the data flags of this run (--valid-data-path, --split), "
+                "or drop --eval-interval",
                 code="teacher-cache-part-missing",
             )
         missing = meta.missing_shards(folder, part)
         if missing:
             raise DataError(
                 f"the teacher cache {folder} is incomplete",
-                f"{len(missing)} of {meta.num_shards(part)} {part} shards are missing: the export has not finished",
+                f"{len(missing)} of {meta.num_shards(part)} {part} shards are missing: "
+                "the export has not finished",
                 "start the same tools/export_teacher_topk.py command again; it goes on where it stopped",
                 code="teacher-cache-incomplete",
             )
@@ -221,8 +225,10 @@ class TopKPart:
         return TopKPart, (self._folder, self._part, self.meta)
 
     def rows(self, sample_id: int, digest: bytes) -> TeacherRows:
-        """Return the teacher's rows of pack `sample_id`. Raises DataError if the teacher saw another pack, or
-        for a damaged file."""
+        """Return the teacher's rows of pack `sample_id`.
+
+        Raises DataError if the teacher saw another pack, or for a damaged file.
+        """
         shard, place = divmod(sample_id, self.meta.samples_per_shard)
         group, place = divmod(place, self.meta.samples_per_group)
         table = self._group(shard, group)
@@ -232,7 +238,8 @@ class TopKPart:
         if table["digest"][place].as_py() != digest:
             raise DataError(
                 f"{self._folder}: the teacher saw another {self._part} pack {sample_id} than this run has",
-                "the text, the tokenizer or a setting that decides how documents become packs has changed since the export",
+                "the text, the tokenizer or a setting that decides how documents become packs "
+                "has changed since the export",
                 "use the data of the export, or export again into another folder",
                 code="teacher-cache-pack-differs",
             )
@@ -241,7 +248,7 @@ class TopKPart:
         )
         statistics = statistics.reshape(-1, 3)
         logprobs = logprobs.reshape(len(statistics), -1).astype(np.float64)
-        # the mass is stored apart in full precision: half precision would put its error into the rest
+        # The mass is stored separately in full precision: half precision would put its error into the rest.
         logprobs += statistics[:, :1] - np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
         return TeacherRows(
             ids=torch.from_numpy(ids.reshape(len(statistics), -1)),
@@ -271,8 +278,11 @@ class TaughtDataset:
     """A data set whose packs carry the teacher's rows."""
 
     def __init__(self, dataset: BlendedDataset, part: TopKPart):
-        """Raises DataError if the cache was not made from this data set; the first, middle and last pack are
-        compared."""
+        """Join a data set and the teacher's rows for it.
+
+        Raises DataError if the cache was not made from this data set; the first, middle and last pack are
+        compared.
+        """
         self._dataset, self._part = dataset, part
         self.num_documents = dataset.num_documents
         exported = part.meta.parts[part._part]

@@ -1,8 +1,7 @@
-"""Cross entropy + distillation from a teacher's stored top-k log-probabilities, on logits split over the
-vocabulary.
+"""Cross entropy + distillation from stored top-k log-probabilities, on logits split over the vocabulary.
 
 Communication: forward, one all-gather of [10, n] row statistics over the tensor-parallel group; backward,
-none. Memory: the student's logits are kept until backward; temporaries are a few row chunks and [n, k]
+none. Memory: the student's logits are kept until backward; temporaries are a few blocks of rows and [n, k]
 tensors, never [n, w] in the compute dtype. Nothing waits for the device.
 """
 
@@ -30,8 +29,8 @@ from mkd.losses.torch_rows import row_chunks
 
 def vocab_parallel_topk_kd(
     student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
-    teacher_ids: Tensor
-    | None,  # [..., k] int32/int64, distinct ids below both real sizes; not read at kd_ratio 0
+    # [..., k] int32/int64, distinct ids below both real sizes; not read at kd_ratio 0
+    teacher_ids: Tensor | None,
     teacher_logprobs: Tensor | None,  # [..., k] float, log-probabilities of these ids at `temperature`
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
@@ -43,17 +42,16 @@ def vocab_parallel_topk_kd(
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
     with_ce_metric: bool = False,
-    teacher_metrics: Tensor
-    | None = None,  # [..., 2] float, the teacher's cross entropy and entropy, to be summed
+    # [..., 2] float, the teacher's cross entropy and entropy, to be summed
+    teacher_metrics: Tensor | None = None,
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
-    """Do as `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and all other shared
-    ids.
+    """Do as `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and the rest.
 
-    KD is never negative, at most the full forward KL, and equal to it where the ids are the whole shared
-    vocabulary; see `topk_statistics` for the formulas. The log-probabilities belong to the temperature of
-    their export: the mass of the rest bucket at another one does not follow from them. CE is over the
-    student's real ids at T = 1.
+    The rest bucket holds all other shared ids. KD is never negative, at most the full forward KL, and equal
+    to it where the ids are the whole shared vocabulary; see `topk_statistics` for the formulas. The
+    log-probabilities belong to the temperature of their export: the mass of the rest bucket at another
+    temperature does not follow from them. CE is over the student's real ids at T = 1.
 
     Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels
     hold. Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
@@ -121,7 +119,7 @@ def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjectiv
 class _VocabParallelTopKKD(torch.autograd.Function):
     """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`).
 
-    It works through its rows in chunks.
+    It works through its rows block by block.
     """
 
     @staticmethod

@@ -23,7 +23,10 @@ def dense_topk_kd(
     temperature: float = 1.0,
     temperature_scaling: str = "squared",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss with a graph, CE sum, KD sum) of `vocab_parallel_topk_kd` on unsplit logits, in float64."""
+    """Compute (loss, CE sum, KD sum) of `vocab_parallel_topk_kd` on unsplit logits, in float64.
+
+    Only the loss has a graph.
+    """
     rows = loss_mask.nonzero().squeeze(1)
     weight, ids = loss_mask[rows].double(), teacher_ids[rows]
     student = student_logits[rows, :student_vocab_size].double()

@@ -36,7 +36,7 @@ def vocab_parallel_topk(
 ) -> TopK:
     """Return the top k of the first `vocab_size` ids.
 
-    Communication: two all-gathers over the tensor-parallel group for every chunk of rows.
+    Communication: two all-gathers over the tensor-parallel group for every block of rows.
     """
     assert 0 < k <= vocab_size
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
@@ -62,10 +62,9 @@ def _local_topk(columns: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(columns: Tensor, index: Tensor, count: int, temperature: float) -> Tensor:
-    """Return [5, n]: maximum, sums at T and at 1, mean of the centred logits at T = 1, logit of column
-    `index`.
+    """Return [5, n]: maximum, sums at T and at 1, mean of the centred logits at T = 1, logit of `index`.
 
-    The last one is -inf if the column is on another rank.
+    The logit of column `index` is -inf if the column is on another rank.
     """
     plain = ShardSoftmax.of(columns, 1.0)
     mean = plain.centred().mul_(plain.probabilities).sum(dim=1)
@@ -75,7 +74,7 @@ def _statistics(columns: Tensor, index: Tensor, count: int, temperature: float) 
 
 
 def _merge(gathered: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `TopK` for one chunk, from [tp, 5 + k, n] and [tp, k, n]."""
+    """Return the fields of `TopK` for one block of rows, from [tp, 5 + k, n] and [tp, k, n]."""
     maxima, sums, plain_sums, means, label = gathered[:, :5].unbind(dim=1)
     softmax, plain = Normaliser.merge(maxima, sums, temperature), Normaliser.merge(maxima, plain_sums, 1.0)
     k = ids.shape[1]

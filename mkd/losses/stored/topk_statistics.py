@@ -1,16 +1,16 @@
-"""Row statistics of the top-k divergence on one vocabulary shard, their merge across ranks, and the gradient
-they allow.
+"""Row statistics of the top-k divergence on one vocabulary shard, their merge across ranks, and the gradient.
 
 The teacher is known by its k most probable ids and by the remaining mass, the REST bucket. KL is taken over
 these k + 1 buckets:
 
-    KL = sum_{i in top-k} p_t(i) (ln p_t(i) - ln p_s(i)) + R_t (ln R_t - ln r_s),   R_t = 1 - sum_{i in top-k} p_t(i)
+    KL = sum_{i in top-k} p_t(i) (ln p_t(i) - ln p_s(i)) + R_t (ln R_t - ln r_s)
+    R_t = 1 - sum_{i in top-k} p_t(i)
     dKL/da_j = p_s(j) - p_t(j) for j in the top-k,   q_j (r_s - R_t) for the others,   q_j = p_s(j) / r_s
 
 It compares two distributions, hence it is never negative (a sum over the top-k alone can be), and at most the
-full KL. The student's mass outside the top-k, r_s, has a maximum and a sum of its own, over those columns
-alone: `1 - sum p_s(i)` would lose it to rounding, and with q_j as a softmax of its own the gradient divides
-by nothing that can vanish.
+full KL. The student's mass outside the top-k, r_s, has a separate maximum and sum over those columns alone:
+`1 - sum p_s(i)` would lose it to rounding. With q_j as a separate softmax the gradient divides by nothing
+that can vanish.
 
 Legend: n rows, w local columns, k ids, tp ranks, a = z_s / T. No function modifies its arguments.
 """

@@ -1,4 +1,4 @@
-"""Check the data and the evaluations. Whether files exist is checked by the code that reads them."""
+"""Check the data and the evaluations. The code that reads files checks that they exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_data(config: Config) -> Iterator[MkdError]:
     problems: list[MkdError] = []
     split = collect_error(problems, lambda: parse_split(data.split))
     yield from problems
-    if split is None or not training.eval_interval:
+    if split is None or not training.evaluates:
         return
     if not (data.valid_data_path or split.validation or _eval_tasks(config)):
         yield UsageError(
@@ -30,7 +30,7 @@ def check_data(config: Config) -> Iterator[MkdError]:
 
 
 def check_tasks(config: Config) -> Iterator[UsageError]:
-    """Check that anything runs the held-out tasks, and reads their settings."""
+    """Check that something runs the held-out tasks and reads their settings."""
     if _eval_tasks(config) and not config.training.eval_interval:
         given = [name for name in ("eval_multiple_choice", "eval_completions") if getattr(config.data, name)]
         setting = " and ".join(given).replace("_", "-")

@@ -1,4 +1,7 @@
-"""The problems of running one model of a configuration alone, without training: its evaluation or its export."""
+"""The problems of running one model of a configuration alone, without training.
+
+This happens for an evaluation or an export.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ READ_BY_A_MODEL = (
     "distributed_timeout_minutes",
     "expert_model_parallel_size",
 )
-"""Numbers that a model needs which runs alone."""
+"""Numbers that matter to a model that runs alone."""
 
 
 def find_model_problems(
@@ -33,7 +36,10 @@ def find_model_problems(
     model: ModelShape | None,  # None: its shape could not be read, which has been reported
     teacher: int | None = None,  # number of the teacher that runs; None: the student runs
 ) -> list[MkdError]:
-    """Return every problem of running one model on `world_size` processes. Ignore settings that only training reads."""
+    """Return every problem of running one model on `world_size` processes.
+
+    Settings that only training reads are ignored.
+    """
     wrong = options_out_of_range(config).intersection(READ_BY_A_MODEL)
     problems: list[MkdError] = [*check_ranges(config, READ_BY_A_MODEL)]
     source = config.student if teacher is None else config.teachers[teacher]

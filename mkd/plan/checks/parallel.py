@@ -13,7 +13,7 @@ from mkd.plan.batch import BatchPlan, document_multiple
 
 
 def check_parallel(config: Config) -> Iterator[UsageError]:
-    """Check that settings which exclude each other are not combined, and that others have what they need."""
+    """Check that no settings exclude each other, and that each has the others that it needs."""
     parallel = config.parallel
     by_layers, by_stages = (
         parallel.num_layers_per_virtual_pipeline_stage,
@@ -105,9 +105,8 @@ def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel])
     batch = collect_error(problems, lambda: BatchPlan.from_config(config, world_size))
     yield from problems
     pipeline = config.parallel.pipeline_model_parallel_size
-    stages = (
-        collect_error([], lambda: _virtual_stages(config, models)) or 1
-    )  # `check_layouts` reports the error
+    # `check_layouts` reports the error.
+    stages = collect_error([], lambda: _virtual_stages(config, models)) or 1
     if batch is not None and stages > 1 and batch.num_microbatches % pipeline:
         below = batch.num_microbatches // pipeline * pipeline
         sizes = [n * batch.micro_batch_size * batch.data_parallel for n in (below, below + pipeline) if n]
@@ -129,8 +128,8 @@ def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel])
             yield UsageError(
                 f"the {role}'s {groups} key/value heads of a process are not divisible by "
                 f"context-parallel-size {context}",
-                f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism then trades "
-                "tokens for heads",
+                f"it attends to a window of {shape.sliding_windows[0]} tokens: context parallelism "
+                "then trades tokens for heads",
                 "lower --context-parallel-size or --tensor-model-parallel-size",
                 code="heads-not-divisible",
             )

@@ -1,7 +1,7 @@
 """All checks of a configuration, in the order in which their problems are listed.
 
 A check is a function that returns or yields its problems, and raises none. To add one, list it here with the
-options that it calculates with: it is skipped if one of these is out of range, because `check_ranges` reports
+options that it calculates with. It is skipped if one of these is out of range, because `check_ranges` reports
 that.
 """
 
@@ -61,7 +61,7 @@ def find_problems(
     config: Config,
     world_size: int,
     student: ModelShape | None = None,
-    teachers: Sequence[ModelShape | None] = (),  # those that run, in the order of the configuration
+    teachers: Sequence[ModelShape | None] = (),  # the ones that run, in the order of the configuration
 ) -> list[MkdError]:
     """Return every problem of `config` on `world_size` processes; empty if the run can start.
 

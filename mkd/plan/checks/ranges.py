@@ -9,7 +9,7 @@ from mkd.config.options import Option, settings
 from mkd.config.schema import Config
 from mkd.errors import UsageError
 
-# The options that the checks of layouts, batches and packs calculate with.
+# Options that the checks of layouts, batches and packs calculate with.
 SHARDS = ("tensor_model_parallel_size", "context_parallel_size")
 STAGES = (
     "pipeline_model_parallel_size",
@@ -33,9 +33,9 @@ READ_BY_A_MODEL = (
     "distributed_timeout_minutes",
     "expert_model_parallel_size",
 )
-"""Numbers that a model needs which runs alone, without training."""
+"""Numbers that matter to a model that runs alone, without training."""
 
-_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose their digits
+_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose precision
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _LARGEST = 2**62  # sums with other settings still fit 64 bits
 _RANGES = {
@@ -90,7 +90,7 @@ _RANGES = {
     ),
     "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
 }
-"""Option -> (what it must be, whether a value is that).
+"""Option -> (what it must be, True if a value is that).
 
 Settings that are not given (None) are not checked.
 """

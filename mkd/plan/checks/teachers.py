@@ -223,7 +223,7 @@ def _divergences(config: Config) -> Iterator[UsageError]:
 
 
 def _divergence(config: Config, teacher: TeacherConfig) -> str | None:
-    """Return what is minimised for a teacher; None for uld, a distance of sorted probabilities."""
+    """Return the divergence to minimise for a teacher; None for uld, a distance of sorted probabilities."""
     if teacher.xtoken is not None and teacher.xtoken.loss == "uld":
         return None
     return teacher.divergence or config.kd.kd_divergence

@@ -1,5 +1,7 @@
-"""What a teacher is: one term of the loss. `loss` compares the student with it on one micro-batch of the last
-stage."""
+"""The interface of a teacher: one term of the loss.
+
+`loss` compares the student with the teacher on one micro-batch of the last stage.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class LossInput:
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share a row; None if no row is cut."""
+        """The ranks that share a row; None if rows are whole."""
         return self.context.groups.cp if self.context.cp_size > 1 else None
 
 
@@ -53,7 +55,10 @@ class Term(Protocol):
     factor: float  # in the loss
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of rows that the loss of a micro-batch is a sum over, on all context-parallel ranks."""
+        """Return the number of rows that the loss of a micro-batch sums over.
+
+        It counts the rows on all context-parallel ranks.
+        """
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.
@@ -65,22 +70,22 @@ class Term(Protocol):
 class Teacher(Term, Protocol):
     """A term that compares the student with a teacher."""
 
-    share: float  # of all teachers' weights; the shares add up to 1
-    can_take_cross_entropy: bool  # whether it is a `OnePassTeacher`
+    share: float  # fraction of all teachers' weights; the shares add up to 1
+    can_take_cross_entropy: bool  # it is a `OnePassTeacher`
 
 
 class OnePassTeacher(Teacher, Protocol):
-    """A teacher whose pass over the student's head can make the cross entropy, too."""
+    """A teacher whose pass over the student's head can also compute the cross entropy."""
 
     def with_cross_entropy(self, kd_ratio: float, with_ce_metric: bool) -> Teacher:
         """Return the teacher as the only term of the loss: (1 - kd_ratio) * CE + kd_ratio * KD.
 
-        `with_ce_metric`: report the cross entropy even if kd_ratio is 1 and the loss does without it.
+        `with_ce_metric`: report the cross entropy even if kd_ratio is 1, where the loss does not need it.
         """
 
 
 class ScoringTeacher(Teacher, Protocol):
-    """A teacher whose layers run, so that its own predictions can decide on its weight."""
+    """A teacher whose layers run, so that its own predictions can decide its weight."""
 
     def pack_scores(self, given: LossInput) -> PackScores:
         """Return the teacher's own predictions of the text that it is compared on."""
@@ -91,13 +96,14 @@ class PackScores:
     """A teacher's predictions of its tokens, on this context-parallel rank."""
 
     scores: TokenScores  # of n tokens
-    packs: Tensor  # [n] int64, number of the pack that each token is in
-    covered: Tensor  # [k] fp32, student tokens of the same text in each pack
+    packs: Tensor  # [n] int64, number of the pack that holds each token
+    covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
 
 
 def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
-    """Return the fields of `KDObjective` and `ChunkLossSettings` that say how the student is compared with
-    `teacher`: its own settings, or else those of `kd`.
+    """Return the fields of `KDObjective` and `ChunkLossSettings` that configure the divergence.
+
+    A setting of `teacher` takes precedence over that of `kd`.
     """
     chosen = DivergenceSettings.from_config(kd, teacher)
     return dict(

@@ -21,7 +21,7 @@ from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 @dataclass(frozen=True)
 class CrossTokenizer:
-    """A teacher that reads the same text in tokens of its own."""
+    """A teacher that reads the same text in the tokens of another tokenizer."""
 
     name: str
     share: float

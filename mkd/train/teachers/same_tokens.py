@@ -19,7 +19,7 @@ from mkd.xtoken.segments import sum_by
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The student's cross entropy with the data, in a pass of its own over the head."""
+    """The student's cross entropy with the data, in its own pass over the head."""
 
     factor: float
     name: str = CROSS_ENTROPY
@@ -40,17 +40,19 @@ class SameTokens:
     share: float
     indices: tuple[int, ...]  # numbers of its models in the stage
     divergence: Mapping[str, Any]  # see `divergence_settings`
-    model_shares: tuple[float, ...] = (1.0,)  # of the models in the average; they add up to 1
+    model_shares: tuple[float, ...] = (1.0,)  # weights of the models in the average; they add up to 1
     factor: float = 1.0
-    kd_ratio: float = 1.0  # share of the divergence in the loss; the cross entropy has the rest
+    kd_ratio: float = 1.0  # fraction of the divergence in the loss; the rest is cross entropy
     with_ce_metric: bool = False
 
     can_take_cross_entropy: ClassVar[bool] = True
 
     @classmethod
     def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:
-        """Return the one teacher that is the weighted mean of `teachers`' probabilities, compared as the
-        first of them is."""
+        """Return one teacher that is the weighted mean of the probabilities of `teachers`.
+
+        It is compared with the student as the first of them is.
+        """
         indices = tuple(index for one in teachers for index in one.indices)
         shares = tuple(one.share for one in teachers)
         return cls("average", 1.0, indices, teachers[0].divergence, shares)

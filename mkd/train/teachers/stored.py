@@ -24,10 +24,10 @@ class Stored:
 
     name: str
     share: float
-    index: int  # number of its part in a batch
+    index: int  # number of its entry in a batch
     divergence: Mapping[str, Any]  # the temperature is that of the stored log-probabilities
     factor: float = 1.0
-    kd_ratio: float = 1.0  # share of the divergence in the loss; the cross entropy has the rest
+    kd_ratio: float = 1.0  # fraction of the divergence in the loss; the rest is cross entropy
     with_ce_metric: bool = False
 
     can_take_cross_entropy: ClassVar[bool] = True
@@ -39,8 +39,10 @@ class Stored:
         return batch.num_loss_tokens
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        """See `Term.loss`. Autograd multiplies by `scale`. Collectives over TP: those of
-        `vocab_parallel_topk_kd`."""
+        """Return the loss and its sums (see `Term.loss`). Autograd multiplies by `scale`.
+
+        Collectives over TP: those of `vocab_parallel_topk_kd`.
+        """
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
         output = vocab_parallel_topk_kd(
@@ -74,11 +76,10 @@ class Stored:
 
 
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h]; fp32 under
-    no_grad.
+    """Return logits [n, v/tp] at the positions `rows` [n] of a final hidden state [t(/tp), 1, h].
 
-    Rows without loss skip the head, except in training with sequence parallelism: there the head gathers the
-    rows of all ranks.
+    They are fp32 under no_grad. Rows without loss skip the head, except in training with sequence
+    parallelism, where the head gathers the rows of all ranks.
     """
     if not torch.is_grad_enabled():
         states = whole_sequence(

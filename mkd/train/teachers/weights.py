@@ -1,6 +1,6 @@
 """The weight of each teacher in each pack: as configured, or by the teachers' own predictions of the pack.
 
-A weight belongs to a pack, not to a micro-batch or a step, so that it is the same under every layout.
+A weight belongs to a pack, not to a micro-batch or a step, so it is the same under every layout.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def pack_weights(kd: KDConfig, teachers: Sequence[Teacher], given: LossInput) ->
     others. Otherwise softmax(ln share - metric / temperature).
 
     A metric is summed over the teacher's tokens of the pack and divided by the student's tokens of the same
-    text, so that teachers with different tokenizers compare. A teacher that is compared on nothing of a pack
-    has no weight there, unless this holds for all teachers.
+    text, so that teachers with different tokenizers are comparable. A teacher that is compared on nothing in
+    a pack has weight 0 there, unless this holds for all teachers.
     """
     device = given.context.device
     if len(teachers) < 2 or not kd.weighs_packs:
@@ -47,10 +47,10 @@ def pack_weights(kd: KDConfig, teachers: Sequence[Teacher], given: LossInput) ->
 
 @torch.no_grad()
 def _metric_per_token(metric: str, teachers: Sequence[ScoringTeacher], given: LossInput) -> Tensor:
-    """Return [teachers, k] fp32: the metric of each pack, per student token; inf for a teacher without tokens
-    there.
+    """Return the metric of each pack per student token, [teachers, k] fp32.
 
-    Communication: one all-reduce SUM over context parallelism; no backward.
+    It is inf for a teacher without tokens in the pack. Communication: one all-reduce SUM over context
+    parallelism; no backward.
     """
     sums = []
     for teacher in teachers:
@@ -61,5 +61,5 @@ def _metric_per_token(metric: str, teachers: Sequence[ScoringTeacher], given: Lo
     if given.cp_group is not None:
         dist.all_reduce(total, group=given.cp_group)
     values, covered = total.unbind(dim=2)
-    is_silent = (covered == 0) & (covered > 0).any(dim=0)  # in a pack that another teacher has tokens of
+    is_silent = (covered == 0) & (covered > 0).any(dim=0)  # another teacher has tokens of the pack
     return (values / covered.clamp(min=1)).masked_fill(is_silent, torch.inf)

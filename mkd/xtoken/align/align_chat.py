@@ -28,8 +28,10 @@ def align_chat(
     If both templates close an assistant turn with a control token, this pair is a separate chunk, so that the
     student learns to stop. An answer of blanks only gives no other chunk. Reasoning (`<think>` ...
     `</think>`, or the field reasoning_content) is aligned if both templates keep it, unless `reasoning` is
-    False. Raises DataError for a conversation that a template refuses, or whose answers it hides or rewrites,
-    and for a tokenizer without chat template; UsageError as `align`.
+    False.
+
+    Raises DataError for a conversation that a template refuses, or whose answers it hides or rewrites, and
+    for a tokenizer without chat template; UsageError as `align`.
     """
     sides = [open_tokenizer(source).encode_turns(messages) for source in (student, teacher)]
     chunks = [np.empty((0, 4), dtype=np.int64)]
@@ -74,8 +76,9 @@ def align_completion(
 def _common_parts(
     messages: Sequence[Mapping], sides: Sequence[tuple[EncodedChat, Turn]], reasoning: bool
 ) -> list[tuple[str, list[int]]]:
-    """Return the parts of an assistant message that both sides render, in order, each with its first bytes
-    there.
+    """Return the parts of an assistant message that both sides render, in order.
+
+    Each part comes with its first bytes there.
     """
     number = sides[0][1].message
     for parts in _candidates(messages[number], reasoning):
@@ -91,9 +94,9 @@ def _common_parts(
 
 
 def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
-    """Return what a template may keep of a message, most first.
+    """Return the texts that a template may keep of a message, longest first.
 
-    That is the whole message, its reasoning and answer between other tags, or the answer alone. An answer
+    They are the whole message, its reasoning and answer between other tags, or the answer alone. An answer
     without reasoning is tried with the blanks around it and without, because many templates strip them.
     """
     content = message["content"] or ""
@@ -113,7 +116,10 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Return the byte of `data` where each part starts inside the turn; None unless all parts come, in order."""
+    """Return the byte of `data` where each part starts inside the turn.
+
+    Return None unless all parts come, in order.
+    """
     *thought, answer = (part.encode() for part in parts)
     end = data.rfind(answer, turn.start, turn.content_end)
     if end < 0 or not thought:

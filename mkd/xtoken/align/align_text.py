@@ -1,4 +1,4 @@
-"""Where two tokenizations of one text meet: chunks of student tokens and teacher tokens for the same bytes."""
+"""Alignment of two tokenizations of one text: chunks of student and teacher tokens for the same bytes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class AlignedText:
 
     student_ids: np.ndarray  # [n] int64
     teacher_ids: np.ndarray  # [m] int64
-    chunks: (
-        np.ndarray
-    )  # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
+    # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
+    chunks: np.ndarray
 
 
 def align(
@@ -69,11 +68,10 @@ def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.nda
 
 
 def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
-    """Return the chunks [c, 4] int64 between consecutive byte positions where tokens end on both sides. O(n +
-    m).
+    """Return the chunks [c, 4] int64 between consecutive byte positions where tokens end on both sides.
 
-    The first chunk starts at the start of the text if both sides start there, else at the first common end.
-    Tokens that share a span are in one chunk; tokens that stand for no text are in none.
+    The work is O(n + m). The first chunk starts at the start of the text if both sides start there, else at
+    the first common end. Tokens that share a span are in one chunk; tokens without text are in none.
     """
     (ours, student_starts, student_ends), (theirs, teacher_starts, teacher_ends) = map(
         token_groups, (student, teacher)

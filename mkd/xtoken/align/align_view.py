@@ -48,9 +48,8 @@ def _shown(tokenizer: Tokenizer, token: int) -> str:
     piece = tokenizer.token_bytes[token]
     if piece is None:
         return tokenizer.decode([token])
-    return "".join(
-        map(_escaped, piece.decode("utf-8", "surrogateescape"))
-    )  # an invalid byte becomes a surrogate
+    # An invalid byte becomes a surrogate.
+    return "".join(map(_escaped, piece.decode("utf-8", "surrogateescape")))
 
 
 def _escaped(character: str) -> str:

@@ -1,12 +1,12 @@
 """Alignment by dynamic programming over token texts, as published cross-tokenizer systems do it.
 
 Source: X-Token (arXiv 2605.21699). Tokens are written in one canonical form. Trigrams that occur once in both
-sequences are anchors. Between anchors the best path is searched, with +3 for equal tokens, -3 for unequal
-ones, -1.5 for a skipped token, and +1.5 k for k tokens that spell one. Then runs of mismatches are merged,
-and cut again where both sides spell the same.
+sequences are anchors. Between anchors the best path is searched. It scores +3 for equal tokens, -3 for
+unequal ones, -1.5 for a skipped token, and +1.5 k for k tokens that spell one. Then runs of mismatches are
+merged, and cut again where both sides spell the same.
 
-Two things differ from the published form. The canonical form of a token is the bytes that it stands for: all
-ways in which vocabularies write blanks and bytes amount to that. And the work is bounded: a stretch between
+Two things differ from the published form. The canonical form of a token is the bytes that it spells: all ways
+in which vocabularies write blanks and bytes amount to that. And the work is bounded: a stretch between
 anchors with more than MAX_CELLS cells is not searched but treated as one run of mismatches.
 
 `dp_kernel` searches the path; numba compiles it if installed (pip install 'mkd[xtoken]').
@@ -70,8 +70,9 @@ def align_dp(
     compile: bool = True,
     max_cells: int = MAX_CELLS,
 ) -> np.ndarray:
-    """Return chunks [c, 4] int64 as `align_spans` does; stretches where the two sides spell different texts
-    are skipped.
+    """Return chunks [c, 4] int64 as `align_spans` does.
+
+    Stretches where the two sides spell different texts are skipped.
     """
     ours, theirs = _Units.from_encoded(student, data), _Units.from_encoded(teacher, data)
     search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
@@ -123,7 +124,7 @@ class _Search:
 
 
 def _numbered(side: _Units, numbers: dict[bytes, int]) -> np.ndarray:
-    """Number the texts of up to MAX_COMBINATION joined units, int64 [MAX_COMBINATION, units].
+    """Return numbers of the texts of up to MAX_COMBINATION joined units, int64 [MAX_COMBINATION, units].
 
     Row k - 1 has the number of the k joined units that end at each unit; -1 for a text without a number.
     """

@@ -1,8 +1,7 @@
-"""A chunk's distribution over a whole vocabulary, as the published losses define it: dense, gathered from all
-ranks.
+"""A chunk's distribution over a whole vocabulary, as the published losses define it.
 
-P(y) = p_last(y) * product of p(realised token) over the chunk's other tokens. It sums to e^b <= 1, b the log
-of the product.
+It is dense and gathered from all ranks. P(y) = p_last(y) * product of p(realised token) over the chunk's
+other tokens. It sums to e^b <= 1, where b is the log of the product.
 """
 
 from __future__ import annotations
@@ -74,8 +73,9 @@ def write_chain_gradient(
     piece: ChunkSlice,
     call: LossCall,
 ) -> None:
-    """Write (onehot - p) dL/db into the realised tokens' rows and `of_base` into the base rows, both times
-    `scale`.
+    """Write (onehot - p) dL/db into the realised tokens' rows and `of_base` into the base rows.
+
+    Both are multiplied by `scale`.
     """
     side, width, rank = piece.student, student.shape[1], call.vocabulary.rank
     result = call.scaled(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)

@@ -8,22 +8,20 @@ from functools import cache
 import numpy as np
 
 MAX_COMBINATION = 4
-MATCH, GAP, COMBINED = (
-    3.0,
-    -1.5,
-    1.5,
-)  # scores: equal tokens (unequal: -MATCH), a skipped token, each joined token
+# Scores: equal tokens (unequal: -MATCH), a skipped token, each joined token.
+MATCH, GAP, COMBINED = 3.0, -1.5, 1.5
 
 
 def best_path(
-    ours: np.ndarray,  # [MAX_COMBINATION, n] int64: row k - 1 numbers the text of the k tokens that end here, or -1
+    # [MAX_COMBINATION, n] int64: row k - 1 numbers the text of the k tokens that end here, or -1
+    ours: np.ndarray,
     theirs: np.ndarray,  # [MAX_COMBINATION, m] int64
 ) -> np.ndarray:
-    """Return the blocks (student start, end, teacher start, end) of the best path, int64 [steps, 4], without
-    gaps.
+    """Return the blocks of the best path, without gaps, int64 [steps, 4].
 
-    The scores are those of X-Token (arXiv 2605.21699). Ties go to a pair of single tokens, then to the
-    combination of fewest tokens, then to skipping a student token.
+    A block is (student start, end, teacher start, end). The scores are those of X-Token (arXiv 2605.21699).
+    Ties go to a pair of single tokens, then to the combination of fewest tokens, then to skipping a student
+    token.
     """
     n, m = ours.shape[1], theirs.shape[1]
     depth = MAX_COMBINATION + 1  # the rows that a move can reach back to, and the current one

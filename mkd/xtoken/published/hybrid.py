@@ -1,12 +1,12 @@
-"""gold and h_kl: a divergence on the common tokens plus the L1 distance of the other tokens' sorted
-probabilities.
+"""gold and h_kl: a divergence on the common tokens plus the sorted L1 distance of the others.
 
-    L = w_c * D({common tokens, rest} of the chunk distributions) + w_u * sorted L1(uncommon tokens of the chunk distributions)
+    L = w_c * D({common tokens, rest} of the chunk distributions)
+      + w_u * sorted L1(uncommon tokens of the chunk distributions)
 
-Both (GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699) are published with a KL of the parts of two
-distributions that are on the common tokens, which do not sum to 1: it goes negative. Here a rest bucket makes
-both whole: 1 - the sum over common tokens, chain probability that is missing included. Where one model has no
-rest, the other is conditioned on the common tokens.
+Sources: GOLD, Patino et al. 2025; H-KL, arXiv 2605.21699. Both are published with a KL of the parts of two
+distributions that are on the common tokens. These parts do not sum to 1, so that KL goes negative. Here a
+rest bucket makes both whole. It holds 1 - the sum over common tokens, missing chain probability included.
+Where one model has no rest, the other is conditioned on the common tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Classes:
 
 
 def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
-    """Return whether both models have a rest.
+    """Return True if both models have a rest.
 
     A chain of several tokens always has one: the tokens that it did not become.
     """

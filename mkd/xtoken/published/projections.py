@@ -16,13 +16,12 @@ INDICES, LIKELIHOODS = "indices", "likelihoods"
 
 
 def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMatrix:
-    """Load the matrix in a `.pt`, `.safetensors` or `.npz` file of `indices` and `likelihoods`, both [rows,
-    k].
+    """Load the matrix in a `.pt`, `.safetensors` or `.npz` file of `indices` and `likelihoods`.
 
-    Row i holds teacher ids and their weights for student token i; weights of 0 and negative ids fill short
-    rows. Rows beyond the ids of the student's tokenizer are skipped, because models are wider than
-    tokenizers. Each row is divided by its sum. Raises UsageError for a file of another form or for other
-    vocabularies.
+    Both are [rows, k]. Row i holds teacher ids and their weights for student token i; weights of 0 and
+    negative ids fill short rows. Rows beyond the ids of the student's tokenizer are skipped, because models
+    are wider than tokenizers. Each row is divided by its sum. Raises UsageError for a file of another form or
+    for other vocabularies.
     """
     indices, likelihoods = _read(path)
     if indices.shape != likelihoods.shape or indices.ndim != 2:
@@ -74,6 +73,7 @@ def _refused(path: Path, why: str) -> UsageError:
     return UsageError(
         f"{path} is not a projection matrix for these tokenizers",
         why,
-        "build one with tools/build_projection.py from this run's tokenizers, or drop the setting: mkd then builds it",
+        "build one with tools/build_projection.py from this run's tokenizers, "
+        "or drop the setting: mkd then builds it",
         code="projection-not-valid",
     )

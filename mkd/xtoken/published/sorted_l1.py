@@ -1,5 +1,6 @@
-"""uld (Boizard et al. 2024, arXiv 2402.12030): the L1 distance of sorted probabilities, which needs no
-relation of tokens.
+"""uld, the L1 distance of sorted probabilities, which needs no relation of tokens.
+
+Source: Boizard et al. 2024 (arXiv 2402.12030).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlic
 
 
 def sorted_l1(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([c] sum of |s - t| over sorted rows, its derivative by s, [c, a]) of rows [c, a] and [c, b].
+    """Return ([c] sum of |s - t| over sorted rows, its derivative by s [c, a]) of rows [c, a] and [c, b].
 
     The shorter rows are filled with 0.
     """

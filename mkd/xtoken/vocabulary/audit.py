@@ -1,4 +1,4 @@
-"""The share of a real text that two tokenizers can be compared on, by kind of chunk and class of character."""
+"""Shares of a real text that two tokenizers can be compared on, by kind of chunk and class of character."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CJK_NAMES = ("CJK ", "HIRAGANA ", "KATAKANA ", "HANGUL ", "IDEOGRAPHIC ", "FULLW
 class Audit:
     """Counts over a sample of text. A token has the class of its first character that is not white space.
 
-    Special: tokens that stand for no text (BOS). Dropped: tokens in no chunk, and bytes that no chunk covers.
+    Special: tokens without text (BOS). Dropped: tokens in no chunk, and bytes that no chunk covers.
     """
 
     num_bytes: np.ndarray  # [classes, kinds] int64, bytes of the text
@@ -59,8 +59,10 @@ class Audit:
         rows += [("teacher tokens", shares["teacher_tokens"])]
         rows += [(f"  {name}", row) for name, row in shares["classes"].items()]
         lines = [
-            f"{shares['num_texts']} texts, {shares['num_bytes']} bytes, {shares['num_student_tokens']} student tokens, "
-            f"{shares['num_teacher_tokens']} teacher tokens; shares by kind of chunk, classes over student tokens:",
+            f"{shares['num_texts']} texts, {shares['num_bytes']} bytes, "
+            f"{shares['num_student_tokens']} student tokens, "
+            f"{shares['num_teacher_tokens']} teacher tokens; "
+            "shares by kind of chunk, classes over student tokens:",
             f"{'':16}" + "".join(f"{kind:>16}" for kind in KINDS),
         ]
         return "\n".join(

@@ -16,8 +16,9 @@ from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 
 @dataclass(frozen=True)
 class ClassMap:
-    """A map from one model's w columns on this rank to the classes of all ranks: k per rank, numbered `rank *
-    k + class`.
+    """A map from one model's w columns on this rank to the classes of all ranks.
+
+    Each rank has k classes, numbered `rank * k + class`.
     """
 
     forward: Tensor  # sparse CSR [tp * k, w] fp32: masses of classes = sum over ranks of forward @ p
@@ -27,24 +28,25 @@ class ClassMap:
 
 @dataclass(frozen=True)
 class Projection:
-    """Both models' probabilities on common classes: the teacher's columns for `p_kl`, the student's for
-    `prefix_kl`.
+    """Both models' probabilities on common classes.
+
+    The classes are the teacher's columns for `p_kl`, the student's for `prefix_kl`.
     """
 
     student: ClassMap
     teacher: ClassMap | None  # None: the teacher's columns are the classes
     supported: Tensor  # [k] bool, this rank's classes that some student token maps to
-    student_rest: bool  # whether some real row of the student loses probability
-    teacher_rest: bool  # whether some real row of the teacher has no supported class
+    student_rest: bool  # True if some real row of the student loses probability
+    teacher_rest: bool  # True if some real row of the teacher has no supported class
 
 
 @dataclass(frozen=True)
 class ChunkVocabulary:
-    """The columns of both models' ids. The columns of all ranks are numbered `rank * width + column`: the
-    "place".
+    """The columns of both models' ids.
 
-    A student id equals its place. "Real" columns are rows of the model; the others are padding or empty
-    slots, and their logits are never read.
+    The columns of all ranks are numbered `rank * width + column`: the "place". A student id equals its place.
+    "Real" columns are rows of the model; the others are padding or empty slots, and their logits are never
+    read.
     """
 
     rank: int  # in the tensor-parallel group
@@ -69,7 +71,7 @@ class ChunkVocabulary:
         *,
         relation: VocabularyRelation | None = None,  # needed for p_kl, prefix_kl and relaxed pairs
         loss: str = "partition_kl",  # p_kl and prefix_kl get a projection
-        relaxed: bool = False,  # whether the pairs include the relaxed ones
+        relaxed: bool = False,  # True: the pairs include the relaxed ones
     ) -> ChunkVocabulary:
         """Return the vocabulary on the CPU; `.to(device)` moves it.
 
@@ -106,7 +108,7 @@ class ChunkVocabulary:
 
     @property
     def both_have_rest(self) -> bool:
-        """Whether each model has a real row that is not common."""
+        """True if each model has a real row that is not common."""
         return min(self.num_student_rows, self.num_teacher_rows) > self.num_common
 
     def to(self, device: torch.device | str) -> ChunkVocabulary:
@@ -128,8 +130,9 @@ def _moved(value, device):
 def _pairs(
     slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of the hybrid losses' pairs: the common tokens; with a `relation`, its relaxed pairs
-    too.
+    """Return the places of the hybrid losses' pairs.
+
+    These are the common tokens and, with a `relation`, its relaxed pairs too.
     """
     if relation is not None:
         students, teachers = relation.pairs(relaxed=True)
@@ -161,8 +164,9 @@ def _on_teacher(
 def _on_beginnings(
     slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
 ) -> Projection:
-    """Return the projection of each token on the common token it begins with: classes are the student's
-    columns.
+    """Return the projection of each token on the common token it begins with.
+
+    Classes are the student's columns.
     """
     common = np.flatnonzero(slots.common)
     maps = []
@@ -180,7 +184,7 @@ def _on_beginnings(
 def _class_map(
     places, classes, values, real: np.ndarray, num_classes: int, rank: int
 ) -> tuple[ClassMap, bool]:
-    """Return (map of this rank's columns, whether a real column of any rank loses probability).
+    """Return (map of this rank's columns, True if a real column of any rank loses probability).
 
     Entries are (place, class, value) of all ranks; `real` is [tp, w] bool.
     """
@@ -200,7 +204,7 @@ def _class_map(
 def _sparse_rows(indices: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
     """Return checked compressed sparse rows, without torch's warning that they are in beta.
 
-    `to_sparse_csr` of torch 2.11 is of no use: without entries its result has strides of 0 and fails the
+    `to_sparse_csr` of torch 2.11 cannot be used: without entries its result has strides of 0 and fails the
     check.
     """
     with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(True):

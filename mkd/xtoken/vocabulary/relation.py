@@ -1,6 +1,4 @@
-"""The relation of two vocabularies: common tokens, relaxed pairs, and the sparse projection of one on the
-other.
-"""
+"""The relation of two vocabularies: common tokens, relaxed pairs, and a sparse projection."""
 
 from __future__ import annotations
 
@@ -58,14 +56,14 @@ class VocabularyRelation:
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
     projection: SparseMatrix  # [student_size, teacher_size]; rows without support: `projection.empty_rows`
     spellings: Spellings
-    student_beginnings: (
-        np.ndarray
-    )  # [student_size] int64: student id of the common token it begins with, or -1
+    # [student_size] int64: student id of the common token it begins with, or -1
+    student_beginnings: np.ndarray
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids ascending, teacher ids) int64 of the common tokens and, if `relaxed`, of the
-        relaxed pairs.
+        """Return (student ids ascending, teacher ids) int64 of the common tokens.
+
+        If `relaxed`, include the relaxed pairs.
         """
         if not relaxed:
             return self.common_student, self.common_teacher
@@ -111,12 +109,14 @@ def build_relation(
 
 
 def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
-    """Return student id -> teacher id of the same role or the same bytes, one-to-one; roles are paired first."""
+    """Return student id -> teacher id of the same role or bytes, one-to-one; roles are paired first."""
     ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
     if ours.keys().isdisjoint(theirs):
         raise UsageError(
-            f"the tokenizers have no token in common: no two of {len(ours)} and {len(theirs)} are the same bytes",
-            "probabilities cannot be compared; a wrong path or a damaged file is more likely than a real pair",
+            f"the tokenizers have no token in common: "
+            f"no two of {len(ours)} and {len(theirs)} are the same bytes",
+            "probabilities cannot be compared; "
+            "a wrong path or a damaged file is more likely than a real pair",
             "check the tokenizers of student and teacher",
             code="no-common-token",
         )
@@ -133,8 +133,9 @@ def _projection(
     by_teacher: Pieces,
     by_student: Pieces,
 ) -> SparseMatrix:
-    """Return the matrix of the chosen stages; exact map and special tokens come last, so that their rows stay
-    pure.
+    """Return the matrix of the chosen stages.
+
+    Exact map and special tokens come last, so that their rows stay pure.
     """
     projection = _matrix_of({}, student, teacher)
     if "multi" in settings.stages:
@@ -169,16 +170,15 @@ def _casefolded(text: str) -> str:
 
 
 FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
-"""Allowed differences of a pair, closest pairs first: the Unicode form; also leading spaces; also the case."""
+"""Allowed differences of a pair, closest pairs first: Unicode form; also leading spaces; also case."""
 
 
 def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:
-    """Return student id -> teacher id of tokens that differ only in Unicode form (NFKC), leading spaces or
-    case.
+    """Return student id -> teacher id of tokens that differ only in Unicode form, leading spaces or case.
 
-    This is the relaxed map of GOLD and H-KL. The arguments are the tokens without a common twin; pairs are
-    one-to-one. Closer variants pair first, then smaller ids, which most vocabularies give to frequent tokens.
-    Tokens that are not valid UTF-8, or only spaces, stay unpaired.
+    This is the relaxed map of GOLD and H-KL; the Unicode form is NFKC. The arguments are the tokens without a
+    common twin; pairs are one-to-one. Closer variants pair first, then smaller ids, which most vocabularies
+    give to frequent tokens. Tokens that are not valid UTF-8, or only spaces, stay unpaired.
     """
     pairs: dict[int, int] = {}
     ours, theirs = _texts(student), _texts(teacher)

@@ -31,8 +31,7 @@ def build_projection(
     settings: ProjectionSettings | None = None,
     projection: str | Path | None = None,
 ) -> VocabularyRelation:
-    """Return the relation of two vocabularies: read it from `cache_dir` if it is there, else build and store
-    it.
+    """Return the relation of two vocabularies, from `cache_dir` if it is there; else build and store it.
 
     `projection` names a file with the matrix to use instead: one that tools/build_projection.py wrote, or the
     published dense form (see load_published). Several processes may call this at once; they write the same
@@ -131,7 +130,7 @@ def _from_file(
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether mkd wrote the .npz file; the published form has no description."""
+    """Return True if mkd wrote the .npz file; the published form has no description."""
     if path.suffix != ".npz":
         return False
     try:
@@ -170,7 +169,7 @@ def _assemble(arrays: dict[str, np.ndarray], student_size: int, teacher_size: in
 
 
 def _problem(relation: VocabularyRelation) -> str | None:
-    """Return what is wrong with the sizes of a relation that was read, or None."""
+    """Return the error in the sizes of a relation that was read, or None."""
     matrix, sizes = relation.projection, (relation.student_size, relation.teacher_size)
     if matrix.shape != sizes:
         return f"its matrix has {matrix.shape[0]} rows, and the student's tokenizer {sizes[0]} ids"
@@ -186,7 +185,10 @@ def _problem(relation: VocabularyRelation) -> str | None:
     ]
     ids += [(array[array >= 0], sizes[0]) for array in starts]
     if any(len(array) and not 0 <= array.min() <= array.max() < size for array, size in ids):
-        return f"it names ids beyond the {sizes[0]} of the student's and the {sizes[1]} of the teacher's tokenizer"
+        return (
+            f"it names ids beyond the {sizes[0]} of the student's "
+            f"and the {sizes[1]} of the teacher's tokenizer"
+        )
     return None
 
 

@@ -22,7 +22,7 @@ class TeacherSlots:
 
     teacher_ids: np.ndarray  # [tp, w_t] int64, teacher's row in each column, or EMPTY (-1); w_t >= w_s
     columns: np.ndarray  # [teacher_rows] int64, rank * w_t + column of each row of the teacher
-    common: np.ndarray  # [tp, w_s] bool, whether column j holds a common pair
+    common: np.ndarray  # [tp, w_s] bool, True if column j holds a common pair
 
     @staticmethod
     def from_relation(

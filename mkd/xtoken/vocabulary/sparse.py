@@ -1,5 +1,6 @@
-"""A sparse matrix by rows: the projection of one vocabulary on another is 150,000 x 130,000 with few entries
-per row.
+"""A sparse matrix by rows, such as the projection of one vocabulary on another.
+
+A projection is 150,000 x 130,000 with few entries per row.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """Compressed sparse rows: row i has the entries [offsets[i], offsets[i + 1]), its columns ascending and
-    distinct.
+    """Compressed sparse rows: row i has the entries [offsets[i], offsets[i + 1]).
+
+    The columns of a row ascend and are distinct.
     """
 
     offsets: np.ndarray  # [rows + 1] int64

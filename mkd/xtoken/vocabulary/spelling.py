@@ -1,6 +1,4 @@
-"""How each tokenizer spells the other's tokens: the candidates of chunks, and the common token each token
-begins with.
-"""
+"""How each tokenizer spells the other's tokens: candidates of chunks, and the first common token of each."""
 
 from __future__ import annotations
 
@@ -54,10 +52,10 @@ def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces
 
 
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return bytes -> the one token that stands for them, over all tokens that have bytes.
+    """Return bytes -> the one token that spells them, over all tokens that have bytes.
 
-    If several ids have the same bytes (the byte token <0x41> and the piece "A"), it is the one that the
-    tokenizer itself writes, else the first.
+    Several ids may have the same bytes, such as the byte token <0x41> and the piece "A". Then it is the one
+    that the tokenizer itself writes, else the first.
     """
     found: dict[bytes, int] = {}
     for token_id, piece in enumerate(tokenizer.token_bytes):
@@ -68,10 +66,10 @@ def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Tokens of one vocabulary, grouped by all but the last of the tokens that spell them in the other
-    vocabulary.
+    """Tokens of one vocabulary, grouped by how the other vocabulary spells them.
 
-    Plain arrays are cheap to send to a data worker; the dictionary is built on first use.
+    A group shares all but the last of the other vocabulary's tokens. Plain arrays are cheap to send to a data
+    worker; the dictionary is built on first use.
     """
 
     prefixes: Pieces  # [p], distinct, none empty
@@ -81,8 +79,9 @@ class Continuations:
 
     @staticmethod
     def from_spelled(spelled: Pieces, tokens: np.ndarray) -> Continuations:
-        """Group those `tokens` (int64) that `spelled`, over the whole vocabulary, writes as two tokens or
-        more.
+        """Group those `tokens` (int64) that the other vocabulary writes as two tokens or more.
+
+        `spelled` has the spellings of the whole vocabulary.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for token in tokens[spelled.lengths[tokens] > 1].tolist():
@@ -132,18 +131,16 @@ class Spellings:
         )
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids, last teacher ids) of the student tokens that the teacher writes as `prefix`
-        and one more.
+        """Return (student ids, last teacher ids) of student tokens that the teacher writes after `prefix`.
 
-        `prefix` is not empty.
+        The teacher writes such a token as `prefix`, which is not empty, and one more token.
         """
         return self.students.after(prefix)
 
     def many_to_one(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (last student ids, teacher ids) of the teacher tokens that the student writes as `prefix`
-        and one more.
+        """Return (last student ids, teacher ids) of teacher tokens that the student writes after `prefix`.
 
-        `prefix` is not empty.
+        The student writes such a token as `prefix`, which is not empty, and one more token.
         """
         teachers, lasts = self.teachers.after(prefix)
         return lasts, teachers
@@ -155,11 +152,10 @@ def build_beginnings(
     by_teacher: Pieces,  # the student's tokens as the teacher writes them
     by_student: Pieces,  # the teacher's tokens as the student writes them
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([student_size], [teacher_size]) int64: the common token (student id) each id begins with; -1
-    without one.
+    """Return ([student_size], [teacher_size]) int64: the common token that each id begins with, or -1.
 
-    A common token begins with itself. Any other token begins with what the first token of its spelling in the
-    other vocabulary begins with.
+    Common tokens are given by their student id. A common token begins with itself. Any other token begins
+    with what the first token of its spelling in the other vocabulary begins with.
     """
     students, teachers = np.full(len(by_teacher), NONE), np.full(len(by_student), NONE)
     students[common_student], teachers[common_teacher] = common_student, common_student

@@ -15,8 +15,9 @@ from mkd.xtoken.vocabulary.spelling import Pieces
 
 MAX_PIECES = 4
 PIECE_WEIGHTS = 0.9 * 0.1 ** np.arange(MAX_PIECES)
-"""Weight of the i-th piece before normalisation: nearly all on the first, the one that the model has to
-predict.
+"""Weight of the i-th piece before normalisation.
+
+Nearly all weight is on the first piece, the one that the model has to predict.
 """
 
 ENDS = ("eos", "end_of_turn")
@@ -26,7 +27,7 @@ ROLES = (*ENDS, "bos", "unk", "pad")
 
 def exact_map(
     student_bytes: Sequence[bytes | None],  # [student vocabulary]
-    teacher_tokens: Mapping[bytes, int],  # bytes -> the teacher token that stands for them
+    teacher_tokens: Mapping[bytes, int],  # bytes -> the teacher token that spells them
     teacher_size: int,
 ) -> SparseMatrix:
     """Return weight 1 for every student token and teacher token with the same bytes."""
@@ -36,12 +37,11 @@ def exact_map(
 
 
 def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
-    """Relate each student token to the teacher's pieces of it, and in the reverse pass to the teacher tokens
-    it is in.
+    """Relate each student token to the teacher's pieces of it, and to the teacher tokens it is in.
 
-    The arguments are the student's tokens as the teacher writes them, and the teacher's tokens as the student
-    writes them. The first MAX_PIECES pieces count, with PIECE_WEIGHTS normalised over them; both directions
-    are added.
+    The second relation is the reverse pass. The arguments are the student's tokens as the teacher writes
+    them, and the teacher's tokens as the student writes them. The first MAX_PIECES pieces count, with
+    PIECE_WEIGHTS normalised over them; both directions are added.
     """
     shape = len(by_teacher), len(by_student)
     students, pieces, weights = _weighted_pieces(by_teacher)
@@ -53,11 +53,10 @@ def multi_token_map(by_teacher: Pieces, by_student: Pieces) -> SparseMatrix:
 def special_map(
     student_roles: Mapping[str, int], teacher_roles: Mapping[str, int], shape: tuple[int, int]
 ) -> SparseMatrix:
-    """Relate each student token with a role to the teacher's token of that role, with weight 1: by role,
-    never by text.
+    """Relate each student token with a role to the teacher's token of that role, with weight 1.
 
-    A student token that ends both documents and turns is related to both of the teacher's, with equal
-    weights.
+    Tokens are related by role, never by text. A student token that ends both documents and turns is related
+    to both of the teacher's, with equal weights.
     """
     pairs: dict[int, list[int]] = {}
     for role in ROLES:
@@ -84,8 +83,9 @@ def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int
 
 
 def _weighted_pieces(spelled: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (token, piece, weight) of the first MAX_PIECES pieces of every token; the weights of a token sum
-    to 1.
+    """Return (token, piece, weight) of the first MAX_PIECES pieces of every token.
+
+    The weights of a token sum to 1.
     """
     tokens = np.repeat(np.arange(len(spelled)), spelled.lengths)
     places = np.arange(len(spelled.ids)) - spelled.offsets[tokens]

@@ -1,4 +1,4 @@
-"""Records and tokenised documents on both sides: the ids that each model reads, and chunks of the same text."""
+"""Records and tokenised documents on both sides: the ids that each model reads, and chunks of equal text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def pair_of(student=STUDENT, teacher=TEACHER, append_eod=True):
 
 
 def pieces(pair, aligned):
-    """Return [(bytes of the student's tokens, of the teacher's)] of the chunks; None for tokens that are not
-    text.
+    """Return [(bytes of the student's tokens, bytes of the teacher's)] of the chunks.
+
+    Tokens that are not text give None.
     """
     sides = []
     for ids, tokenizer, first in (

@@ -1,5 +1,6 @@
-"""The definitions of docs/cross-tokenizer.md, recomputed from its text alone: bytes, spellings, candidates,
-pack lengths.
+"""The definitions of docs/cross-tokenizer.md, recomputed from its text alone.
+
+They cover bytes, spellings, candidates and pack lengths.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def test_candidates_of_every_chunk(write_jsonl, tmp_path):
 def candidates(
     kind: int, ours: Ids, theirs: Ids, student_spellings: dict[int, Ids], teacher_spellings: dict[int, Ids]
 ) -> list[tuple[int, int]]:
-    """(student token, teacher token): the realised pair first, the others by the first member as the library
-    lists them.
+    """Return (student token, teacher token) pairs, the realised pair first.
+
+    The others are sorted by their first member, as the library lists them.
     """
     realised = (ours[-1], theirs[-1])
     if kind == ONE_TO_ONE:
@@ -59,7 +61,7 @@ def candidates(
 
 
 def kept_chunks(chunks, student_labels: np.ndarray, teacher_labels: np.ndarray):
-    """(kind, student tokens, teacher tokens, pairs) of every chunk of a pack."""
+    """Return (kind, student tokens, teacher tokens, pairs) of every chunk of a pack."""
     stops = np.cumsum(chunks.support_counts)
     for i in range(len(chunks)):
         sides = (
@@ -75,8 +77,9 @@ def kept_chunks(chunks, student_labels: np.ndarray, teacher_labels: np.ndarray):
 
 
 def all_spellings(tokenizer: Tokenizer, other: Tokenizer) -> dict[int, Ids]:
-    """Token -> its spelling in `other`, for tokens with bytes that `other` writes as several; one id for
-    equal bytes.
+    """Return token -> its spelling in `other`, for tokens with bytes that `other` writes as several.
+
+    Of ids with equal bytes only one is included.
     """
     pieces = vocabulary_bytes(tokenizer)
     unique: dict[bytes, int] = {}
@@ -88,7 +91,7 @@ def all_spellings(tokenizer: Tokenizer, other: Tokenizer) -> dict[int, Ids]:
 
 
 def spelling(tokenizer: Tokenizer, piece: bytes, pieces: dict[int, bytes]) -> Ids:
-    """The encoding as text if it has exactly these bytes, else the merges of the bytes themselves."""
+    """Return the encoding as text if it has exactly these bytes, else the merges of the bytes themselves."""
     backend = tokenizer._hf.backend_tokenizer
     table = {byte: character for character, byte in gpt2_table().items()}
     ways = [[token.id for token in backend.model.tokenize("".join(table[byte] for byte in piece))]]
@@ -99,14 +102,14 @@ def spelling(tokenizer: Tokenizer, piece: bytes, pieces: dict[int, bytes]) -> Id
 
 
 def vocabulary_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Id -> bytes by GPT-2's table, special tokens left out; nothing is decoded."""
+    """Return id -> bytes by GPT-2's table, special tokens left out; nothing is decoded."""
     hf, table = tokenizer._hf, gpt2_table()
     special = set(hf.all_special_ids)
     return {i: bytes(table[c] for c in string) for string, i in hf.get_vocab().items() if i not in special}
 
 
 def gpt2_table() -> dict[str, int]:
-    """Character -> byte; source: encoder.py of openai/gpt-2."""
+    """Return character -> byte; source: encoder.py of openai/gpt-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -126,8 +129,9 @@ def is_part_of_character(tokenizer: Tokenizer, tokens: Ids) -> bool:
 
 @pytest.mark.parametrize("length", [17, 40, 41, 42])
 def test_a_pack_of_n_teacher_tokens_has_n_predictors(length, write_jsonl, tmp_path):
-    """Chunks within the first N + 1 teacher tokens of a document are kept: the last of these tokens is only
-    predicted.
+    """Chunks within the first N + 1 teacher tokens of a document are kept.
+
+    The last of these tokens is only predicted.
     """
     text = "\n".join(texts(12)[3:9])
     whole = align(STUDENT, TEACHER, text)

@@ -22,7 +22,7 @@ def batch(write_jsonl, tmp_path):
 
 
 def listed(chunks, student_rows, teacher_rows):
-    """Return every chunk with its rows in the whole row, its tokens, and everything else about it; sorted."""
+    """Return every chunk with its rows in the whole row, its tokens and all other fields, sorted."""
     found = []
     for i in range(len(chunks.kinds)):
         one = [int(chunks.kinds[i]), float(chunks.weights[i]), int(chunks.packs[i])]
@@ -35,8 +35,9 @@ def listed(chunks, student_rows, teacher_rows):
 
 
 def exchanged(sides, held):
-    """Return the rows that every rank receives if each sends the rows it holds, `held` (numbers in the whole
-    row).
+    """Return the rows that every rank receives if each sends the rows it holds.
+
+    `held` has the numbers of these rows in the whole row.
     """
     plans = [side.exchange for side in sides]
     sent = [

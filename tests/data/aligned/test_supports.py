@@ -27,7 +27,10 @@ class Table:
 
 
 def supports_of(kind, student, teacher, spellings):
-    """Return [(student id, teacher id), ...] of one chunk with these tokens, predicted by the rows 3 and 1."""
+    """Return [(student id, teacher id), ...] of one chunk with these tokens.
+
+    The rows 3 and 1 predict them.
+    """
     labels = np.array([0, 0, 0, *student]), np.array([0, *teacher])
     counts = np.array([[len(student), len(teacher)]])
     sizes, *ids = Supports(spellings).look_up(

@@ -10,7 +10,7 @@ from mkd.data.packing import Packs, Pieces, cut_documents
 
 
 class Store:
-    """Return a store of one document, with its lengths on both sides and its chunks."""
+    """A store of one document, with its lengths on both sides and its chunks."""
 
     def __init__(self, *documents):
         self._chunks = [np.array(chunks, dtype=np.int64).reshape(-1, 4) for _, _, chunks in documents]

@@ -151,9 +151,8 @@ def test_a_short_teacher_pack_cuts_at_common_borders(path, tmp_path, pack, multi
         )
         rows = part.chunks.student_rows.tolist()
         if pack == "none":
-            fits = (
-                whole.chunks.teacher_rows + whole.chunks.teacher_counts <= 64
-            )  # the last token is only predicted
+            # The last token is only predicted.
+            fits = whole.chunks.teacher_rows + whole.chunks.teacher_counts <= 64
             assert rows == whole.chunks.student_rows[fits].tolist()
         assert set(rows) <= set(whole.chunks.student_rows.tolist())
         assert part.tokens[: part.lengths[0]].tolist() == whole.tokens[: part.lengths[0]].tolist()
@@ -194,8 +193,9 @@ def test_text_decides_where_pairs_do_not(path, tmp_path):
 
 
 def test_split_documents_keep_what_the_teacher_read_before_their_chunks(tmp_path, make_store):
-    """If a piece begins in a prompt, which has no chunks, the teacher's piece begins at the same proportion
-    of it.
+    """A piece that begins in a prompt begins at the same proportion for the teacher.
+
+    A prompt has no chunks.
     """
     text = texts(15)[14]
     ids = np.array(STUDENT.encode(text))

@@ -1,4 +1,4 @@
-"""Chunks as marks: they are read back for whole documents and parts, and files that do not fit are refused."""
+"""Chunks as marks: they are read for whole documents and parts, and files that do not fit are refused."""
 
 from __future__ import annotations
 

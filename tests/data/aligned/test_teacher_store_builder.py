@@ -1,6 +1,4 @@
-"""Corpora of teachers: cached, independent of the number of workers, and never used with another student's
-corpus.
-"""
+"""Corpora of teachers are cached, independent of the number of workers, and bound to one student's corpus."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def test_a_tokenised_corpus_gives_the_same_without_its_text(path, student, tmp_p
 
 
 def test_a_tokenised_completion_gives_the_same_without_its_text(write_jsonl, tmp_path):
-    """Teacher tokens never cross the end of the prompt, because prompt and completion are tokenised
-    separately.
+    """Teacher tokens never cross the end of the prompt.
+
+    Prompt and completion are tokenised separately.
     """
     pairs = [{"prompt": text[: len(text) // 2], "completion": text[len(text) // 2 :]} for text in texts(40)]
     path, prefix = write_jsonl("pairs.jsonl", *pairs), str(tmp_path / "pairs")

@@ -25,8 +25,8 @@ def test_a_line_for_each_teacher_with_tokens_of_its_own(write_jsonl, tmp_path):
     assert line.startswith(f"  qwen: packs of 128 tokens; in {count} of {count} packs {tokens} tokens, ")
     assert f"fill {tokens / count / 128:.3f}, chunks " in line
     assert (
-        f"1-1 {kinds[0]}, 1-N {kinds[1]}, M-1 {kinds[2]}, M-N {kinds[3]}, share of loss tokens in chunks {share:.3f}"
-        in line
+        f"1-1 {kinds[0]}, 1-N {kinds[1]}, M-1 {kinds[2]}, M-N {kinds[3]}, "
+        f"share of loss tokens in chunks {share:.3f}" in line
     )
 
 

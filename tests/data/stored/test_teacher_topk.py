@@ -1,4 +1,4 @@
-"""The teacher cache on disk: what is written is read, by any order, and nothing else is taken for it."""
+"""The teacher cache on disk: a run reads what the export wrote, in any order, and refuses all else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def dataset(make_store):
-    """About 40 packs of documents with masks."""
+    """Return about 40 packs of documents with masks."""
     random = np.random.default_rng(0)
     documents = [random.integers(0, VOCAB, size=random.integers(2, 16)) for _ in range(80)]
     masks = [(random.random(len(ids)) < 0.7).astype(np.uint8) for ids in documents]
@@ -47,7 +47,7 @@ def describe(num_packs, **changes):
 
 
 def teacher(pack, k):
-    """(ids, log-probabilities [n, k], metrics [n, 2]) of a pack, made up from its number."""
+    """Return (ids, log-probabilities [n, k], metrics [n, 2]) of a pack, made up from its number."""
     generator = torch.Generator().manual_seed(pack.sample_id)
     n = int(np.count_nonzero(pack.loss_mask))
     log_p = (4 * torch.randn(n, VOCAB, generator=generator)).log_softmax(dim=1)
@@ -84,8 +84,10 @@ def test_random_access_gives_what_was_written(dataset, cache):
 
 @pytest.mark.parametrize("k", [1, 5, VOCAB])
 def test_half_precision_keeps_the_mass(dataset, cache, k):
-    """Rounding moves single log-probabilities by up to 2^-11 of their size, but not what all other ids have
-    together."""
+    """Rounding moves single log-probabilities by up to 2^-11 of their size.
+
+    It does not move the mass that all other ids have together.
+    """
     part = write(cache, dataset, describe(len(dataset), logprob_dtype="float16", k=k))
     for pack in (dataset[sample] for sample in range(len(dataset))):
         _, logprobs, _ = teacher(pack, k)

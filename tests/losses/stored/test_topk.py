@@ -1,6 +1,4 @@
-"""The top-k loss against its dense float64 definition and against the full divergence: value, gradient,
-promises.
-"""
+"""The top-k loss against its dense float64 definition and against the full divergence."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ MASKS = ["random", "none", "all", "weights"]
 def batch(
     seed, student_vocab, teacher_vocab, k, mask, temperature, *, rows=24, dtype=torch.float64, spread=3.0
 ):
-    """Return (student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask), and the teacher's
-    logits.
-    """
+    """Return (student [rows, PADDED], ids, log-probabilities [rows, k], labels, mask, teacher's logits)."""
     generator = torch.Generator().manual_seed(seed)
     student = spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
     teacher = 0.5 * student + spread * torch.randn(rows, PADDED, generator=generator, dtype=torch.float64)
@@ -47,7 +43,10 @@ def values(output) -> dict:
 
 
 def sharded(student, ids, logprobs, labels, mask, settings):
-    """Return one rank's values of the loss and the gradient of its columns (of 2 * loss, to see the factor)."""
+    """Return one rank's values of the loss and the gradient of its columns.
+
+    The gradient is that of 2 * loss, to see the factor.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
     output = vocab_parallel_topk_kd(
@@ -186,7 +185,10 @@ def test_never_negative_and_always_finite():
 
 
 def test_a_rest_that_rounding_would_lose():
-    """Students that give the rest almost nothing: `1 - sum p_s` is 0 in fp32, the divergence is not infinite."""
+    """Students that give the rest almost nothing: the divergence is not infinite.
+
+    In fp32 `1 - sum p_s` is 0 there.
+    """
     student = torch.full((1, PADDED), -60.0)
     student[:, :4] = 40.0
     ids, logprobs = torch.arange(4)[None], torch.full((1, 4), 0.2).log()
@@ -251,7 +253,7 @@ def test_masked_rows_may_hold_anything(ranks, tp, ratio):
 
 
 def test_metrics_shapes_and_chunks():
-    """Leading dimensions, int32 ids, several row chunks and overwritten logits change nothing.
+    """Leading dimensions, int32 ids, several blocks of rows and overwritten logits change nothing.
 
     Metrics are weighted sums.
     """

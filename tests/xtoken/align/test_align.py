@@ -23,7 +23,10 @@ PAIRS = list(permutations(NAMES, 2))
 
 
 def spans(*ends, ids=None):
-    """Return tokens of a text from the ends of their spans; a repeated end shares the span, None means no text."""
+    """Return tokens of a text from the ends of their spans.
+
+    A repeated end shares the span, None means no text.
+    """
     starts, span, stops = [], (0, 0), []
     for end in ends:
         span = span if end is None or end == span[1] else (span[1], end)
@@ -109,17 +112,18 @@ def test_spans_are_what_the_library_decodes(real_tokenizers, name, form):
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_chunks_decode_to_the_same_text(real_tokenizers, student, teacher):
     ours, theirs = real_tokenizers[student], real_tokenizers[teacher]
-    text = "Two  tokenizers met\tin 2024: \u4f60\u597d, \u041f\u0440\u0438\u0432\u0435\u0442 \U0001f600!\n\nx = 3.14159"
+    text = (
+        "Two  tokenizers met\tin 2024: \u4f60\u597d, "
+        "\u041f\u0440\u0438\u0432\u0435\u0442 \U0001f600!\n\nx = 3.14159"
+    )
     aligned = align(ours, theirs, text)
     texts = []
     for a, b, c, d in aligned.chunks.tolist():
         mine = b"".join(ours.token_bytes[i] for i in aligned.student_ids[a:b])
         other = b"".join(theirs.token_bytes[i] for i in aligned.teacher_ids[c:d])
         if not texts:
-            mine, other = (
-                mine.removeprefix(b" "),
-                other.removeprefix(b" "),
-            )  # SentencePiece puts a blank before a text
+            # SentencePiece puts a blank before a text.
+            mine, other = mine.removeprefix(b" "), other.removeprefix(b" ")
         assert mine == other
         texts.append(mine)
     assert b"".join(texts) == text.encode() and len(texts) > 20
@@ -128,9 +132,8 @@ def test_chunks_decode_to_the_same_text(real_tokenizers, student, teacher):
 @pytest.mark.download
 def test_a_tokenizer_aligns_with_itself_one_to_one_and_is_found_by_path(real_tokenizers, tokenizer_paths):
     for name, tokenizer in real_tokenizers.items():
-        path = (
-            tokenizer_paths[name] if tokenizer_paths[name].is_file() else tokenizer
-        )  # a folder takes seconds to read
+        # A folder takes seconds to read.
+        path = tokenizer_paths[name] if tokenizer_paths[name].is_file() else tokenizer
         aligned = align(path, tokenizer, "Same \u4f60 text, 123 tokens.")
         n = np.arange(len(aligned.student_ids))
         assert np.array_equal(aligned.chunks, np.stack([n, n + 1, n, n + 1], axis=1))
@@ -182,7 +185,8 @@ def test_an_unknown_mode_is_refused(tokenizer):
 
 
 def test_a_tokenizer_that_loses_bytes_still_aligns_the_rest(tokenizer, spm_file):
-    text = "The fox \u4f60\u597d, QUICK dog."  # neither the ideographs nor the capitals are in the SentencePiece vocabulary
+    # Neither the ideographs nor the capitals are in the SentencePiece vocabulary.
+    text = "The fox \u4f60\u597d, QUICK dog."
     lossy = open_tokenizer(spm_file)
     ours, theirs = tokenizer.encode_spans(text), lossy.encode_spans(text)
     assert lossy.roles["unk"] in theirs.ids

@@ -18,7 +18,7 @@ NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% 
 
 
 def chatml_with(content):
-    """Return ChatML that writes `content` for the content of a message."""
+    """Return ChatML that writes `content` as the content of a message."""
     return (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + "
         + content
@@ -161,10 +161,8 @@ def test_completion():
 def test_qwen3_and_smollm2(real_tokenizers):
     student, teacher = real_tokenizers["smollm2"], real_tokenizers["qwen3"]
     pairs = texts(align_chat(student, teacher, [*REASONED, *CHAT[2:]]), student, teacher)
-    assert [one for one, _ in pairs] == [
-        "The fox.<|im_end|>",
-        "Lazy \u4f60.<|im_end|>",
-    ]  # Qwen3 drops earlier reasoning
+    # Qwen3 drops earlier reasoning.
+    assert [one for one, _ in pairs] == ["The fox.<|im_end|>", "Lazy \u4f60.<|im_end|>"]
     assert all(one == other for one, other in pairs)
     pairs = texts(align_chat(student, teacher, REASONED), student, teacher)
     assert pairs == [(REASONED[1]["content"] + "<|im_end|>",) * 2]

@@ -17,9 +17,12 @@ from tests.tokenizers.trained import SENTENCES, train_hf_tokenizer
 from tests.xtoken.brute_force import check_chunks
 
 PROSE = (
-    "When the committee met again in October, nobody expected the report to be finished. It was, however, and it ran to "
-    "almost four hundred pages. The chair, who had read every one of them, asked whether anyone else had done the same; the "
-    "silence that followed was answer enough. They agreed to publish a summary first and the full text a month later.\n\n"
+    "When the committee met again in October, nobody expected the report to be finished. "
+    "It was, however, and it ran to "
+    "almost four hundred pages. The chair, who had read every one of them, "
+    "asked whether anyone else had done the same; the "
+    "silence that followed was answer enough. "
+    "They agreed to publish a summary first and the full text a month later.\n\n"
 )
 
 

@@ -1,6 +1,4 @@
-"""gold and h_kl are not negative, and zero for equal models; the published form of the divergence is
-negative.
-"""
+"""gold and h_kl are not negative, and zero for equal models; the published form is negative."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from mkd.errors import UsageError
 from mkd.xtoken.published.projections import load_published
 
-INDICES = torch.tensor(
-    [[2, 1], [0, -1], [3, 3], [1, 2], [9, 9]]
-)  # the fifth row is beyond the student's tokenizer
+# The fifth row is beyond the student's tokenizer.
+INDICES = torch.tensor([[2, 1], [0, -1], [3, 3], [1, 2], [9, 9]])
 LIKELIHOODS = torch.tensor([[0.75, 0.25], [1.0, 0.0], [0.25, 0.25], [0.0, 0.0], [1.0, 1.0]])
 
 

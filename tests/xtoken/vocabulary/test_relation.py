@@ -22,7 +22,7 @@ REAL_PAIRS = [("qwen3", "mistral"), ("smollm2", "qwen3")]
 
 
 def check_common(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
-    """Every byte string that both know is common exactly once; the only other common tokens are roles."""
+    """Check that each byte string that both know is common once; the other common tokens are roles."""
     students, teachers = relation.pairs()
     assert (np.diff(students) > 0).all() and len(set(teachers.tolist())) == len(teachers)
     roles = {
@@ -40,7 +40,10 @@ def check_common(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRel
 
 
 def check_projection(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
-    """Rows are distributions or reported as empty, and every column shares bytes with its row: one contains the other."""
+    """Check that rows are distributions or reported as empty.
+
+    Every column shares bytes with its row: one contains the other.
+    """
     matrix = relation.projection
     assert matrix.shape == (student.vocab_size, teacher.vocab_size) and matrix.values.dtype == np.float32
     filled = np.ones(student.vocab_size, bool)
@@ -58,7 +61,7 @@ def check_projection(student: Tokenizer, teacher: Tokenizer, relation: Vocabular
 
 
 def check_beginnings(student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation) -> None:
-    """A token begins with the text of its common token, a common token with itself; few tokens have none."""
+    """Check that a token begins with its common token's text, a common one with itself; few have none."""
     students, teachers = relation.pairs()
     assert (relation.student_beginnings[students] == students).all()
     assert (relation.teacher_beginnings[teachers] == students).all()

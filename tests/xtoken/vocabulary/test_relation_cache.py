@@ -46,9 +46,8 @@ def test_what_is_read_is_what_was_built(tmp_path):
     written = file.stat().st_mtime_ns
     assert_same(built, build_projection(student, teacher, cache_dir=tmp_path / "cache"))
     assert_same(built, build_projection(student, teacher))
-    assert file.stat().st_mtime_ns == written and [file] == list(
-        (tmp_path / "cache").iterdir()
-    )  # read, nothing left behind
+    # The file was read, and nothing is left behind.
+    assert file.stat().st_mtime_ns == written and [file] == list((tmp_path / "cache").iterdir())
 
 
 def test_tokenizers_directions_and_settings_have_files_of_their_own(tmp_path):

@@ -17,17 +17,15 @@ def test_exact_map_pairs_identical_bytes():
 
 def test_multi_token_map_weighs_the_first_piece_most():
     by_teacher = Pieces.from_sequences([(3, 1), (), (2, 2, 1), (0, 1, 2, 3, 4)])
-    by_student = Pieces.from_sequences(
-        [(), (), (), (), (1, 0)]
-    )  # teacher token 4 is what the student writes as 1, 0
+    # The student writes teacher token 4 as 1, 0.
+    by_student = Pieces.from_sequences([(), (), (), (), (1, 0)])
     matrix = multi_token_map(by_teacher, by_student)
     weights = np.array([0.9, 0.09, 0.009, 0.0009])
     assert matrix.row(0) == pytest.approx({3: 0.9 / 0.99, 1: 0.09 / 0.99, 4: 0.09 / 0.99})
     assert matrix.row(1) == pytest.approx({4: 0.9 / 0.99})  # by the reverse pass alone
     assert matrix.row(2) == pytest.approx({2: (0.9 + 0.09) / 0.999, 1: 0.009 / 0.999})
-    assert matrix.row(3) == pytest.approx(
-        dict(enumerate(weights / weights.sum()))
-    )  # the fifth piece is left out
+    # The fifth piece is left out.
+    assert matrix.row(3) == pytest.approx(dict(enumerate(weights / weights.sum())))
 
 
 def test_special_tokens_pair_by_role():
