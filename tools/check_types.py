@@ -18,6 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mkd.config.flags import FlagParser  # noqa: E402
+from mkd.errors import returns_exit_code  # noqa: E402
+
 RATCHET = ROOT / "tools/mypy_ratchet.txt"
 ERROR = re.compile(r"^mkd/(\w+)[./].*: error: ")
 ALWAYS_STRICT = frozenset({"config", "errors", "log", "tokenizers"})
@@ -50,10 +55,9 @@ def problems(errors: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]
     ]
 
 
+@returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write the ratchet for the code as it is")
     update = parser.parse_args(argv).update
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)

@@ -57,8 +57,8 @@ SKEW_ALPHA = Parameter(
     0.1,
     "from 0 to below 1",
     lambda x: 0.0 <= x < 1.0,
-    "with skewed_forward_kl or skewed_reverse_kl: share of the model itself in the mixture that it "
-    "is compared with, from 0 to below 1; 0 means the plain KL",
+    "share of the model itself in the mixture that a skewed KL compares it with, from 0 to below 1. "
+    "0 means the plain KL",
 )
 
 DECLARATIONS: Mapping[str, Declaration] = MappingProxyType(
@@ -129,7 +129,7 @@ class KDDivergence:
 
     kd_divergence: str = option(
         "forward_kl",
-        "divergence to minimise: " + "; ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
+        "divergence to minimise. " + ". ".join(f"{one.name} {one.help}" for one in DECLARATIONS.values()),
         choices=DIVERGENCES,
     )
     kd_jsd_beta: float = _for_all(JSD_BETA)

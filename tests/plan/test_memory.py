@@ -51,7 +51,7 @@ def held_bytes(layout: Layout, student, teacher):
         context_parallel=layout.cp,
     )
     engine, _ = build_engine(plan, context)
-    train_step(engine, microbatches(layout, context))
+    train_step(engine, microbatches(layout, context, len(engine.teachers)))
     teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
     learned = {p for chunk in engine.chunks for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}

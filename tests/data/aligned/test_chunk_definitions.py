@@ -31,7 +31,7 @@ def test_candidates_of_every_chunk(write_jsonl, tmp_path):
             all_spellings(teacher, STUDENT),
         )
         for pack in (dataset[index] for index in range(len(dataset))):
-            side = pack.teachers[0]
+            side = pack.teacher_inputs[0]
             for kind, ours, theirs, pairs in kept_chunks(side.chunks, pack.labels, side.labels):
                 expected = candidates(kind, ours, theirs, student_spellings, teacher_spellings)
                 assert pairs == expected and len(pairs) == len(set(pairs))
@@ -61,7 +61,7 @@ def candidates(
 
 
 def kept_chunks(chunks, student_labels: np.ndarray, teacher_labels: np.ndarray):
-    """Return (kind, student tokens, teacher tokens, pairs) of every chunk of a pack."""
+    """(kind, student tokens, teacher tokens, pairs) of every chunk of a pack."""
     stops = np.cumsum(chunks.support_counts)
     for i in range(len(chunks)):
         sides = (
@@ -102,14 +102,14 @@ def spelling(tokenizer: Tokenizer, piece: bytes, pieces: dict[int, bytes]) -> Id
 
 
 def vocabulary_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return id -> bytes by GPT-2's table, special tokens left out; nothing is decoded."""
+    """Id -> bytes by GPT-2's table, special tokens left out; nothing is decoded."""
     hf, table = tokenizer._hf, gpt2_table()
     special = set(hf.all_special_ids)
     return {i: bytes(table[c] for c in string) for string, i in hf.get_vocab().items() if i not in special}
 
 
 def gpt2_table() -> dict[str, int]:
-    """Return character -> byte; source: encoder.py of openai/gpt-2."""
+    """Character -> byte; source: encoder.py of openai/gpt-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -127,20 +127,21 @@ def is_part_of_character(tokenizer: Tokenizer, tokens: Ids) -> bool:
     return not is_text(b"".join(vocabulary_bytes(tokenizer).get(i, b"") for i in tokens[:-1]))
 
 
-@pytest.mark.parametrize("length", [17, 40, 41, 42])
-def test_a_pack_of_n_teacher_tokens_has_n_predictors(length, write_jsonl, tmp_path):
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_a_pack_of_n_teacher_tokens_has_n_predictors(beside, write_jsonl, tmp_path):
     """Chunks within the first N + 1 teacher tokens of a document are kept.
 
     The last of these tokens is only predicted.
     """
     text = "\n".join(texts(12)[3:9])
     whole = align(STUDENT, TEACHER, text)
+    length = int(whole.chunks[8, 3]) - 1 + beside  # at 0 chunk 8 just fits
     inside = (whole.chunks[:, 3] <= length + 1) & (whole.chunks[:, 0] > 0) & (whole.chunks[:, 2] > 0)
     path = write_jsonl("one.jsonl", {"text": text})
     settings = {"seq_length": length, "spellings": relation(TEACHER).spellings}
     dataset, _ = open_pair(path, tmp_path / "cache", teacher_text(TEACHER, **settings), seq_length=2048)
     assert len(dataset) == 1
-    chunks = dataset[0].teachers[0].chunks
+    chunks = dataset[0].teacher_inputs[0].chunks
     rows = np.stack([chunks.student_rows + 1, chunks.teacher_rows + 1], axis=1)
     assert rows.tolist() == whole.chunks[inside][:, [0, 2]].tolist()
     assert 0 < (chunks.teacher_rows + chunks.teacher_counts).max() <= length

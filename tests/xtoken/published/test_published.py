@@ -42,7 +42,7 @@ def test_half_precision_rows_add_up_to_one(tmp_path):
     ("indices", "likelihoods", "why"),
     [
         (INDICES[:3], LIKELIHOODS[:3], "it has 3 rows, and the student's tokenizer has 4 ids"),
-        (INDICES, LIKELIHOODS[:4], "are not of one shape"),
+        (INDICES, LIKELIHOODS[:4], "do not share a shape"),
         (INDICES + 2, LIKELIHOODS, "it names teacher id 5, and the teacher's tokenizer has 5 ids"),
         (INDICES, -LIKELIHOODS, "not all finite and positive"),
         (INDICES, LIKELIHOODS / 0, "not all finite and positive"),

@@ -96,7 +96,7 @@ def test_a_failed_write_leaves_no_file(tmp_path):
         ({"columns": np.zeros(3, np.int64)}, "and it holds 3 columns"),
         ({"common_teacher": np.array([900])}, "it names ids beyond the 900 of the student's"),
         ({"meta": np.array("no JSON")}, "it cannot be read: JSONDecodeError"),
-        ({"meta": np.array(json.dumps({"format": 0}))}, "its format is 0, and that of this run 3"),
+        ({"meta": np.array(json.dumps({"format": 0}))}, "its format is 0, and this run's is 3"),
     ],
 )
 def test_files_of_other_sizes_are_refused(tmp_path, changes, why):
@@ -109,9 +109,9 @@ def test_files_of_other_sizes_are_refused(tmp_path, changes, why):
 
 def test_a_file_of_other_tokenizers_is_refused(tmp_path):
     path = stored(tmp_path)
-    with pytest.raises(UsageError, match="its teacher fingerprint is [0-9a-f]{64}, and that of this run"):
+    with pytest.raises(UsageError, match="its teacher fingerprint is [0-9a-f]{64}, and this run's is"):
         build_projection(byte_level(), byte_level(900, reverse=True), projection=path)
-    with pytest.raises(UsageError, match="its teacher size is 900, and that of this run 700"):
+    with pytest.raises(UsageError, match="its teacher size is 900, and this run's is 700"):
         build_projection(byte_level(), sentence_piece(700), projection=path)
 
 
