@@ -123,11 +123,8 @@ class Recorder:
     ("iterations", "error", "calls"),
     [
         (5, None, ["on", "written", "off"]),  # when the steps are done
-        (
-            5,
-            RuntimeError(),
-            ["on", "written", "written", "off"],
-        ),  # the failure's snapshot replaces the steps'
+        # the failure's snapshot replaces the one after the steps
+        (5, RuntimeError(), ["on", "written", "written", "off"]),
         (5, Preempted("", code="example"), ["on", "written", "off"]),
         (2, RuntimeError(), ["on", "written", "off"]),
         (0, RuntimeError(), ["on", "written", "off"]),

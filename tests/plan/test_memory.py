@@ -253,7 +253,10 @@ def test_an_evaluation_of_few_activations_is_the_peak():
 
 
 def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
-    """Its MLP holds layer input, residual, SwiGLU's input and output; messages of both models add to that."""
+    """A teacher's MLP holds layer input, residual, SwiGLU's input and output.
+
+    Messages of both models, in and out, add to that.
+    """
     first, _ = predict("--pipeline-model-parallel-size", 2, layouts=("0,28", "18,18"))
     forward = 2 * SEQ_LENGTH * 4096 * 2 + 3 * SEQ_LENGTH * 12288 * 2
     messages = 2 * SEQ_LENGTH * (2048 + 4096) * 2
@@ -262,7 +265,10 @@ def test_the_teachers_forward_is_the_peak_of_a_rank_without_student_layers():
 
 
 def test_teachers_add_up():
-    """Weights and hidden states of both add up; logits exist for one teacher at a time, or for an average."""
+    """Weights and hidden states of both add up.
+
+    Logits exist for one teacher at a time, but for all teachers at once for an average.
+    """
     (one,), (two,) = predict(), predict(teachers=(TEACHER, STUDENT), settings=several({}, {}))
     (alone,) = predict(teachers=(STUDENT,))
     assert two.teacher_gib == pytest.approx(one.teacher_gib + alone.teacher_gib)

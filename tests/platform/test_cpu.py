@@ -119,7 +119,7 @@ def norm_of_gradients():
 
 
 def install_twice():
-    """Return True if a second installation changes no attribute of torch.cuda, and two facts about it."""
+    """Return (True if a second installation changes no attribute, is_available, platform's description)."""
     cpu.install()
     once = dict(vars(torch.cuda))
     cpu.install()
@@ -175,7 +175,7 @@ def test_a_gpu_is_never_hidden(monkeypatch):
 
 
 def test_what_is_for_gpus_stays_outside(tmp_path):
-    """Megatron loads none of Transformer Engine's optimizer and kernels, a compiler, or wandb."""
+    """Megatron loads no Transformer Engine, no compiler and no wandb here, even if they are installed."""
     for name in cpu.FOR_GPUS:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('there is no GPU')")
     (tmp_path / "wandb.py").write_text("there = True")
