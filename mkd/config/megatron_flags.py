@@ -133,6 +133,9 @@ SAFE_TO_DROP: dict[str, str] = {
         "mkd decides by device which operations are fused",
     ),
     **dict.fromkeys(
+        ("--kd-fused-head", "--no-kd-fused-head"), "LM heads and loss are always computed together"
+    ),
+    **dict.fromkeys(
         ("--attention-dropout", "--hidden-dropout"),
         "distillation runs without dropout, as both models expect",
     ),

@@ -112,13 +112,13 @@ def parse_row(row: Row) -> Record:
     if len(named) != 1:
         raise _wrong_keys(fields, named)
     kind = KINDS[named[0]]
-    given = (_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys)
+    given = [_utf8(fields[key]) if isinstance(fields[key], bytes) else fields[key] for key in kind.keys]
+    if kind.form != MESSAGES:
+        for key, value in zip(kind.keys, given, strict=True):
+            _check_string(value, key)
     values = kind.convert(*given)
     if kind.form == MESSAGES:
         _check_messages(values[0])
-    else:
-        for key, value in zip(kind.keys, values, strict=True):
-            _check_string(value, key)
     if kind.form != TEXT:
         _check_size(kind.form, values)
     return Record(kind.form, values)

@@ -100,8 +100,8 @@ def _size(row: Row) -> int:
     """Return an upper bound of the characters in the row's text."""
     if isinstance(row, bytes):
         return len(row)
-    text = None if isinstance(row, DataError) else row.get("text")
-    return len(text) if isinstance(text, str | bytes) else 0
+    values = () if isinstance(row, DataError) else row.values()
+    return max((len(value) for value in values if isinstance(value, str | bytes)), default=0)
 
 
 def _cut(text: str, start: int) -> int:

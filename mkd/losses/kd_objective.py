@@ -46,7 +46,7 @@ class KDOutput:
 class KDObjective:
     """Per row: `(1 - kd_ratio) * CE + kd_ratio * s(temperature) * divergence(teacher, student)`.
 
-    Build it once per teacher and hand it down. Raises UsageError for a value that makes no loss.
+    Raises UsageError for a value that makes no loss.
     """
 
     student_vocab_size: int  # real rows; ids beyond are padding

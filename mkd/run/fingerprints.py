@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
 from mkd.data.sources import parse_blend
@@ -27,6 +28,7 @@ END_BYTES = 1 << 20  # read at the beginning and the end of a large file
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 HEADER_LENGTH = struct.Struct("<Q")  # of a safetensors file
 MAX_HEADER_BYTES = 100 << 20
+LATER_OPTION = "skew_alpha"  # older runs lack it: at its default it does not change the fingerprint
 NOT_LOSS = frozenset({"kd_fp32_logits"})  # options of how the loss is computed, not of what it is
 # Where a teacher is stored and runs.
 NOT_OF_TEACHER = frozenset({"hf", "load", "topk", "pipeline_layout", "residency"})
@@ -87,6 +89,7 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
         name: known[name]
         for name in known
         if not name.startswith((TEACHER, "data.")) and name != "loss.kd_ratio"
+        if not (name.endswith(LATER_OPTION) and known[name] in (None, SKEW_ALPHA.default))
     }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
     return _sha256([teachers, others, *packs_read])

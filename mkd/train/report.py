@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
-from operator import add
 
 import torch
 import torch.distributed as dist
@@ -50,7 +48,7 @@ class Reporter:
     initial_kd: float | None = None  # held-out kd_loss before the first step, if it was evaluated
     take_teacher_ms: Callable[[], float | None] = lambda: None  # see mkd.models.stage
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
-    _losses: list[LossSums] = field(default_factory=list)  # of the interval's steps with an update
+    _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
     # Time of the interval's steps before this start; the time of their teachers is unknown.
     _untimed_ms: float = 0.0
@@ -70,7 +68,8 @@ class Reporter:
         tokens = self.global_batch_size * self.seq_length
         seconds = result.step_time_ms / 1000
         if result.is_applied:
-            self._losses.append(result.sums)
+            earlier = self._losses and self._losses.named_as(result.sums)
+            self._losses = earlier + result.sums if earlier else result.sums
         self.interval.add(
             {"num_loss_tokens": 0},
             iteration=position.iteration,
@@ -93,13 +92,13 @@ class Reporter:
         if not self._steps:
             return
         if self._losses:
-            sums = reduce(add, self._losses)
+            sums = self._losses
             self.interval.add(self._computed(sums, with_ce=self.kd_ratio < 1), self._per_teacher(sums))
         record = self.interval.flush() | self._peak_memory()
         teacher_ms = self.take_teacher_ms()
         if teacher_ms is not None:
             record["teacher_share"] = teacher_ms / (record["step_time_ms"] * self._steps - self._untimed_ms)
-        self._losses, self._steps, self._untimed_ms = [], 0, 0.0
+        self._losses, self._steps, self._untimed_ms = None, 0, 0.0
         line = progress_line(record, train_iters=self.train_iters, global_batch_size=self.global_batch_size)
         self._write({"teacher_share": math.nan} | record, line)
 
@@ -108,7 +107,7 @@ class Reporter:
         """The steps since the last record, for a checkpoint; {} if there are none."""
         if not self._steps:
             return {}
-        losses = [asdict(reduce(add, self._losses))] if self._losses else []
+        losses = [asdict(self._losses)] if self._losses else []
         return {"steps": self._steps, "sums": self.interval.state, "losses": losses}
 
     def go_on(self, open_interval: Mapping) -> None:
@@ -120,7 +119,7 @@ class Reporter:
         if open_interval:
             self._steps = open_interval["steps"]
             self.interval.restore(open_interval["sums"])
-            self._losses = [LossSums.from_state(one) for one in open_interval.get("losses", ())]
+            self._losses = next(map(LossSums.from_state, open_interval.get("losses", ())), None)
             self._untimed_ms = open_interval["sums"]["step_time_ms"][0]
 
     def valid(self, position: TrainingPosition, sums: LossSums) -> None:

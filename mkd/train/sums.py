@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +102,16 @@ class LossSums:
             {name: one + other.auxiliary[name] for name, one in self.auxiliary.items()},
             self.num_steps + other.num_steps,
         )
+
+    def named_as(self, other: LossSums) -> LossSums | None:
+        """Return the sums under the names of `other`, teacher by teacher; None if the losses differ.
+
+        A resumed run may name a teacher differently, and have another loss if the user accepted that.
+        """
+        is_same = self.kd_ratio == other.kd_ratio and self.auxiliary.keys() == other.auxiliary.keys()
+        if not is_same or len(self.teachers) != len(other.teachers):
+            return None
+        return replace(self, teachers=dict(zip(other.teachers, self.teachers.values(), strict=True)))
 
     @classmethod
     def from_state(cls, state: Mapping) -> LossSums:

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from mkd.data.documents import encode_record, parse_row, read_rows
+from mkd.data import documents
+from mkd.data.documents import Record, encode_record, parse_row, read_rows
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.tokenizers.trained import train_hf_tokenizer
@@ -163,3 +164,15 @@ def test_append_eod_without_an_eos_token():
     hf.eos_token = None
     with pytest.raises(DataError, match="(?s)no end-of-sequence token.*why: .*do: .*--no-append-eod"):
         document({"text": "a"}, HuggingFaceTokenizer(hf))
+
+
+def test_a_kind_of_record_may_convert_any_number_of_keys(monkeypatch):
+    def join(instruction, given, output):
+        return f"{instruction}\n{given}\n", output
+
+    kind = documents.RecordKind(("instruction", "input", "output"), documents.PROMPT_COMPLETION, join)
+    monkeypatch.setattr(documents, "KINDS", {**documents.KINDS, "instruction": kind})
+    record = parse_row(b'{"instruction": "Add.", "input": "1 2", "output": "3"}')
+    assert record == Record("prompt-completion", ("Add.\n1 2\n", "3"))
+    with pytest.raises(DataError, match="input"):
+        parse_row(b'{"instruction": "Add.", "input": [1, 2], "output": "3"}')

@@ -95,3 +95,12 @@ def test_metrics_of_each_teacher_make_the_whole():
 def test_nothing_is_0():
     empty = ReportLayout(("one",)).from_vector(torch.zeros(10, dtype=torch.float64), 0.5)
     assert set(empty.token_sums().values()) == {0.0} and empty.kd_mean == 0
+
+
+def test_saved_sums_follow_the_names_of_the_run():
+    """A resumed run may name a teacher differently; with another loss the saved sums are dropped."""
+    saved = LossSums(0.5, 3.0, 4, {"old": TermSums(kd=1.0, rows=4.0)})
+    now = LossSums(0.5, 1.0, 2, {"new": TermSums(kd=2.0, rows=2.0)})
+    assert (saved.named_as(now) + now).teachers["new"].kd == 3.0
+    assert saved.named_as(LossSums(0.7, 1.0, 2, now.teachers)) is None
+    assert saved.named_as(LossSums(0.5, 1.0, 2, {})) is None
