@@ -124,7 +124,7 @@ def poison_next_step() -> None:
     def zero_and_poison(self: StudentOptimizer) -> None:
         StudentOptimizer.zero_grad = zero_grad
         zero_grad(self)
-        parameters = self.chunks[-1].parameters()
+        parameters = self.stages[-1].parameters()
         parameter = next(one for one in parameters if one.dim() == 1 and one.requires_grad)
 
         def poison(gradient):

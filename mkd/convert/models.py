@@ -9,7 +9,7 @@ import torch
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
 from mkd.errors import UsageError
-from mkd.models.builder import build_chunks
+from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
@@ -38,7 +38,7 @@ def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext)
     """Build this rank's part of the model, weights uninitialised; layers divided as evenly as possible."""
     share, more = divmod(shape.num_layers, context.pp_size)
     layers = tuple(share + (stage < more) for stage in range(context.pp_size))
-    (model,) = build_chunks(
+    (model,) = build_model_parts(
         shape, PipelineLayout(layers, context.pp_size), ModelOptions(dtype=dtype), context
     )
     return model

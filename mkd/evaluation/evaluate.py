@@ -44,17 +44,17 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 
     Each element of `steps` is this data-parallel rank's list of micro-batches of one global batch.
     """
-    for chunk in engine.chunks:
-        chunk.eval()
+    for stage in engine.stages:
+        stage.eval()
     objective = evaluation_objective(engine)
     total = torch.zeros(objective.num_sums, dtype=torch.float64, device=engine.context.device)
     with engine.parameters_gathered(), torch.no_grad():
         for microbatches in steps:
             on_device = [batch.to(engine.context.device) for batch in microbatches]
-            total += engine.schedule.run(engine.chunks, on_device, objective, forward_only=True)
+            total += engine.schedule.run(engine.stages, on_device, objective, forward_only=True)
             objective.reports.clear()
-    for chunk in engine.chunks:
-        chunk.train()
+    for stage in engine.stages:
+        stage.train()
     return objective.sums(total)
 
 

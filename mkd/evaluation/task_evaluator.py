@@ -122,7 +122,7 @@ def evaluate_tasks(
     """Return the metrics of a run's student, or None if it was stopped. The teachers do not run."""
     with engine.parameters_gathered():
         return evaluator.evaluate(
-            [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks], stopper=stopper
+            [get_attr_wrapped_model(stage, "student") for stage in engine.stages], stopper=stopper
         )
 
 
@@ -135,7 +135,7 @@ def evaluate_teachers(
     """
     metrics: dict[str, float] = {}
     # By virtual stage and teacher.
-    models = [get_attr_wrapped_model(chunk, "teachers") for chunk in engine.chunks]
+    models = [get_attr_wrapped_model(stage, "teachers") for stage in engine.stages]
     for teacher in engine.teachers:
         if not isinstance(teacher, SameTokens):
             continue

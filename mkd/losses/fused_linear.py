@@ -26,7 +26,7 @@ from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 
 
 class HeadInput(NamedTuple):
@@ -49,14 +49,14 @@ def fused_linear_kd(
     loss_rows: Tensor | None = None,  # [n] int64, the rows with a non-zero mask; None: all rows are computed
     sequence_parallel: bool = False,
     loss_gradient: Tensor | None = None,  # 0-dim
-    chunk_rows: int | None = None,
+    block_rows: int | None = None,
     fp32_logits: bool = False,
 ) -> KDOutput:
     """Compute `vocab_parallel_kd` of `hidden @ weight.T`, differentiable by the student's hidden and weight.
 
     Logits have the dtype of the hidden states, or fp32 with `fp32_logits`. bf16 logits put an error of about
     3e-2 into the gradients, fp32 ones 2e-3. Several teachers count as the weighted mean of their
-    probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [chunk_rows, w]
+    probabilities (see `mixture_logits`). Memory beyond the gradients: two blocks of logits, [block_rows, w]
     each.
 
     `loss_gradient` is the number that the caller multiplies `loss` by before backward (1 / tokens, say). If
@@ -74,9 +74,9 @@ def fused_linear_kd(
     rows, width = labels.shape[0] if loss_rows is None else loss_rows.shape[0], student.weight.shape[0]
     shard = VocabShard.of_group(width, tp_group, objective)
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
-    chunk_rows = chunk_rows or head_chunk_rows(rows, width, dtype.itemsize, labels.is_cuda)
+    block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, labels.is_cuda)
     head = _Head(
-        objective, shard, tp_group, _chunks(rows, chunk_rows), torch.is_grad_enabled(), loss_gradient, dtype
+        objective, shard, tp_group, _blocks(rows, block_rows), torch.is_grad_enabled(), loss_gradient, dtype
     )
     hidden = whole_sequence(student.hidden, tp_group, sequence_parallel)
     whole = _whole_teachers(teachers, tp_group, sequence_parallel) if objective.uses_teacher else []
@@ -110,7 +110,7 @@ def _whole_teachers(
     return [one._replace(hidden=whole_sequence(one.hidden, tp_group, sequence_parallel)) for one in teachers]
 
 
-def _chunks(rows: int, size: int) -> list[slice]:
+def _blocks(rows: int, size: int) -> list[slice]:
     """Return slices of `size` rows that cover all rows: at least one slice, empty if there is no row."""
     return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
@@ -122,7 +122,7 @@ class _Head:
     objective: KDObjective
     shard: VocabShard
     tp_group: dist.ProcessGroup | None
-    chunks: list[slice]
+    blocks: list[slice]
     with_gradient: bool
     loss_gradient: Tensor | None
     logits_dtype: torch.dtype
@@ -289,15 +289,15 @@ class _FusedLinearKD(torch.autograd.Function):
         if head.with_gradient:
             gradients = HeadGradients(hidden, weight, loss_rows is not None, head.loss_gradient is not None)
         loss, sums = 0.0, {}
-        for chunk in head.chunks:
-            rows = chunk if loss_rows is None else loss_rows[chunk]
+        for block in head.blocks:
+            rows = block if loss_rows is None else loss_rows[block]
             own, label, mask = hidden[rows], labels[rows], loss_mask[rows]
             student = head.logits(own, weight)
             teacher = head.teacher_logits(teachers, shares, rows)
             merged = head.row_losses(student, teacher, label, mask)
-            chunk_loss, chunk_sums = weighted_sums(merged, mask, head.objective)
-            loss = loss + chunk_loss
-            sums = {name: None if v is None else v + sums.get(name, 0) for name, v in chunk_sums.items()}
+            block_loss, block_sums = weighted_sums(merged, mask, head.objective)
+            loss = loss + block_loss
+            sums = {name: None if v is None else v + sums.get(name, 0) for name, v in block_sums.items()}
             if gradients is not None:
                 gradient = head.logit_gradient(hidden.dtype, student, teacher, label, mask, merged)
                 gradients.add(rows, own, gradient)

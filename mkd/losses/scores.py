@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mkd.losses.fused_linear import head_logits
 from mkd.losses.softmax import compute_dtype
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 
 BYTES_PER_LOGIT = 9  # at the peak: fp32 logits and their exponentials, and a mask
 
@@ -57,14 +57,14 @@ def token_scores(
     first = width * (0 if tp_group is None else dist.get_rank(tp_group))
     if real is None:
         real = torch.arange(first, first + width, device=weight.device) < vocab_size
-    size = head_chunk_rows(len(rows), width, BYTES_PER_LOGIT, weight.is_cuda)
+    size = head_block_rows(len(rows), width, BYTES_PER_LOGIT, weight.is_cuda)
     parts = []
     for start in range(0, max(len(rows), 1), size):
-        chunk = slice(start, start + size)
-        logits = head_logits(hidden[rows[chunk]], weight, compute_dtype(hidden)).masked_fill_(
+        block = slice(start, start + size)
+        logits = head_logits(hidden[rows[block]], weight, compute_dtype(hidden)).masked_fill_(
             ~real, -torch.inf
         )
-        parts.append(_scores(logits, labels[chunk] - first, tp_group))
+        parts.append(_scores(logits, labels[block] - first, tp_group))
     return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -25,8 +25,8 @@ __all__ = ["divergence_terms", "local_statistics", "merge_statistics", "write_gr
 
 # Size of one block of rows in the compute dtype. On a CPU its few temporaries stay in cache. On an
 # accelerator it is large enough to hide the launches and small against the logits themselves.
-CPU_CHUNK_BYTES = 2 * 2**20
-ACCELERATOR_CHUNK_BYTES = 256 * 2**20
+CPU_BLOCK_BYTES = 2 * 2**20
+ACCELERATOR_BLOCK_BYTES = 256 * 2**20
 ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
 
 
@@ -39,11 +39,11 @@ def local_statistics(
     objective: KDObjective,
 ) -> Tensor:
     """Compute this shard's statistics `objective.statistic_names`, [k, n] in the compute dtype."""
-    chunks = []
-    for rows in row_chunks(student):
+    blocks = []
+    for rows in row_blocks(student):
         named = _statistics(student[rows], _rows(teacher, rows), labels[rows], shard, objective)
-        chunks.append(torch.stack([named[name] for name in objective.statistic_names]))
-    return torch.cat(chunks, dim=1)
+        blocks.append(torch.stack([named[name] for name in objective.statistic_names]))
+    return torch.cat(blocks, dim=1)
 
 
 def divergence_terms(
@@ -55,16 +55,16 @@ def divergence_terms(
     objective: KDObjective,
 ) -> Tensor:
     """Compute this shard's part [k, n] of the terms of a divergence that needs both whole softmaxes."""
-    chunks = []
-    for rows in row_chunks(student):
+    blocks = []
+    for rows in row_blocks(student):
         part = merged.rows(rows)
         columns = [real_columns(logits[rows], shard.shared) for logits in (student, teacher)]
         models = [
             ShardRows(logits, objective.temperature, row)
             for logits, row in zip(columns, (part.student, part.teacher), strict=True)
         ]
-        chunks.append(objective.divergence.terms(*models))
-    terms = torch.cat(chunks, dim=1)
+        blocks.append(objective.divergence.terms(*models))
+    terms = torch.cat(blocks, dim=1)
     return terms if shard.shared else torch.zeros_like(terms)
 
 
@@ -84,8 +84,8 @@ def write_gradient(
     Padding columns and rows of mask 0 get zero.
     """
     no_loss = loss_mask == 0
-    for rows in row_chunks(student):
-        chunk = _gradient(
+    for rows in row_blocks(student):
+        block = _gradient(
             student[rows],
             _rows(teacher, rows),
             labels[rows],
@@ -95,16 +95,16 @@ def write_gradient(
             objective,
         )
         # A weight of zero is not enough: a masked row may hold NaN.
-        result[rows, : chunk.shape[1]] = clear_rows(chunk, no_loss[rows])
-        result[rows, chunk.shape[1] :] = 0.0
+        result[rows, : block.shape[1]] = clear_rows(block, no_loss[rows])
+        result[rows, block.shape[1] :] = 0.0
 
 
-def row_chunks(logits: Tensor) -> list[slice]:
+def row_blocks(logits: Tensor) -> list[slice]:
     """Return slices that cover the rows of [n, w], each of about the device's block size.
 
     There is at least one slice.
     """
-    budget = CPU_CHUNK_BYTES if logits.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    budget = CPU_BLOCK_BYTES if logits.device.type == "cpu" else ACCELERATOR_BLOCK_BYTES
     height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
     return [slice(first, first + height) for first in range(0, max(1, logits.shape[0]), height)]
 

@@ -12,7 +12,7 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 
 
-def build_chunks(
+def build_model_parts(
     shape: ModelShape,
     layout: PipelineLayout,
     options: ModelOptions,
@@ -36,7 +36,7 @@ def join_stages(
 ) -> list[DistillationStage]:
     """Join the parts of the student and of each teacher, virtual stage by virtual stage."""
     return [
-        DistillationStage(student, [chunks[stage] for chunks in teachers])
+        DistillationStage(student, [parts[stage] for parts in teachers])
         for stage, student in enumerate(students)
     ]
 

@@ -69,13 +69,11 @@ class HostResidency:
     without autograd.
     """
 
-    def __init__(self, chunks: Sequence[LanguageModel], device: torch.device):
+    def __init__(self, parts: Sequence[LanguageModel], device: torch.device):
         # With fp8, Transformer Engine keeps its own converted weights, taken from whatever the buffer held at
         # first.
-        assert not any(chunk.config.fp8 for chunk in chunks), "fp8 weights cannot be streamed from the host"
-        layers = [
-            [_Layer.moved_to_host(module, device) for module in chunk.decoder.layers] for chunk in chunks
-        ]
+        assert not any(part.config.fp8 for part in parts), "fp8 weights cannot be streamed from the host"
+        layers = [[_Layer.moved_to_host(module, device) for module in part.decoder.layers] for part in parts]
         sizes = [layer.host.nbytes for own in layers for layer in own]
         torch.cuda.empty_cache()
         self.host_bytes = sum(sizes)
@@ -86,8 +84,8 @@ class HostResidency:
         self._stream = torch.cuda.Stream(device)
         # The memory of the slots may have been in use until now.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        for chunk, own in zip(chunks, layers, strict=True):
-            for module, layer, following in zip(chunk.decoder.layers, own, own[1:] + own[:1], strict=True):
+        for part, own in zip(parts, layers, strict=True):
+            for module, layer, following in zip(part.decoder.layers, own, own[1:] + own[:1], strict=True):
                 layer.on_device = {slot: packed_views(slot.buffer, layer.parameters) for slot in self._slots}
                 module.register_forward_pre_hook(partial(self._enter, layer, following))
                 module.register_forward_hook(partial(self._leave, layer))

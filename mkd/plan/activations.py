@@ -103,7 +103,7 @@ class Activations:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
         return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
 
-    def chunk_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
+    def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
         """Return what a stage of `layers` keeps until its backward.
 
         The last stage also keeps the final norm's input and output.

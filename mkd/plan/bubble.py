@@ -65,16 +65,16 @@ def rank_order(
     """
     groups = range(0, num_microbatches, pipeline_parallel if virtual_stages > 1 else num_microbatches)
     forwards = [
-        (microbatch, chunk)
+        (microbatch, part)
         for first in groups
-        for chunk in range(virtual_stages)
+        for part in range(virtual_stages)
         for microbatch in range(first, min(first + groups.step, num_microbatches))
     ]
     distance = pipeline_parallel - pipeline_rank - 1
     warmup = distance if virtual_stages == 1 else 2 * distance + (virtual_stages - 1) * pipeline_parallel
     warmup = min(warmup, len(forwards))
     tasks = [Task(True, *forward) for forward in forwards[:warmup]]
-    backwards = [Task(False, microbatch, virtual_stages - 1 - chunk) for microbatch, chunk in forwards]
+    backwards = [Task(False, microbatch, virtual_stages - 1 - part) for microbatch, part in forwards]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         tasks += [Task(True, *forward), backward]
     return tasks + backwards[len(forwards) - warmup :]

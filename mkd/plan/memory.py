@@ -15,7 +15,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_teachers import Teacher, plan_teachers
@@ -234,7 +234,7 @@ class _Models:
         microbatches = min(self.batch.num_microbatches, 4 * pipeline)
         for task in rank_order(rank, pipeline, layout.virtual_stages, microbatches):
             stage = task.virtual_stage * pipeline + rank
-            kept = student.chunk_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
+            kept = student.part_bytes(_stage_layers(self.student, layout, stage), is_last=stage == last)
             if task.is_forward:
                 yield alive, self._teachers_forward_bytes(stage)
                 alive += kept
@@ -258,7 +258,7 @@ class _Models:
         return peak
 
     def _head_bytes(self, with_gradient: bool = True) -> int:
-        """Return the bytes of the heads: the largest block (`_chunk_bytes`), and what all rows keep.
+        """Return the bytes of the heads: the largest block (`_head_block_bytes`), and what all rows keep.
 
         All rows keep every teacher's hidden state, the gradient of the student's, and statistics. With
         sequence parallelism hidden states are gathered.
@@ -270,9 +270,9 @@ class _Models:
         whole = 8 * 4 * student.tokens + student.full_hidden_bytes * (with_gradient + student.is_sharded)
         for teacher in map(self._activations, self.teachers):
             whole += teacher.hidden_bytes + teacher.is_sharded * teacher.full_hidden_bytes
-        return whole + max(self._chunk_bytes(group, with_gradient) for group in groups)
+        return whole + max(self._head_block_bytes(group, with_gradient) for group in groups)
 
-    def _chunk_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
+    def _head_block_bytes(self, teachers: tuple[Teacher, ...], with_gradient: bool) -> int:
         """Return the bytes of one divergence, for a block of rows (all rows, if the teacher is stored).
 
         They hold the logits of all models, their hidden states and the student's gradient. The weight's
@@ -284,7 +284,7 @@ class _Models:
         tokens = self._student_activations.tokens
         rows = tokens
         if not any(source.topk for source in self.config.teachers):
-            rows = head_chunk_rows(
+            rows = head_block_rows(
                 rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit
             )
         of_row = (

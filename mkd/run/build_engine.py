@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mkd.checkpoint.distributed import TrainingState, load_checkpoint
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
-from mkd.models.builder import build_chunks, common_padded_vocab_size, join_stages
+from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages
 from mkd.models.language_model import LanguageModel
 from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
@@ -47,24 +47,24 @@ def build_engine(
         deterministic=config.training.deterministic_mode,
     )
     vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
-    students = build_chunks(plan.student.shape, plan.student_layout, options, context, vocab)
+    students = build_model_parts(plan.student.shape, plan.student_layout, options, context, vocab)
     load_weights(students, plan.student, context)
     models, vocabularies = [], {}
     for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):
         own = cross_tokenizer.get(index)
-        parts = build_chunks(source.shape, layout, options, context, vocab if own is None else None)
+        parts = build_model_parts(source.shape, layout, options, context, vocab if own is None else None)
         load_weights(parts, source, context)
         if own is not None and parts[-1].post_process:
             vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
         if config.teachers[index].residency == "host":
             HostResidency(parts, context.device)
         models.append(parts)
-    chunks = wrap_stages(join_stages(students, models), config, context)
-    optimizer = build_optimizer(chunks, config, context)
+    stages = wrap_stages(join_stages(students, models), config, context)
+    optimizer = build_optimizer(stages, config, context)
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
-    engine = Engine(config.kd, context, schedule, chunks, optimizer, build_teachers(plan, vocabularies))
+    engine = Engine(config.kd, context, schedule, stages, optimizer, build_teachers(plan, vocabularies))
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
 
 
@@ -142,17 +142,17 @@ def build_schedule(
     return PipelineSchedule(context, communicator, plan.batch.micro_batch_size * seq_length)
 
 
-def load_weights(chunks: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
+def load_weights(parts: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
     """Fill this rank's parts of one model. Each rank reads only its slices."""
     if source.load is not None:
-        load_checkpoint(source.load, TrainingState(chunks), context)
+        load_checkpoint(source.load, TrainingState(parts), context)
         return
-    for chunk in chunks:
+    for part in parts:
         load_hf_weights(
-            chunk,
+            part,
             source.shape,
             source.hf,
-            first_layer=chunk.first_layer,
+            first_layer=part.first_layer,
             tp_rank=context.tp_rank,
             tp_size=context.tp_size,
         )

@@ -175,7 +175,7 @@ def export(current, folder: Path) -> None:
 
     with current.engine.parameters_gathered():
         export_hf(
-            [(chunk, chunk.first_layer) for chunk in current.state.models],
+            [(part, part.first_layer) for part in current.state.models],
             current.state.models[0].shape,
             folder,
             context=current.engine.context,

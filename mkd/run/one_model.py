@@ -15,7 +15,7 @@ from mkd.config.schema import Config, ParallelConfig
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
-from mkd.models.builder import build_chunks
+from mkd.models.builder import build_model_parts
 from mkd.models.language_model import LanguageModel
 from mkd.models.transformer_config import ModelOptions
 from mkd.operations.console import LOG
@@ -51,7 +51,7 @@ class ModelPlan:
             sequence_parallel=self.config.parallel.sequence_parallel,
             deterministic=training.deterministic_mode,
         )
-        models = build_chunks(self.source.shape, self.layout, options, context)
+        models = build_model_parts(self.source.shape, self.layout, options, context)
         load_weights(models, self.source, context)
         return models
 

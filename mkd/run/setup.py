@@ -219,5 +219,5 @@ def build_reporter(
         initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0)
         if writers and has_baseline
         else None,
-        take_teacher_ms=partial(take_teacher_ms, engine.chunks),
+        take_teacher_ms=partial(take_teacher_ms, engine.stages),
     )

@@ -178,8 +178,8 @@ def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict
 def _bad_gradients(engine: Engine) -> list[str]:
     """Return the names of this rank's parameters whose gradient, as kept for the update, is not finite."""
     found = []
-    for chunk in engine.chunks:
-        student = get_attr_wrapped_model(chunk, "student")
+    for stage in engine.stages:
+        student = get_attr_wrapped_model(stage, "student")
         for name, parameter in student.named_parameters():
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None and not torch.isfinite(gradient).all():

@@ -55,11 +55,11 @@ def wrap_stages(
         _accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
-        first.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
+        first.no_sync_func = _one_or_list([stage.no_sync for stage in wrapped])
         if len(wrapped) > 1:
-            first.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+            first.grad_sync_func = [stage.start_grad_sync for stage in wrapped]
     if parallel.overlap_param_gather and len(wrapped) > 1:
-        first.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+        first.param_sync_func = [stage.start_param_sync for stage in wrapped]
     return wrapped
 
 
@@ -102,7 +102,7 @@ class StudentOptimizer:
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    chunks: list[DistributedDataParallel]
+    stages: list[DistributedDataParallel]
     residency: OptimizerResidency | None = None  # None: the state stays on the device
 
     def state_on_device(self) -> AbstractContextManager:
@@ -110,8 +110,8 @@ class StudentOptimizer:
         return nullcontext() if self.residency is None else self.residency.on_device()
 
     def zero_grad(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        for stage in self.stages:
+            stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @property
@@ -155,7 +155,7 @@ class StudentOptimizer:
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: Config, context: ParallelContext
+    stages: list[DistributedDataParallel], config: Config, context: ParallelContext
 ) -> StudentOptimizer:
     """Build AdamW with fp32 state; biases and norm weights are not decayed (Megatron's rule)."""
     settings = config.optimizer
@@ -170,11 +170,11 @@ def build_optimizer(
             adam_eps=settings.adam_eps,
             clip_grad=settings.clip_grad,
             bf16=config.training.bf16,
-            params_dtype=chunks[0].config.params_dtype,
+            params_dtype=stages[0].config.params_dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_param_gather=config.parallel.overlap_param_gather,
         ),
-        chunks,
+        stages,
         use_gloo_process_groups=context.platform.is_cuda,
     )
     residency = (
@@ -182,7 +182,7 @@ def build_optimizer(
         if config.training.optimizer_residency == "host"
         else None
     )
-    return StudentOptimizer(optimizer, _scheduler(optimizer, config), chunks, residency)
+    return StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency)
 
 
 def _scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

@@ -38,24 +38,24 @@ class Engine:
     kd: KDConfig
     context: ParallelContext
     schedule: PipelineSchedule  # runs the stages
-    chunks: list[DistributedDataParallel]  # the stages, by virtual stage: each wraps a DistillationStage
+    stages: list[DistributedDataParallel]  # by virtual stage: each wraps a DistillationStage
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
         """Names of the losses that the last stage adds to those of the terms."""
-        return get_attr_wrapped_model(self.chunks[0], "auxiliary_names")
+        return get_attr_wrapped_model(self.stages[0], "auxiliary_names")
 
     @contextmanager
     def parameters_gathered(self) -> Iterator[None]:
         """Gather all parameters inside the block. Overlapped parameter gathers would fetch them late."""
-        overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
-        for chunk in overlapped:
-            chunk.disable_forward_pre_hook(param_sync=True)
+        overlapped = [stage for stage in self.stages if stage.ddp_config.overlap_param_gather]
+        for stage in overlapped:
+            stage.disable_forward_pre_hook(param_sync=True)
         yield
-        for chunk in overlapped:
-            chunk.enable_forward_pre_hook()
+        for stage in overlapped:
+            stage.enable_forward_pre_hook()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def train_step(
     with phase(FORWARD_BACKWARD):
         engine.optimizer.zero_grad()
         objective = training_objective(engine, microbatches)
-        report = engine.schedule.run(engine.chunks, microbatches, objective, forward_only=False)
+        report = engine.schedule.run(engine.stages, microbatches, objective, forward_only=False)
         sums = objective.sums(report)
     with phase(OPTIMIZER):
         learning_rate = engine.optimizer.learning_rate

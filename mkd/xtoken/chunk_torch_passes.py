@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from mkd.losses.softmax import LOWEST, compute_dtype
-from mkd.losses.torch_rows import row_chunks
+from mkd.losses.torch_rows import row_blocks
 from mkd.xtoken.loss_call import COMMON, LossCall, log_sum_exp, write_scaled
 
 
 def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: LossCall) -> Tensor:
     """Return ln sum exp of z / T, [4, n]: the student's support and its other rows, then the teacher's."""
     parts = []
-    for rows in row_chunks(teacher):
+    for rows in row_blocks(teacher):
         support = _support(teacher[rows], lowest, rows, call)
         wide = torch.nn.functional.pad(support, (0, teacher.shape[1] - support.shape[-1]))
         masks = (support, (call.student_codes != 0) & ~support), (wide, (call.teacher_codes != 0) & ~wide)
@@ -35,7 +35,7 @@ def support_parts(
 ) -> Tensor:
     """Return this rank's sums of `Divergence.parts` over the support, [k, n]."""
     parts = []
-    for rows in row_chunks(teacher):
+    for rows in row_blocks(teacher):
         outside = ~_support(teacher[rows], lowest, rows, call)
         of_columns = call.settings.divergence.parts(*_logs(student[rows], teacher[rows], totals, rows, call))
         parts.append(torch.stack([part.masked_fill_(outside, 0.0).sum(dim=1) for part in of_columns]))
@@ -52,7 +52,7 @@ def write_support_gradient(
     call: LossCall,
 ) -> None:
     """Overwrite the student's logits with their gradient."""
-    for rows in row_chunks(teacher):
+    for rows in row_blocks(teacher):
         support = _support(teacher[rows], lowest, rows, call)
         log_t, log_s = _logs(student[rows], teacher[rows], totals, rows, call)
         factor = torch.where(support, factors[0][rows, None], factors[1][rows, None])
@@ -67,7 +67,7 @@ def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
     The rows are ln sum exp, entropy of this softmax, largest logit and its first column.
     """
     parts = []
-    for rows in row_chunks(logits):
+    for rows in row_blocks(logits):
         values = logits[rows].to(compute_dtype(logits)).masked_fill(codes == 0, LOWEST)
         logs, top = torch.log_softmax(values, dim=1), values.max(dim=1)
         entropy = -(logs.exp() * logs).sum(dim=1)
@@ -84,7 +84,7 @@ def largest(logits: Tensor, codes: Tensor) -> Tensor:
 
 def log_sums(logits: Tensor, codes: Tensor, call: LossCall) -> Tensor:
     """Return ln sum exp of z / T, [n]."""
-    return torch.cat([log_sum_exp(call.scaled(logits[rows]), codes != 0) for rows in row_chunks(logits)])
+    return torch.cat([log_sum_exp(call.scaled(logits[rows]), codes != 0) for rows in row_blocks(logits)])
 
 
 def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -99,7 +99,7 @@ def write_softmax_gradient(
     logits: Tensor, codes: Tensor, totals: Tensor, factor: Tensor, call: LossCall
 ) -> None:
     """Overwrite the logits with p * factor; `totals` and `factor` are [n]."""
-    for rows in row_chunks(logits):
+    for rows in row_blocks(logits):
         p = call.scaled(logits[rows]).sub(totals[rows, None]).exp_().masked_fill_(codes == 0, 0.0)
         write_scaled(logits[rows], p, factor[rows])
 

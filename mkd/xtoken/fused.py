@@ -17,7 +17,7 @@ from mkd.losses.fused_linear import HeadGradients, HeadInput, head_logits, whole
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.vocab_parallel import use_triton
 from mkd.parallel.exchange import exchange_rows
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 from mkd.xtoken import chunk_torch_passes
 from mkd.xtoken.chains import chains
 from mkd.xtoken.chunks import ONE_TO_ONE, ChunkBatch, ChunkSide
@@ -140,7 +140,7 @@ def _most_rows(batch: ChunkBatch, call: LossCall, dtype: torch.dtype, on_gpu: bo
     rows = max(1, len(batch.student.rows), len(batch.teacher.rows))
     ranks = len(call.vocabulary.common) if call.settings.loss in ("gold", "h_kl", "uld") else 1
     tensors = 1 if call.settings.loss == "partition_kl" else 4 * ranks
-    return head_chunk_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
+    return head_block_rows(rows, tensors * call.vocabulary.teacher_width, dtype.itemsize, on_gpu)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mkd.losses.softmax import LOWEST
-from mkd.losses.torch_rows import row_chunks
+from mkd.losses.torch_rows import row_blocks
 from mkd.xtoken.loss_call import LossCall, log_split
 
 
@@ -61,7 +61,7 @@ def _lowest_of_top_k(teacher: Tensor, call: LossCall) -> Tensor | None:
     width = call.common.shape[0]
     largest = [
         teacher[r, :width].masked_fill(~call.common, LOWEST).topk(min(top_k, width), dim=1).values
-        for r in row_chunks(teacher)
+        for r in row_blocks(teacher)
     ]
     local = torch.nn.functional.pad(torch.cat(largest), (0, top_k - min(top_k, width)), value=LOWEST)
     gathered = call.gather(largest=local)["largest"]

@@ -14,7 +14,7 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError
-from mkd.models.builder import build_chunks
+from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -39,7 +39,7 @@ def export_and_die(context, source, out, shard_bytes, changes):
 
     shape = ModelShape.from_hf_dir(source)
     layout = PipelineLayout((shape.num_layers,), 1, 1)
-    (chunk,) = build_chunks(shape, layout, ModelOptions(), context, shape.padded_vocab_size(1))
+    (chunk,) = build_model_parts(shape, layout, ModelOptions(), context, shape.padded_vocab_size(1))
     load_hf_weights(chunk, shape, HFCheckpoint(source), first_layer=0, tp_rank=0, tp_size=1)
     sys.addaudithook(count)
     export_hf(

@@ -105,8 +105,8 @@ def evaluate_and_train(argv: list[str], folder, with_tasks: bool) -> dict:
     found = {}
     if with_tasks:
         found["before"] = evaluate_tasks(evaluator, engine)
-        students = [get_attr_wrapped_model(chunk, "student") for chunk in engine.chunks]
-        teachers = [get_attr_wrapped_model(chunk, "teachers")[0] for chunk in engine.chunks]
+        students = [get_attr_wrapped_model(chunk, "student") for chunk in engine.stages]
+        teachers = [get_attr_wrapped_model(chunk, "teachers")[0] for chunk in engine.stages]
         found["student"] = log_likelihoods(students, evaluator.batches).tolist()
         found["teacher"] = log_likelihoods(teachers, evaluator.batches).tolist()
         found["of teachers"] = evaluate_teachers(evaluator, engine)

@@ -74,7 +74,7 @@ def on_rank(case, settings, compact, sequence_parallel, factor):
         tp_group=group,
         sequence_parallel=sequence_parallel,
         loss_rows=mask.nonzero().squeeze(1) if compact else None,
-        chunk_rows=5,
+        block_rows=5,
     )
     (factor * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, hidden.grad, weight.grad
@@ -142,7 +142,7 @@ def with_main_grad(case, shared):
         objective_of(**BOTH),
         tp_group=None,
         loss_gradient=scale,
-        chunk_rows=7,
+        block_rows=7,
     )
     return output.loss, scale, hidden, weight
 
@@ -204,7 +204,7 @@ def counted_collectives(case, divergence):
             mask,
             objective_of(divergence=divergence, **BOTH),
             tp_group=group,
-            chunk_rows=ROWS // 3,
+            block_rows=ROWS // 3,
         )
     with Recorder() as backward:
         output.loss.backward()
@@ -231,7 +231,7 @@ def test_never_a_tensor_of_all_logits():
     hidden, weight = case[0].clone().requires_grad_(), case[1].clone().requires_grad_()
     with Recorder() as recorder:
         arguments = *heads_of(hidden, weight, *case[2:]), objective_of(**BOTH)
-        fused_linear_kd(*arguments, tp_group=None, chunk_rows=6).loss.backward()
+        fused_linear_kd(*arguments, tp_group=None, block_rows=6).loss.backward()
     assert recorder.largest[torch.float32] == max(6 * PADDED, weight.numel(), TEACHER_SIZE * PADDED)
 
 

@@ -64,7 +64,7 @@ def sharded(settings):
         objective_of(**SETTINGS, **settings),
         tp_group=dist.group.WORLD,
         teacher_shares=SHARES,
-        chunk_rows=4,
+        block_rows=4,
     )
     output.loss.backward()
     return output.loss.detach(), output.kd, hidden.grad, own.grad

@@ -195,7 +195,7 @@ def test_bf16_logits_lose_nothing_but_the_rounding_of_the_gradient(ranks, tp, te
 
 def test_many_row_chunks(ranks):
     case = batch(4, 300, 310, "random", rows=2000)
-    assert len(torch_rows.row_chunks(case[0][:, : PADDED // 2])) > 1
+    assert len(torch_rows.row_blocks(case[0][:, : PADDED // 2])) > 1
     settings = dict(BOTH, temperature=2.5)
     assert_equal_to_reference(case, settings, ranks.run(sharded, 2, *case, settings), 1e-12)
 

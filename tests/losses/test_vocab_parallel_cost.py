@@ -101,7 +101,7 @@ def test_the_recorder_sees_waits():
 
 
 def test_no_full_size_copy_in_the_compute_dtype(monkeypatch):
-    monkeypatch.setattr(torch_rows, "CPU_CHUNK_BYTES", 8 * WIDTH * 4)
+    monkeypatch.setattr(torch_rows, "CPU_BLOCK_BYTES", 8 * WIDTH * 4)
     for recorder in record(None, torch.bfloat16, temperature=2.5):
         assert recorder.largest[torch.float32] <= 8 * WIDTH
         assert recorder.largest.get(torch.bfloat16, 0) <= ROWS * WIDTH

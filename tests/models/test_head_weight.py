@@ -30,7 +30,7 @@ class Late:
 
 def make_gathers_late(engine) -> int:
     """Give every parameter of this rank its own late gather; return their number."""
-    groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
+    groups = [group for chunk in engine.stages for group in chunk.bucket_groups]
 
     def start(group, force_sync=False):
         if force_sync:
@@ -76,7 +76,7 @@ def steps(student, teacher, flags, is_late, asks_the_module):
         losses = [train_step(engine, batches).sums.token_sums()["loss"] for _ in range(STEPS)]
     finally:
         optimizer.DistributedDataParallelConfig, LanguageModel.head_weight = ddp_config, head_weight
-    chunk = engine.chunks[0]
+    chunk = engine.stages[0]
     gradients = {name: one.main_grad.clone() for name, one in chunk.named_parameters()}
     with engine.parameters_gathered():
         weights = {name: one.detach().clone() for name, one in chunk.named_parameters()}

@@ -30,7 +30,7 @@ def pack(lengths, padding, padding_joins_document=False, device=None):
 def load_model(folder, tp, sequence_parallel=False):
     """Return one mkd model over all ranks of this world, with weights from `folder`."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -40,7 +40,7 @@ def load_model(folder, tp, sequence_parallel=False):
     context = ParallelContext.create(detect(), tensor_parallel=tp)
     shape = ModelShape.from_hf_dir(folder)
     options = ModelOptions(sequence_parallel=sequence_parallel)
-    (model,) = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
+    (model,) = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=context.tp_rank, tp_size=tp)
     return model.eval()
 

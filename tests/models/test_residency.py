@@ -138,7 +138,7 @@ def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks
 def virtual_stages(folder):
     """Return outputs of one rank's two model parts, in an interleaved schedule's order and out of order."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.residency import HostResidency
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
@@ -148,7 +148,7 @@ def virtual_stages(folder):
 
     context = ParallelContext.create(detect(), pipeline_parallel=2, virtual_stages=2)
     shape = ModelShape.from_hf_dir(folder)
-    chunks = build_chunks(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
+    chunks = build_model_parts(shape, PipelineLayout((1, 2, 1, 1), 2, 2), ModelOptions(), context)
     for chunk in chunks:
         load_hf_weights(
             chunk, shape, HFCheckpoint(folder), first_layer=chunk.first_layer, tp_rank=0, tp_size=1

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 def build(folder, transformer_engine):
     """Return (context, a frozen model in bf16 with its weights)."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -43,7 +43,7 @@ def build(folder, transformer_engine):
     context = ParallelContext.create(replace(detect(), transformer_engine=transformer_engine))
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
-    (model,) = build_chunks(shape, layout, ModelOptions(dtype=torch.bfloat16), context)
+    (model,) = build_model_parts(shape, layout, ModelOptions(dtype=torch.bfloat16), context)
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)
     return context, model.eval().requires_grad_(False)
 

@@ -42,7 +42,7 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
     """Return [tokens, v] fp32 on the CPU, of a pack that holds all documents (default: random token ids)."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.losses.fused_linear import head_logits
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -53,7 +53,7 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
     assert platform.transformer_engine
     context = ParallelContext.create(replace(platform, transformer_engine=transformer_engine))
     shape = ModelShape.from_hf_dir(folder)
-    (model,) = build_chunks(
+    (model,) = build_model_parts(
         shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(dtype=dtype), context
     )
     load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=0, tp_rank=0, tp_size=1)

@@ -65,7 +65,7 @@ def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) ->
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.evaluation.requests import Request
     from mkd.evaluation.scores import RequestBatches, log_likelihoods
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.plan.layout import PipelineLayout
     from mkd.plan.model_shape import ModelShape
@@ -75,7 +75,7 @@ def scores(folder: str, first: dict[str, int], second: dict[str, int] | None) ->
         context = context.with_layout(**second)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, context.pp.size)
-    models = build_chunks(shape, layout, ModelOptions(), context)
+    models = build_model_parts(shape, layout, ModelOptions(), context)
     place = dict(tp_rank=context.tp.rank, tp_size=context.tp.size)
     for model in models:
         load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=model.first_layer, **place)

@@ -13,7 +13,7 @@ from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory, stage_parameters
 from mkd.plan.model_shape import ModelShape
@@ -52,10 +52,10 @@ def held_bytes(layout: Layout, student, teacher):
     )
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context, len(engine.teachers)))
-    teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
-    learned = {p for chunk in engine.chunks for p in chunk.parameters()}
+    teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
+    learned = {p for chunk in engine.stages for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}
-    buffers = [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
+    buffers = [buffer.grad_data for chunk in engine.stages for buffer in chunk.buffers]
     held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
     shapes = [teacher.shape for teacher in plan.teachers]
     predicted = predict_memory(
@@ -191,7 +191,7 @@ def test_interleaving_keeps_more():
 def test_recomputed_layers_keep_their_input(flags, layers, inputs):
     kept = student_activations("--recompute-granularity", "full", "--recompute-method", *flags)
     assert (
-        kept.chunk_bytes(STUDENT.layers, is_last=False)
+        kept.part_bytes(STUDENT.layers, is_last=False)
         == layers * kept.layer_bytes(STUDENT.layers[0]) + inputs * kept.hidden_bytes
     )
     assert kept.backward_bytes() > kept.layer_bytes(STUDENT.layers[0]) * (3 if flags[-1] == 3 else 1)
@@ -211,7 +211,7 @@ def test_selective_recomputation_saves_nothing_with_flash_attention():
 
 def test_the_head_holds_two_chunks_of_logits():
     (rank,), (alone,) = predict(), predict(teachers=())
-    logits = head_chunk_rows(SEQ_LENGTH, 151936, 2) * 151936 * 2 / GIB
+    logits = head_block_rows(SEQ_LENGTH, 151936, 2) * 151936 * 2 / GIB
     assert 2 * logits < rank.transient_gib < 2 * logits + 0.5
     assert logits < alone.transient_gib < rank.transient_gib - logits
     assert alone.teacher_gib == 0
@@ -225,11 +225,11 @@ def test_other_heads_hold_more():
     micro = ("--micro-batch-size", 2)
     (fused,), (exact,) = (predict(*micro, *flags) for flags in ((), ("--kd-fp32-logits",)))
     vocabulary, widths, tokens = 151936, 2 * 2048 + 4096, 2 * SEQ_LENGTH
-    rows, fp32_rows = (head_chunk_rows(tokens, vocabulary, size) for size in (2, 4))
+    rows, fp32_rows = (head_block_rows(tokens, vocabulary, size) for size in (2, 4))
     assert fp32_rows < rows < tokens
     (stored,) = predict(*micro, "--teacher-topk", "cache", teachers=())
     (alone,) = predict(*micro, teachers=())
-    more_stored = (tokens - head_chunk_rows(tokens, vocabulary, 2)) * (vocabulary + 2 * 2048) * 2
+    more_stored = (tokens - head_block_rows(tokens, vocabulary, 2)) * (vocabulary + 2 * 2048) * 2
     assert stored.transient_gib - alone.transient_gib == pytest.approx(more_stored / GIB), (
         "all rows with loss at once"
     )
@@ -275,7 +275,7 @@ def test_teachers_add_up():
     hidden = SEQ_LENGTH * 2048 * 2
     assert two.transient_gib - one.transient_gib == pytest.approx(hidden / GIB)
     (average,) = predict(teachers=(TEACHER, STUDENT), settings=several({}, {}, teacher_combination="average"))
-    logits = head_chunk_rows(SEQ_LENGTH, 151936, 2) * (151936 + 2048) * 2
+    logits = head_block_rows(SEQ_LENGTH, 151936, 2) * (151936 + 2048) * 2
     assert average.transient_gib - two.transient_gib == pytest.approx(logits / GIB)
 
 
@@ -291,7 +291,7 @@ def test_a_teacher_with_its_own_tokens_has_its_own_rows():
     assert short.teacher_gib - same.teacher_gib == pytest.approx(2 * 151936 * 2048 * 2 / GIB), (
         "its head is never tied"
     )
-    rows = head_chunk_rows(SEQ_LENGTH, 2 * 151936, 2)
+    rows = head_block_rows(SEQ_LENGTH, 2 * 151936, 2)
     more = rows * (2 * 151936 + 2048) * 2 + SEQ_LENGTH * 2048 * 2
     assert long.transient_gib - short.transient_gib == pytest.approx(more / GIB)
     (narrow,) = predict(

@@ -48,7 +48,7 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     """Return logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or a checkpoint's."""
     from mkd.checkpoint.distributed import TrainingState, find_checkpoint, load_checkpoint
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
-    from mkd.models.builder import build_chunks
+    from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -57,7 +57,7 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     from tests.models.test_hf_parity import pack
 
     context, shape = ParallelContext.create(detect()), ModelShape.from_hf_dir(hf)
-    (model,) = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(), context)
+    (model,) = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), ModelOptions(), context)
     if checkpoint is None:
         load_hf_weights(model, shape, HFCheckpoint(hf), first_layer=0, tp_rank=0, tp_size=1)
     else:

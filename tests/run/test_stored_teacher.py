@@ -152,7 +152,7 @@ def losses_by_sample(argv):
     context = ParallelContext.create(detect())
     dataset, _ = build_data(plan, context)
     engine, _ = build_engine(plan, context)
-    stage, objective = engine.chunks[0].module, evaluation_objective(engine)
+    stage, objective = engine.stages[0].module, evaluation_objective(engine)
     options = dict(data_parallel_rank=context.dp_rank, data_parallel_size=context.dp_size, micro_batch_size=1)
     stream = TrainStream(dataset, global_batch_size=2, seed=plan.config.training.seed, **options)
     losses = {}

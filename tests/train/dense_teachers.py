@@ -79,8 +79,8 @@ def record(engine, batches: list):
 
     engine.optimizer.zero_grad()
     recorder = _Recorder(training_objective(engine, batches))
-    total = engine.schedule.run(engine.chunks, batches, recorder, forward_only=True)
-    stage = engine.chunks[0].module
+    total = engine.schedule.run(engine.stages, batches, recorder, forward_only=True)
+    stage = engine.stages[0].module
     head = stage.student.head_weight()
     heads = [model.head_weight().detach() for model in (stage.student, *stage.teachers)]
     return recorder.recorded, heads, head.main_grad.clone(), recorder.objective.sums(total), recorder.weights

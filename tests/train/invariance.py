@@ -231,7 +231,7 @@ def measure(
     evaluation = evaluate(engine, [batches])
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches)
-    sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
+    sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
     with gradients_as_parameters(engine, engine.context):
         export_hf(chunks, shape, out_dir / "gradients", **export)
     for _ in range(num_updates):
@@ -256,7 +256,7 @@ class gradients_as_parameters:
         self.engine, self.context, self.saved = engine, context, []
 
     def __enter__(self):
-        for chunk in self.engine.chunks:
+        for chunk in self.engine.stages:
             if chunk.ddp_config.use_distributed_optimizer:
                 for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
                     group = self.context.dp_cp_group  # Megatron shards the optimizer over it

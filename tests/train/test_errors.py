@@ -374,11 +374,11 @@ def hash_around_failure(argv):
     from mkd.run.setup import build_run
 
     run = build_run(plan_run(load_config(argv).config, dist.get_world_size()), detect())
-    before = _hash(run.engine.chunks)
+    before = _hash(run.engine.stages)
     with pytest.raises(NonFiniteError):
         train(run)
     run.reporter.close()
-    return before, _hash(run.engine.chunks)
+    return before, _hash(run.engine.stages)
 
 
 def _hash(chunks) -> str:

@@ -98,7 +98,7 @@ def steps_of(argv, fault=None):
 def state_hash(run) -> str:
     digest = hashlib.sha256()
     with run.engine.parameters_gathered():
-        for chunk in run.engine.chunks:
+        for chunk in run.engine.stages:
             for parameter in chunk.parameters():
                 digest.update(parameter.detach().numpy().tobytes())
     for inner in run.engine.optimizer.optimizer.chained_optimizers:

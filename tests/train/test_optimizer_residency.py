@@ -36,7 +36,7 @@ def build(folder, flags):
     from mkd.checkpoint.distributed import TrainingState
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.config.load import load_config
-    from mkd.models.builder import build_chunks, join_stages
+    from mkd.models.builder import build_model_parts, join_stages
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -65,7 +65,7 @@ def build(folder, flags):
         dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
         deterministic=config.training.deterministic_mode,
     )
-    models = build_chunks(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
+    models = build_model_parts(shape, PipelineLayout.even(shape.num_layers, 1), options, context)
     source = HFCheckpoint(student)
     load_hf_weights(models[0], shape, source, first_layer=0, tp_rank=context.tp_rank, tp_size=context.tp_size)
     chunks = wrap_stages(join_stages(models), config, context)

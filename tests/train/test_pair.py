@@ -90,7 +90,7 @@ def teacher_traces(layout, student, teacher):
     from mkd.evaluation.evaluate import evaluate
 
     context, engine, state = build(layout, student, teacher)
-    teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
+    teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
 
     def weight_hash():
         digest = hashlib.sha256()
@@ -105,7 +105,7 @@ def teacher_traces(layout, student, teacher):
         step(engine, batches)
     evaluate(engine, [batches])
     parameters = {id(p) for model in teachers for p in model.parameters()}
-    in_buffers = {id(p) for chunk in engine.chunks for buffer in chunk.buffers for p in buffer.params}
+    in_buffers = {id(p) for chunk in engine.stages for buffer in chunk.buffers for p in buffer.params}
     in_optimizer = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
     return {
         "weights changed": weight_hash() != before,
@@ -115,7 +115,7 @@ def teacher_traces(layout, student, teacher):
         ),
         "in buffers": len(parameters & in_buffers),
         "in optimizer": len(parameters & in_optimizer),
-        "in modules": sum("teacher" in name for chunk in engine.chunks for name, _ in chunk.named_modules()),
+        "in modules": sum("teacher" in name for chunk in engine.stages for name, _ in chunk.named_modules()),
         "state alive": sum(model.decoder.input_tensor is not None for model in teachers),
     }
 
@@ -136,7 +136,7 @@ def peak_teacher_states(layout, student, teacher):
     if not context.holds_last_stage:
         step(engine, microbatches(layout, context, len(engine.teachers)))
         return 0
-    last = engine.chunks[-1].module.teachers[0]
+    last = engine.stages[-1].module.teachers[0]
     alive, peak = weakref.WeakSet(), []
     forward = type(last).forward
 
@@ -168,8 +168,8 @@ def one_step(layout, student, teacher, *more):
     """Return sums and gradients (by parameter) of one step."""
     context, engine, _ = build(layout, student, teacher, *more)
     result = step(engine, microbatches(layout, context, len(engine.teachers)))
-    gradients = {name: p.main_grad.clone() for name, p in engine.chunks[0].named_parameters()}
-    return result, gradients, not engine.chunks[0].module.teachers
+    gradients = {name: p.main_grad.clone() for name, p in engine.stages[0].named_parameters()}
+    return result, gradients, not engine.stages[0].module.teachers
 
 
 def test_ratio_0_is_plain_fine_tuning(pair, ranks, tmp_path):

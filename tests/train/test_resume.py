@@ -62,7 +62,7 @@ def train_and_hash(arguments, export=None):
     finally:
         run.reporter.close()
     digest = hashlib.sha256()
-    for chunk in run.engine.chunks:
+    for chunk in run.engine.stages:
         for name, parameter in sorted(chunk.named_parameters()):
             digest.update(name.encode() + parameter.detach().numpy().tobytes())
     for optimizer in run.engine.optimizer.optimizer.chained_optimizers:

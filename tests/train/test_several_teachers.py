@@ -71,7 +71,7 @@ def peak_teacher_states(layout, files, repeats):
     from mkd.train.step import train_step
 
     engine, _, batches, _ = build(layout, files, "partition_kl")
-    teachers = [teacher for chunk in engine.chunks for teacher in chunk.module.teachers]
+    teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
     states, peak, forward = [], [], LanguageModel.forward
 
     def watched(self, *args, **kwargs):

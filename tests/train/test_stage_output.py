@@ -121,8 +121,8 @@ def auxiliary_gradient(student, teacher, coefficient):
     batches = with_extras(microbatches(Layout("one"), context, len(engine.teachers)))
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches)
-    engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
-    stage = engine.chunks[0].module
+    engine.schedule.run(engine.stages, batches, objective, forward_only=False)
+    stage = engine.stages[0].module
     weight = stage.student.decoder.final_layernorm.weight
     of_step = weight.main_grad.clone()
     outputs = [stage(*stage_inputs(batch, padding_joins_document=False)) for batch in batches]

@@ -57,8 +57,8 @@ def gradient(argv, out) -> dict[str, float]:
     batches = TrainStream(dataset, micro_batch_size=1, global_batch_size=PACKS, seed=1).next_step()
     engine.optimizer.zero_grad()
     objective = training_objective(engine, batches)
-    sums = engine.schedule.run(engine.chunks, batches, objective, forward_only=False)
-    torch.save(torch.cat([p.main_grad.flatten() for chunk in engine.chunks for p in chunk.parameters()]), out)
+    sums = engine.schedule.run(engine.stages, batches, objective, forward_only=False)
+    torch.save(torch.cat([p.main_grad.flatten() for chunk in engine.stages for p in chunk.parameters()]), out)
     return objective.sums(sums).token_sums()
 
 

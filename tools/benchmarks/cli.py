@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--shape", nargs="+", type=sizes(4), metavar="N,HS,HT,V", help="rows, hidden sizes, vocabulary"
     )
     head.add_argument(
-        "--chunk-rows",
+        "--block-rows",
         type=int,
         help="rows of a block of logits in mkd's head (default: the engine's choice)",
     )
@@ -189,7 +189,7 @@ def run_head(args: argparse.Namespace, machine: Machine) -> Report:
         compile_every_shape()
     shapes = args.shape or [(8192, 2048, 4096, 151936) if machine.is_cuda else (256, 64, 96, 8000)]
     benchmark = head_tp_benchmark.benchmark if is_parallel() else head_benchmark.benchmark
-    return merge([benchmark(machine, HeadShape(*shape), args.chunk_rows) for shape in shapes])
+    return merge([benchmark(machine, HeadShape(*shape), args.block_rows) for shape in shapes])
 
 
 def run_chunks(args: argparse.Namespace, machine: Machine) -> Report:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tools.benchmarks import peers
 from tools.benchmarks.benchmark_report import Report, Requirement, Skipped, table
 from tools.benchmarks.gate import SAME_FUNCTION, Errors, check
-from tools.benchmarks.head_case import Gradients, HeadCase, HeadShape, chunk_rows_of, mkd_head
+from tools.benchmarks.head_case import Gradients, HeadCase, HeadShape, block_rows_of, mkd_head
 from tools.benchmarks.logits_benchmark import eager_kl
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, peak_bytes, time_arms
@@ -104,24 +104,24 @@ def _backward(loss: Tensor, hidden: Tensor, weight: Tensor) -> Gradients:
     return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
 
 
-def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list[str]]:
+def arms_of(case: HeadCase, block_rows: int | None) -> tuple[list[HeadArm], list[str]]:
     """Return all arms that can run here, and notes on those that cannot."""
     arms = [
         HeadArm(
-            FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, chunk_rows), is_ours=True
+            FORWARD_KL, "forward_kl", mkd_head(case, "forward_kl", case.all_rows, block_rows), is_ours=True
         ),
-        HeadArm(JSD, "jsd", mkd_head(case, "jsd", case.all_rows, chunk_rows), is_ours=True),
+        HeadArm(JSD, "jsd", mkd_head(case, "jsd", case.all_rows, block_rows), is_ours=True),
         HeadArm(
             HALF,
             "forward_kl",
-            mkd_head(case, "forward_kl", case.half_of_rows, chunk_rows),
+            mkd_head(case, "forward_kl", case.half_of_rows, block_rows),
             is_ours=True,
             half=True,
         ),
         HeadArm(
             FP32,
             "forward_kl",
-            mkd_head(case, "forward_kl", case.all_rows, chunk_rows, fp32_logits=True),
+            mkd_head(case, "forward_kl", case.all_rows, block_rows, fp32_logits=True),
             is_ours=True,
         ),
         HeadArm("logits kept, F.kl_div fp32", "forward_kl", materialised_head(case, eager_kl)),
@@ -146,11 +146,11 @@ def arms_of(case: HeadCase, chunk_rows: int | None) -> tuple[list[HeadArm], list
     return arms + [HeadArm(name, divergence, run) for (name, divergence), run in found.items()], notes
 
 
-def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
+def benchmark(machine: Machine, shape: HeadShape, block_rows: int | None = None) -> Report:
     """Check all arms against float64, measure their time and memory at one shape, and print the table."""
     case = HeadCase(shape, machine)
-    arms, notes = arms_of(case, chunk_rows)
-    chunk_rows = chunk_rows_of(machine, shape, chunk_rows)
+    arms, notes = arms_of(case, block_rows)
+    block_rows = block_rows_of(machine, shape, block_rows)
     errors = check(case, arms, notes)
     arms = [arm for arm in arms if arm.name in errors]
     right = [arm for arm in arms if errors[arm.name].within(SAME_FUNCTION)]
@@ -160,11 +160,11 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
     rows = [[GEMMS, f"{times[GEMMS]:.3f}", "1.00", f"{peaks[GEMMS] / 2**20:.0f}", "", ""]]
     rows += [_row(arm, times, peaks, errors[arm.name]) for arm in arms]
     header = ["forward + backward", "ms", "x GEMMs", "peak MiB", "loss err", "grad err"]
-    print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunk_rows} rows", header, rows), *notes, sep="\n")
+    print(table(f"head {shape} (N,h_s,h_t,V), chunks of {block_rows} rows", header, rows), *notes, sep="\n")
     wrong = [f"{arm.name} at {shape}" for arm in arms if arm.is_ours and arm not in right]
     if wrong:
         return Report([], wrong)
-    requirements = [_memory(case, peaks, chunk_rows), *_speed(times, shape)] if machine.is_cuda else []
+    requirements = [_memory(case, peaks, block_rows), *_speed(times, shape)] if machine.is_cuda else []
     requirements.append(
         Requirement(
             "R6",
@@ -185,9 +185,9 @@ def _row(arm: HeadArm, times: dict, peaks: dict, error: Errors) -> list[str]:
     return [arm.name, *measured, f"{error.loss:.1e}", f"{error.gradient:.1e}"]
 
 
-def _memory(case: HeadCase, peaks: dict, chunk_rows: int) -> Requirement:
+def _memory(case: HeadCase, peaks: dict, block_rows: int) -> Requirement:
     """Compare the extra peak memory with both models' logits of one block."""
-    blocks = 2 * min(chunk_rows, case.shape.rows) * case.shape.vocab * case.machine.dtype.itemsize
+    blocks = 2 * min(block_rows, case.shape.rows) * case.shape.vocab * case.machine.dtype.itemsize
     what = f"of two chunks of logits as extra peak memory of the head, {case.shape}"
     return Requirement("R4", peaks[FORWARD_KL] / blocks, what, "<=", 1.05)
 

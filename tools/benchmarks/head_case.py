@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.losses import HeadInput, KDObjective, build_divergence, fused_linear_kd
-from mkd.plan.head import head_chunk_rows
+from mkd.plan.head import head_block_rows
 from tools.benchmarks.gate import Errors, reference_chunks, reference_rows, relative, worst
 from tools.benchmarks.machine import Machine
 
@@ -100,16 +100,16 @@ class HeadCase:
         return worst([Errors(relative(loss, reference[0]), relative(*pair)) for pair in pairs])
 
 
-def chunk_rows_of(machine: Machine, shape: HeadShape, given: int | None, ranks: int = 1) -> int:
+def block_rows_of(machine: Machine, shape: HeadShape, given: int | None, ranks: int = 1) -> int:
     """Return the rows of a block of logits: `given`, or the engine's choice on this device."""
-    return given or head_chunk_rows(shape.rows, shape.vocab // ranks, machine.dtype.itemsize, machine.is_cuda)
+    return given or head_block_rows(shape.rows, shape.vocab // ranks, machine.dtype.itemsize, machine.is_cuda)
 
 
 def mkd_head(
     case: HeadCase,
     divergence: str,
     mask: Tensor,
-    chunk_rows: int | None,  # None: the engine's choice
+    block_rows: int | None,  # None: the engine's choice
     shard: slice | None = None,
     tp_group: dist.ProcessGroup | None = None,
     fp32_logits: bool = False,
@@ -138,7 +138,7 @@ def mkd_head(
             loss_rows=loss_rows,
             tp_group=tp_group,
             loss_gradient=inverse_count,
-            chunk_rows=chunk_rows,
+            block_rows=block_rows,
             fp32_logits=fp32_logits,
         )
         loss = output.loss * inverse_count

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mkd.errors import UsageError
 from tools.benchmarks.benchmark_report import Report, Requirement, table
 from tools.benchmarks.gate import Errors, relative, worst
-from tools.benchmarks.head_case import HeadCase, HeadShape, chunk_rows_of, mkd_head
+from tools.benchmarks.head_case import HeadCase, HeadShape, block_rows_of, mkd_head
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.measure import Arm, time_arms
 
@@ -32,7 +32,7 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None) -> Report:
+def benchmark(machine: Machine, shape: HeadShape, block_rows: int | None = None) -> Report:
     """Time the head on 1 / world of the vocabulary per rank, and on all of it for comparison. Collective."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if shape.vocab % size:
@@ -48,9 +48,9 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
     shard = slice(rank * width, (rank + 1) * width)
     lines, wrong, rows, measured_times = [], [], [], {}
     for divergence in COLLECTIVES_PER_CHUNK:
-        whole = Arm("whole", mkd_head(case, divergence, case.all_rows, chunk_rows), case.restore)
+        whole = Arm("whole", mkd_head(case, divergence, case.all_rows, block_rows), case.restore)
         split = Arm(
-            "split", mkd_head(case, divergence, case.all_rows, chunk_rows, shard, group), case.restore
+            "split", mkd_head(case, divergence, case.all_rows, block_rows, shard, group), case.restore
         )
         error = _difference(whole, split, shard)
         if not error.within(SAME_SPLIT[machine.dtype]):
@@ -79,7 +79,7 @@ def benchmark(machine: Machine, shape: HeadShape, chunk_rows: int | None = None)
             "loss diff",
             "grad diff",
         ]
-        chunks = [chunk_rows_of(machine, shape, chunk_rows, ranks) for ranks in (1, size)]
+        chunks = [block_rows_of(machine, shape, block_rows, ranks) for ranks in (1, size)]
         print(table(f"head {shape} (N,h_s,h_t,V), chunks of {chunks[0]} and {chunks[1]} rows", header, rows))
     return Report(lines, wrong, measured_times)
 

@@ -44,7 +44,7 @@ def benchmark(machine: Machine, platform: Platform, settings: PairSettings, leng
         (batch,) = for_teachers([pack], len(engine.teachers))
         batches = [batch] * settings.num_microbatches  # equal work, as the formula assumes
         objective = training_objective(engine, batches)
-        step = Arm("step", lambda: engine.schedule.run(engine.chunks, batches, objective, forward_only=False))
+        step = Arm("step", lambda: engine.schedule.run(engine.stages, batches, objective, forward_only=False))
         step_ms = time_arms([step], machine.device, machine.rounds)["step"]
         stage_ms = _stage_times(machine, engine, plan, batch, objective)
     ranks = settings.pipeline_parallel
@@ -78,7 +78,7 @@ def _stage_times(
     context = engine.context
     arms = [
         Arm(str(virtual_stage), stage_alone(chunk, virtual_stage, plan, batch, objective, machine))
-        for virtual_stage, chunk in enumerate(engine.chunks)
+        for virtual_stage, chunk in enumerate(engine.stages)
     ]
     own = torch.zeros(len(arms), dtype=torch.float64, device=context.device)
     for index, arm in enumerate(arms):

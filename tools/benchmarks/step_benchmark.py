@@ -73,7 +73,7 @@ def step_of(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], obje
 
 def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[[], None]:
     """Return a call that runs the teacher's layers and head on every micro-batch, and drops the logits."""
-    (teacher,) = get_attr_wrapped_model(engine.chunks[0], "teachers")
+    (teacher,) = get_attr_wrapped_model(engine.stages[0], "teachers")
     joins = engine.context.platform.transformer_engine
 
     @torch.no_grad()

@@ -271,7 +271,7 @@ def _header_problems(
 
 @torch.no_grad()
 def load_hf_weights(
-    model_chunk: nn.Module,  # its parameters are overwritten in place; dtype and device stay
+    model_part: nn.Module,  # its parameters are overwritten in place; dtype and device stay
     shape: ModelShape,
     checkpoint: HFCheckpoint,
     *,
@@ -287,8 +287,8 @@ def load_hf_weights(
     parameter, and for a tied model whose stored head differs from its embedding.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
-    parameters = dict(model_chunk.named_parameters())
-    for name, tensor_map in map_chunk(parameters, shape, first_layer, tp_size).items():
+    parameters = dict(model_part.named_parameters())
+    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size).items():
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
@@ -318,7 +318,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
         )
 
 
-def map_chunk(
+def map_part(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
     """Return the map of every parameter of a model part.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_chunk
+from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part
 from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
@@ -35,15 +35,13 @@ class Owner:
 
     pp_rank: int
     parameter: str
-    chunk: int
+    part: int
     first_layer: int
     shard_shape: tuple[int, ...]
 
 
 def export_hf(
-    model_chunks: list[
-        tuple[nn.Module, int]
-    ],  # this rank's parts, each with the model's index of its layer 0
+    model_parts: list[tuple[nn.Module, int]],  # this rank's parts, each with the model's index of its layer 0
     shape: ModelShape,
     out_dir: str | Path,
     *,
@@ -60,8 +58,8 @@ def export_hf(
     """
     out_dir = Path(out_dir)
     _raise_everywhere(context, _prepare(shape, out_dir, assets) if context.rank == 0 else None)
-    plan = export_plan(shape, dtype or next(model_chunks[0][0].parameters()).dtype, max_shard_bytes)
-    sources = _Sources(model_chunks, shape, context)
+    plan = export_plan(shape, dtype or next(model_parts[0][0].parameters()).dtype, max_shard_bytes)
+    sources = _Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
     if context.is_first_replica:
@@ -73,13 +71,11 @@ def export_hf(
 class _Sources:
     """Finds Hugging Face tensors in the model parts of all pipeline stages and fetches them."""
 
-    def __init__(
-        self, model_chunks: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext
-    ):
+    def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
-        self.parameters = [dict(chunk.named_parameters()) for chunk, _ in model_chunks]
+        self.parameters = [dict(part.named_parameters()) for part, _ in model_parts]
         try:
-            mine = self._owned([first_layer for _, first_layer in model_chunks])
+            mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
             mine = error
         stages: list[dict[str, Owner] | MkdError] = [mine] * context.pp_size
@@ -92,11 +88,11 @@ class _Sources:
 
     def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
         owned: dict[str, Owner] = {}
-        for chunk, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
-            for name, tensor_map in map_chunk(
+        for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
+            for name, tensor_map in map_part(
                 parameters, self.shape, first_layer, self.context.tp_size
             ).items():
-                owner = Owner(self.context.pp_rank, name, chunk, first_layer, tuple(parameters[name].shape))
+                owner = Owner(self.context.pp_rank, name, part, first_layer, tuple(parameters[name].shape))
                 for tensor in tensor_map.all_tensors:
                     owned.setdefault(tensor, owner)
         return owned
@@ -129,7 +125,7 @@ class _Sources:
             if not pieces or not (on_stage or context.rank == 0):
                 continue
             if on_stage and context.tp_rank == tp_rank:
-                shard = self.parameters[owner.chunk][owner.parameter].detach()
+                shard = self.parameters[owner.part][owner.parameter].detach()
                 part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
                 length = sum(piece.length for piece in pieces)

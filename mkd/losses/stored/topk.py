@@ -24,7 +24,7 @@ from mkd.losses.stored.topk_statistics import (
     kd_statistics,
     merge_kd,
 )
-from mkd.losses.torch_rows import row_chunks
+from mkd.losses.torch_rows import row_blocks
 
 
 def vocab_parallel_topk_kd(
@@ -124,17 +124,17 @@ class _VocabParallelTopKKD(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, ids, logprobs, labels, loss_mask, shard, objective, tp_group, overwrite):
-        chunks = []
-        for rows in row_chunks(student):
-            chunk = {}
+        blocks = []
+        for rows in row_blocks(student):
+            block = {}
             if objective.uses_teacher:
                 teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
-                chunk |= kd_statistics(student[rows], ids[rows], teacher, shard, objective)
+                block |= kd_statistics(student[rows], ids[rows], teacher, shard, objective)
             if objective.measures_ce:
-                chunk |= ce_statistics(student[rows], labels[rows], shard)
-            chunks.append(chunk)
-        local = torch.cat([torch.stack(list(chunk.values())) for chunk in chunks], dim=1)
-        gathered = dict(zip(chunks[0], gather_statistics(local, tp_group).unbind(dim=1), strict=True))
+                block |= ce_statistics(student[rows], labels[rows], shard)
+            blocks.append(block)
+        local = torch.cat([torch.stack(list(block.values())) for block in blocks], dim=1)
+        gathered = dict(zip(blocks[0], gather_statistics(local, tp_group).unbind(dim=1), strict=True))
         ctx.kd = ctx.ce = None
         values: dict[str, Tensor | None] = {"ce": None, "kd": None, "top1_agreement": None}
         if objective.uses_teacher:
@@ -160,22 +160,22 @@ class _VocabParallelTopKKD(torch.autograd.Function):
         row_weight = loss_mask * loss_gradient
         no_loss = (loss_mask == 0)[:, None]
         result = student.detach() if ctx.overwrite else torch.empty_like(student)
-        for rows in row_chunks(student):
-            chunk = torch.zeros(student[rows].shape, dtype=loss_mask.dtype, device=student.device)
+        for rows in row_blocks(student):
+            block = torch.zeros(student[rows].shape, dtype=loss_mask.dtype, device=student.device)
             if objective.uses_teacher:
                 teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
                 weight = row_weight[rows] * (ratio * objective.scale)
                 kd = kd_gradient(
                     student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight, shard, objective
                 )
-                chunk[:, : kd.shape[1]] += kd
+                block[:, : kd.shape[1]] += kd
             if objective.uses_ce:
                 ce = ce_gradient(
                     student[rows], labels[rows], ctx.ce, rows, row_weight[rows] * (1.0 - ratio), shard
                 )
-                chunk[:, : ce.shape[1]] += ce
+                block[:, : ce.shape[1]] += ce
             # A weight of zero is not enough: a masked row may hold NaN.
-            result[rows] = chunk.masked_fill_(no_loss[rows], 0.0)
+            result[rows] = block.masked_fill_(no_loss[rows], 0.0)
         return result, None, None, None, None, None, None, None, None
 
 

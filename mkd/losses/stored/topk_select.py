@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mkd.losses.softmax import LOWEST, Normaliser, ShardSoftmax, real_columns
 from mkd.losses.statistics import gather_statistics
-from mkd.losses.torch_rows import row_chunks
+from mkd.losses.torch_rows import row_blocks
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def vocab_parallel_topk(
     width = logits.shape[1]
     start, _ = VocabUtility.vocab_range_from_per_partition_vocab_size(width, rank, size)
     count = min(max(vocab_size - start, 0), width)
-    chunks = []
-    for rows in row_chunks(logits):
+    blocks = []
+    for rows in row_blocks(logits):
         columns = real_columns(logits[rows], count)
         values, ids = _local_topk(columns, k, start)
         plain = _statistics(columns, labels[rows] - start, count, temperature)
         gathered = gather_statistics(torch.cat([plain, values]), tp_group)
-        chunks.append(_merge(gathered, gather_statistics(ids, tp_group), temperature))
-    return TopK(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+        blocks.append(_merge(gathered, gather_statistics(ids, tp_group), temperature))
+    return TopK(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
 
 
 def _local_topk(columns: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:

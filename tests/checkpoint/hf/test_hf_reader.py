@@ -18,7 +18,7 @@ from mkd.checkpoint.hf.hf_reader import (
     resolve_hf,
 )
 from mkd.errors import CheckpointError, ErrorList, MkdError
-from mkd.models.builder import build_chunks
+from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -275,7 +275,7 @@ def load(folder, tp, dtype=torch.float32, change=None):
     context = ParallelContext.create(detect(), tensor_parallel=tp)
     shape = ModelShape.from_hf_dir(folder)
     layout = PipelineLayout.even(shape.num_layers, 1)
-    (chunk,) = build_chunks(shape, layout, ModelOptions(dtype=dtype), context)
+    (chunk,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)
     checkpoint = HFCheckpoint(folder)
     for parameter in chunk.parameters():
         torch.nn.init.constant_(parameter, float("nan"))  # parameters that are not written stay NaN

@@ -20,7 +20,7 @@ from mkd.checkpoint.hf.hf_reader import INDEX_FILE, HFCheckpoint, load_hf_weight
 from mkd.checkpoint.hf.hf_shards import export_plan
 from mkd.checkpoint.hf.hf_writer import export_hf
 from mkd.errors import MkdError, UsageError
-from mkd.models.builder import build_chunks
+from mkd.models.builder import build_model_parts
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -66,7 +66,9 @@ def import_export(
     )
     shape = ModelShape.from_hf_dir(source)
     vocabulary = shape.padded_vocab_size(tp) + more_vocabulary
-    chunks = build_chunks(shape, PipelineLayout(stages, pp, virtual), ModelOptions(), context, vocabulary)
+    chunks = build_model_parts(
+        shape, PipelineLayout(stages, pp, virtual), ModelOptions(), context, vocabulary
+    )
     checkpoint = HFCheckpoint(source)
     for chunk in chunks:
         torch.nn.init.ones_(next(chunk.parameters()))  # stale values must not survive in the padding
@@ -285,7 +287,7 @@ def test_a_reference_of_another_model(ranks, originals, tmp_path):
 def export_with_other_reference(source, reference, out):
     context = ParallelContext.create(detect())
     shape = ModelShape.from_hf_dir(source)
-    (chunk,) = build_chunks(shape, PipelineLayout.even(4, 1), ModelOptions(), context)
+    (chunk,) = build_model_parts(shape, PipelineLayout.even(4, 1), ModelOptions(), context)
     with pytest.raises(MkdError) as caught:
         export_hf([(chunk, 0)], shape, out, context=context, assets=HFAssets.of(reference))
     return str(caught.value)

@@ -48,7 +48,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
     [
         (("ceilings",), set()),
         (("logits", "--shape", "24,400", "5,37"), {"R8", "R12"}),
-        (("head", "--shape", "24,16,24,400", "--chunk-rows", "8"), {"R6"}),
+        (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R6"}),
         (("chunks", "--shape", "40,16,24,60,90"), set()),
         (("packing", "--documents", "9", "--seq-length", "256"), {"R9"}),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
@@ -63,7 +63,7 @@ def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
 @pytest.mark.parametrize(
     ("arguments", "ids"),
     [
-        (("head", "--shape", "24,16,24,400", "--chunk-rows", "8"), {"R7"}),
+        (("head", "--shape", "24,16,24,400", "--block-rows", "8"), {"R7"}),
         (("step", "--seq-length", "64", "--microbatches", "2", "--tensor-parallel", "2"), {"R10"}),
         (("pipeline", "--pipeline-parallel", "2", "--seq-length", "64", "--microbatches", "3"), {"R11"}),
         (
@@ -143,7 +143,7 @@ def test_head_gate_catches_a_wrong_gradient(monkeypatch):
         return wrong
 
     monkeypatch.setattr(head_benchmark, "mkd_head", doubled_weight_gradient)
-    report = head_benchmark.benchmark(MACHINE, HeadShape(16, 8, 12, 300), chunk_rows=8)
+    report = head_benchmark.benchmark(MACHINE, HeadShape(16, 8, 12, 300), block_rows=8)
     assert len(report.wrong) == 4 and report.exit_code(strict=False) == 1
 
 
