@@ -10,9 +10,9 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
-check: lint types  ## lint, format, import contracts, types and the tests that start no ranks (two minutes)
+check: lint types  ## lint, format, import contracts, types and the tests without ranks and downloads (two minutes)
 	$(BIN)/ruff format --check .
-	$(TESTS) -m "not ranks"
+	$(TESTS) -m "not ranks and not download"
 
 test: lint  ## set up, then run ruff, import contracts and tests, but those that take long
 	$(TESTS)

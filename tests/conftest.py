@@ -42,7 +42,7 @@ def gpu_ranks():
 
 def starts_processes(item: pytest.Function) -> bool:
     """Return True if a test uses a pool of ranks, or if its file starts processes."""
-    starters = ("subprocess", "run_processes")
+    starters = ("subprocess", "multiprocessing", "run_processes", "run_forked")
     return not {"ranks", "gpu_ranks"}.isdisjoint(item.fixturenames) or any(
         hasattr(item.module, name) for name in starters
     )
