@@ -43,7 +43,7 @@ JSD_BETA = Parameter(
     0.5,
     "from 0 to 1",
     lambda x: 0.0 <= x <= 1.0,
-    "weight of the teacher in the mixture of jsd, 0 to 1; 0 means forward_kl and 1 means reverse_kl",
+    "weight of the teacher in the mixture of jsd, 0 to 1. 0 means forward_kl and 1 means reverse_kl",
 )
 MIXED_KL_WEIGHT = Parameter(
     "mixed_kl_weight",

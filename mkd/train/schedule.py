@@ -49,7 +49,7 @@ class PipelineSchedule:
     ) -> Tensor:
         """Run forward (and backward) of all `microbatches`.
 
-        Gradients stay summed per data-parallel rank. `stages` are the virtual stages of this rank,
+        Gradients end up summed over data-parallel ranks. `stages` are the virtual stages of this rank,
         DDP-wrapped in training. Return the objective's reports added up over the whole global batch, fp64
         [objective.num_sums]. They are equal on all ranks: all-reduce SUM over data, context and pipeline
         parallel groups, not part of any backward.
