@@ -16,7 +16,7 @@ from mkd.log.metrics import METRICS, PER_TEACHER
 
 ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("mkd", "tools", "launch", "tests", "pretrain_kd.py")
-HEADLESS = re.compile(r"\s*(of|that of|those of|not so|what|whether)\b", re.IGNORECASE)
+HEADLESS = re.compile(r"\s*(of|that of|those of|not so|what|whether|how)\b", re.IGNORECASE)
 HELP_ARGUMENTS = ("help", "description", "epilog")  # of argparse and of options
 
 

@@ -98,7 +98,7 @@ def test_no_path_of_one_machine():
 
 
 def test_texts_start_with_a_verb_or_a_noun():
-    """Docstrings and help texts never open with Of, That of, Those of, Not so, What or Whether."""
+    """Docstrings and help texts never open with Of, That of, Those of, Not so, What, Whether or How."""
     assert headless_texts() == []
 
 

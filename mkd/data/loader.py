@@ -24,7 +24,7 @@ EMPTY = -1  # sample number of an empty pack, which fills up the last step of an
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the packs of one global batch are assigned to ranks, as in Megatron.
+    """Assignment of the packs of one global batch to ranks, as in Megatron.
 
     Micro-batch m has the m-th `micro_batch_size * data_parallel_size` packs; data-parallel rank d takes the
     d-th `micro_batch_size` packs of these. Each context-parallel rank holds its part of them.

@@ -24,7 +24,7 @@ class TokenRow(Protocol):
 
 @dataclass(frozen=True)
 class ContextParallelCut:
-    """How a row of the student's tokens is cut for one context-parallel rank."""
+    """Cut of a row of the student's tokens for one context-parallel rank."""
 
     rank: int
     size: int

@@ -49,7 +49,7 @@ class Guards:
 
 @dataclass
 class Progress:
-    """How far a run has come, and what would be kept if it ended now."""
+    """Position of a run, and the state that would be kept if it ended now."""
 
     position: TrainingPosition
     kept_iteration: int  # iteration of `kept_in`

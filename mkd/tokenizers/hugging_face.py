@@ -35,7 +35,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class _Style:
-    """How the vocabulary writes bytes: GPT-2's characters for bytes, or SentencePiece's metaspace."""
+    """Form of bytes in the vocabulary: GPT-2's characters for bytes, or SentencePiece's metaspace."""
 
     byte_level: bool
     byte_tokens: bool  # <0xNN> is a byte

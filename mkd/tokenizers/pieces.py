@@ -1,4 +1,4 @@
-"""How tokenizers write bytes in the strings of their vocabularies."""
+"""Bytes of tokens, as tokenizers write them in the strings of their vocabularies."""
 
 from __future__ import annotations
 

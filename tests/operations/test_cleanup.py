@@ -1,4 +1,4 @@
-"""How runs end: everything is cleaned up in order, and the last message tells correctly what was saved."""
+"""At its end a run cleans up in order, and its last message tells correctly what was saved."""
 
 from __future__ import annotations
 

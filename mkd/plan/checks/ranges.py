@@ -19,22 +19,6 @@ STAGES = (
 BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
-READ_BY_A_MODEL = (
-    *SHARDS,
-    *STAGES,
-    "seq_length",
-    "micro_batch_size",
-    "seed",
-    "num_workers",
-    "max_bad_records",
-    "characters_per_sample",
-    "kd_temperature",
-    "teacher_temperature",
-    "distributed_timeout_minutes",
-    "expert_model_parallel_size",
-)
-"""Numbers that matter to a model that runs alone, without training."""
-
 _TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose precision
 _PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _LARGEST = 2**62  # sums with other settings still fit 64 bits

@@ -42,7 +42,7 @@ class ProjectionSettings:
 
 @dataclass(frozen=True)
 class VocabularyRelation:
-    """How the vocabularies of a student and a teacher relate. Sizes and ids are those of the tokenizers.
+    """Relation of the vocabularies of a student and a teacher. Sizes and ids are those of the tokenizers.
 
     Common tokens have the same bytes on both sides, or the same role (EOS, end of turn, BOS, UNK, PAD). If
     the vocabularies are the same, every id is common with itself. Pairs are one-to-one.

@@ -1,4 +1,4 @@
-"""How each tokenizer spells the other's tokens: candidates of chunks, and the first common token of each."""
+"""Spell each tokenizer's tokens in the other's: candidates of chunks, and the first common token of each."""
 
 from __future__ import annotations
 
