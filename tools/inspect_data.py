@@ -82,9 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
     add(
-        "--data-cache-path",
-        metavar="DIR",
-        help="folder of a run's tokenised text (default: a temporary one)",
+        "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
     )
     add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
     add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")

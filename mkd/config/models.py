@@ -106,9 +106,7 @@ class TeacherConfig(TeacherDivergence):
         "that same teacher (default: run the teacher)",
     )
     weight: float = option(
-        1.0,
-        "weight of this teacher among several, above 0. Weights are divided by their sum",
-        flag=False,
+        1.0, "weight of this teacher among several, above 0. Weights are divided by their sum", flag=False
     )
     pipeline_layout: str | None = option(
         None, _LAYOUT.replace(" (default", ". Independent of the student's (default")

@@ -130,8 +130,7 @@ class KDConfig(KDDivergence):
         choices=("static", "ce", "entropy", "confidence"),
     )
     teacher_weighting_temperature: float = option(
-        1.0,
-        "divisor of the scores of --teacher-weighting. Below 1 the best teacher gets more of the weight",
+        1.0, "divisor of the scores of --teacher-weighting. Below 1 the best teacher gets more of the weight"
     )
     kd_fp32_logits: bool = option(
         False,

@@ -110,10 +110,7 @@ METRICS = (
         "held-out set have changed since",
     ),
     Metric(
-        "peak_memory_gib",
-        "GiB",
-        Reduction.LAST,
-        "peak memory allocated by torch on any GPU since the start",
+        "peak_memory_gib", "GiB", Reduction.LAST, "peak memory allocated by torch on any GPU since the start"
     ),
 )
 

@@ -32,10 +32,7 @@ class LMHead(ColumnParallelLinear):
         return new
 
     def forward(
-        self,
-        input_: Tensor | None,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: Tensor | None, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Any:
         """Return Megatron's (logits, bias) of `input_`, or the weight if there is no input."""
         if input_ is None:

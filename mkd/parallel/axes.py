@@ -14,12 +14,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 # Axis -> what it divides, in Megatron's order of ranks: along the first axis neighbours differ by 1.
-AXES = {
-    "tp": "every matrix",
-    "cp": "every sequence",
-    "dp": "the batch",
-    "pp": "the layers",
-}
+AXES = {"tp": "every matrix", "cp": "every sequence", "dp": "the batch", "pp": "the layers"}
 
 # Field of ProcessGroupCollection -> axes along which the ranks of the group differ.
 SPANS: Mapping[str, tuple[str, ...]] = {

@@ -120,18 +120,10 @@ class ModelShape:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path} is not valid JSON: {error}",
-                "",
-                AGAIN,
-                code="model-config-not-json",
+                f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-json"
             ) from None
         if not isinstance(config, dict):
-            raise CheckpointError(
-                f"{path} is not a JSON object",
-                "",
-                AGAIN,
-                code="model-config-not-object",
-            )
+            raise CheckpointError(f"{path} is not a JSON object", "", AGAIN, code="model-config-not-object")
         return cls.from_hf_config(config, source=str(path))
 
     @classmethod

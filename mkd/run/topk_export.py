@@ -39,13 +39,7 @@ from mkd.platform import Platform
 from mkd.run.build_data import open_data
 from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
-from mkd.run.preflight import (
-    Tokenizers,
-    data_paths,
-    data_problems,
-    require_same_tokenizer,
-    wider_than_head,
-)
+from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
 from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
 from mkd.tokenizers.load import load_tokenizer
 from mkd.tokenizers.tokenizer import Tokenizer

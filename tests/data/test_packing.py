@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.data.packing import (
-    as_row,
-    cumulative,
-    cut_documents,
-    pack_pieces,
-    padded_lengths,
-    position_ids,
-)
+from mkd.data.packing import as_row, cumulative, cut_documents, pack_pieces, padded_lengths, position_ids
 
 
 def rows(pieces):

@@ -110,10 +110,7 @@ def rotate_my_rows(rope, lengths, spans):
     # one process in each tp group
     mine, expected = (
         apply_rotary_pos_emb(x, angles, config, documents.cu_seqlens_q_padded, cp_group=group)
-        for x, group in (
-            (whole[rows], context.groups.cp),
-            (whole, context.groups.tp),
-        )
+        for x, group in ((whole[rows], context.groups.cp), (whole, context.groups.tp))
     )
     return torch.equal(mine, expected[rows])
 

@@ -108,11 +108,7 @@ def test_differences_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("accepted", "refused"),
-    [
-        ([], ["data.seed", "loss.kd_ratio"]),
-        (["data"], ["loss.kd_ratio"]),
-        (["data.seed", "loss"], []),
-    ],
+    [([], ["data.seed", "loss.kd_ratio"]), (["data"], ["loss.kd_ratio"]), (["data.seed", "loss"], [])],
 )
 def test_accepting_a_name_accepts_its_parts(accepted, refused, tmp_path):
     now = SAVED | {"data.seed": 2, "loss.kd_ratio": 0.3}

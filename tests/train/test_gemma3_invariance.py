@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny_models import make_model
-from tests.train.invariance import (
-    FULL,
-    SINGLE,
-    SP,
-    TOLERANCE,
-    Layout,
-    add_text,
-    errors_of,
-    run_layout,
-)
+from tests.train.invariance import FULL, SINGLE, SP, TOLERANCE, Layout, add_text, errors_of, run_layout
 
 UPDATES = 2
 LAYOUTS = (

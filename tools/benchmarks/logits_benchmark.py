@@ -107,13 +107,7 @@ def mkd_loss(case: LogitsCase, divergence: str, mask: Tensor) -> Callable[[], tu
     def run() -> tuple[Tensor, Tensor]:
         student = case.student.detach().requires_grad_()
         output = vocab_parallel_kd(
-            student,
-            case.teacher,
-            case.labels,
-            mask,
-            objective,
-            tp_group=None,
-            overwrite_student_logits=True,
+            student, case.teacher, case.labels, mask, objective, tp_group=None, overwrite_student_logits=True
         )
         loss = output.loss * inverse_count
         return loss.detach(), torch.autograd.grad(loss, student)[0]

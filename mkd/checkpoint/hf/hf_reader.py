@@ -20,14 +20,7 @@ from mkd.plan.model_shape import ModelShape
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-HUB_PATTERNS = (
-    "model*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "merges.txt",
-    "vocab.txt",
-)
+HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 

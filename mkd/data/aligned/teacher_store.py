@@ -63,10 +63,7 @@ class TeacherStore:
         return TeacherStore, (self.tokens.prefix, self.student)
 
     def chunks(
-        self,
-        document: int,
-        student: tuple[int, int] | None = None,
-        teacher: tuple[int, int] | None = None,
+        self, document: int, student: tuple[int, int] | None = None, teacher: tuple[int, int] | None = None
     ) -> np.ndarray:
         """Return the chunks of a document, int64 [c, 4].
 

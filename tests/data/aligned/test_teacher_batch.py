@@ -89,10 +89,7 @@ def test_all_tensors_move_and_nothing_else_changes():
     batch = collate_teacher(packs(), STUDENT_LABELS)
     borders = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
     cut = ContextParallelCut(0, 2, borders, loss_places=torch.zeros(0, dtype=torch.int64))
-    batch = replace(
-        batch,
-        chunks=batch.context_parallel_shard(cut).chunks,
-    )
+    batch = replace(batch, chunks=batch.context_parallel_shard(cut).chunks)
     moved = batch.map(lambda tensor: tensor.to("meta"))
     assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert len(tensors_of(moved)) == len(tensors_of(batch)) == 17

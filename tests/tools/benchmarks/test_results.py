@@ -44,9 +44,7 @@ def test_a_range_alone_has_no_median(tmp_path):
     for benchmark in BENCHMARKS:
         (tmp_path / f"{benchmark}.csv").write_text(HEADER)
     (tmp_path / "step.csv").write_text(HEADER + "2026-01-03,D,c3,step,one,KD step,time,ms,,3.9,4.0\n")
-    assert latest_medians(tmp_path)[1:] == [
-        ("step", "one", "KD step", "", "3.9 to 4.0", "", "2026-01-03"),
-    ]
+    assert latest_medians(tmp_path)[1:] == [("step", "one", "KD step", "", "3.9 to 4.0", "", "2026-01-03")]
 
 
 def test_appended_medians_are_read_back(tmp_path):
