@@ -64,11 +64,15 @@ def parser() -> argparse.ArgumentParser:
         commands, "step", run_step, "a training step, beside the SFT step and the teacher's forward: R10"
     )
     packing = _add(commands, "packing", run_packing, "packs against padded batches: R9")
-    packing.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     pipeline = _add(
         commands, "pipeline", run_pipeline, "under torchrun: the step against the bubble formula, R11"
     )
-    _add_pair_flags((step, packing, pipeline))
+    trainers = _add(
+        commands, "trainers", run_trainers, "a step beside those of transformers, Liger and TRL: R13"
+    )
+    for command in (packing, trainers):
+        command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
+    _add_pair_flags((step, packing, pipeline, trainers))
     _add_layout_flags((step, pipeline))
     return main
 
@@ -210,6 +214,13 @@ def run_step(args: argparse.Namespace, machine: Machine) -> Report:
 
 def run_packing(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.packing_benchmark import benchmark
+
+    documents = args.documents or (64 if machine.is_cuda else 16)
+    return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
+
+
+def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.trainers_benchmark import benchmark
 
     documents = args.documents or (64 if machine.is_cuda else 16)
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)

@@ -70,9 +70,9 @@ class PairSettings:
 
 
 class RandomCheckpoint(HFCheckpoint):
-    """Substitute for a model's files: norms are 1, every other slice is drawn on the device when it is read.
+    """Substitute for a model's files: norms are 1, every other tensor is drawn on the device when it is read.
 
-    A slice is the same in every process that reads it, so that shared weights are equal.
+    A tensor depends on its name alone, so that all processes, and other engines, have the same model.
     """
 
     def __init__(self, shape: ModelShape, device: torch.device):
@@ -84,12 +84,12 @@ class RandomCheckpoint(HFCheckpoint):
         self._device, self._std = device, shape.initializer_range
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        size = list(self.headers[tensor].shape)
-        size[dim] = length
+        size = self.headers[tensor].shape
         if len(size) == 1:
-            return torch.ones(size, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{tensor} {start}".encode()))
-        return torch.empty(size, device=self._device).normal_(std=self._std, generator=generator)
+            return torch.ones(length, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(tensor.encode()))
+        whole = torch.empty(size, device=self._device).normal_(std=self._std, generator=generator)
+        return whole.narrow(dim, start, length).clone()
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("chunks", "--shape", "40,16,24,60,90"), set()),
         (("packing", "--documents", "9", "--seq-length", "256"), {"R9"}),
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
+        (("trainers", "--documents", "5"), {"R13"}),
         (("pipeline",), {"R11"}),
     ],
 )
@@ -179,3 +180,10 @@ def test_every_right_arm_passes_the_gate():
         error.within(SAME_FUNCTION)
         for error in check(heads, head_benchmark.arms_of(heads, 8)[0], []).values()
     )
+
+
+def test_loops_of_transformers_have_the_losses_and_gradients_of_mkd():
+    _, lines = run_main(("trainers", "--documents", "7"))
+    timed = [line for line in lines if line.startswith(("mkd", "transformers, eager KL"))]
+    assert len(timed) == 3, lines  # an arm with another loss or gradient norm would be a note
+    assert len({tuple(line.split()[-2:]) for line in timed}) == 1, timed
