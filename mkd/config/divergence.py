@@ -15,10 +15,7 @@ from mkd.config.field import option
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a divergence depends on.
-
-    Example: `jsd_beta` of a teacher; `kd_jsd_beta` and `--kd-jsd-beta` for all teachers.
-    """
+    """A number that a divergence depends on: `jsd_beta` of a teacher, --kd-jsd-beta for all."""
 
     name: str
     default: float

@@ -49,10 +49,7 @@ def whole_number(text: str, least: int = 1) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser, with a group of flags per section.
-
-    It keeps values as text for `parse_command_line`.
-    """
+    """Build the parser, with a group of flags per section. Values stay text."""
     parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(

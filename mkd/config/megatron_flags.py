@@ -248,10 +248,7 @@ NOT_YET: dict[str, str] = {
 
 
 def unsupported(flag: str, label: str) -> UsageError | None:
-    """Return the error for a flag that mkd knows but does not support, or None for other flags.
-
-    The error starts with `label`: the flag, or a place in a file.
-    """
+    """Return the error of a flag that mkd knows but lacks, or None. `label` is the flag or its place."""
     if flag in USE_INSTEAD:
         return UsageError(f"{label}: known, not supported: use {USE_INSTEAD[flag]}", code="flag-replaced")
     if flag in SAFE_TO_DROP:

@@ -25,10 +25,7 @@ class Split(NamedTuple):
 
 
 def parse_split(split: str) -> Split:
-    """Read up to three numbers, for training, validation and test; missing ones are 0.
-
-    Raises UsageError for another text.
-    """
+    """Read the shares of training, validation and test; missing ones are 0. Raises UsageError."""
     try:
         parts = [float(part) for part in split.split(",")]
     except ValueError:

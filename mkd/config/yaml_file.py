@@ -125,10 +125,7 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
 
 
 def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield (key, its node, value node) of a mapping.
-
-    Duplicate keys and other kinds of nodes become errors.
-    """
+    """Yield (key, its node, value node) of a mapping. Add an error for anything else."""
     if not isinstance(node, yaml.MappingNode):
         file.fail(
             node,

@@ -20,10 +20,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of one pair.
-
-    `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document `inputs`.
-    """
+    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i."""
 
     inputs: np.ndarray  # [n] int32, all ids but the last
     labels: np.ndarray  # [m] int32, the continuation; m <= n
@@ -56,10 +53,7 @@ def encode_pairs(
 
 
 def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
-    """Return the request of `ids` whose continuation begins at `start`.
-
-    If it is too long, keep the first `lead` ids and the last ones.
-    """
+    """Return the request whose continuation begins at `start`. To fit, keep `lead` ids and the last ones."""
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
@@ -107,10 +101,7 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RequestPack:
-    """A pack of documents, and its scores.
-
-    Label `labels[i]` at position `rows[i]` belongs to request `requests[i]`.
-    """
+    """A pack of documents and its scores. Label `labels[i]` at `rows[i]` is of `requests[i]`."""
 
     pack: Pack
     rows: np.ndarray  # [n] int64, ascending
@@ -120,10 +111,7 @@ class RequestPack:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch(PackedBatch):
-    """A micro-batch of such packs (see `RequestPack`), without any loss.
-
-    Several labels may belong to one row.
-    """
+    """A micro-batch of `RequestPack`s, without a loss. A row may have several labels."""
 
     score_rows: Tensor  # [n] int64, positions among t
     score_labels: Tensor  # [n] int64

@@ -29,10 +29,7 @@ from mkd.train.teachers.same_tokens import SameTokens
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """Return the tasks that `config` names.
-
-    Raises one ErrorList with the first problem of every file. Reads only the files.
-    """
+    """Return the tasks that `config` names; reads only files. Raises ErrorList, with one problem a file."""
     data = config.data
     return read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot)
 
@@ -105,10 +102,7 @@ class TaskEvaluator:
 def build_tasks(
     config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
 ) -> TaskEvaluator | None:
-    """Return the tasks of a run in the ids of its student's `tokenizer`; None if it has no tasks.
-
-    Raises DataError as `TaskEvaluator.build`.
-    """
+    """Return a run's tasks, in ids of `tokenizer`; None without any. DataError as `TaskEvaluator.build`."""
     tasks = tasks_of(config)
     if not (tasks and config.training.evaluates):
         return None

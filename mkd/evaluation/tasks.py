@@ -123,10 +123,7 @@ def read_tasks(
     num_fewshot: int = 0,
     styles: Sequence[str] = STYLES,
 ) -> list[Task]:
-    """Return the tasks of all files, from their text alone.
-
-    Raises one ErrorList with the first problem of every file.
-    """
+    """Return the tasks of all files, from text alone. Raises ErrorList, with one problem a file."""
     problems: list[MkdError] = []
     tasks: dict[str, Task] = {}
     paths = [(str(path), True) for path in multiple_choice] + [(str(path), False) for path in completions]

@@ -19,10 +19,7 @@ The kinds of values have been checked.
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`.
-
-    Readers get an `HFConfig` and may raise `KeyError` (a missing key) or an `MkdError`.
-    """
+    """One `model_type`. Readers may raise `KeyError` (a missing key) or an `MkdError`."""
 
     model_type: str
     read_layers: Callable[[HFConfig, int], tuple[LayerShape, ...]]  # (configuration, head_dim)

@@ -47,19 +47,13 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
 
 
 def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-    """Return the context length before scaling.
-
-    The model's own key takes precedence over the rope's, as in transformers.
-    """
+    """Return the context length before scaling. As in transformers, the model's key comes first."""
     name = "original_max_position_embeddings"
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
 
 
 def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:
-    """Read LongRoPE as Phi-3 configurations spell it.
-
-    Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753.
-    """
+    """Read LongRoPE as Phi-3 spells it (Ding et al. 2024, https://arxiv.org/abs/2402.13753)."""
     for name in ("short_factor", "long_factor"):
         if len(scaling[name]) != base.rotary_dim // 2:
             raise CheckpointError(

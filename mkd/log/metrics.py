@@ -9,10 +9,7 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """Way the steps of a log interval become one value.
-
-    In an interval of one step it is that step's value.
-    """
+    """Way that the steps of a log interval become one value."""
 
     TOKEN_MEAN = "sum over loss tokens, divided once by the interval's num_loss_tokens"
     ROW_MEAN = "sum over each teacher's rows, divided once by the rows of the interval"
@@ -142,10 +139,7 @@ _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """Return the registry entry of `key`; that of `kd_loss/<teacher>` is `kd_loss`.
-
-    Raises KeyError if unknown.
-    """
+    """Return the registry entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
     return _BY_NAME[key.partition("/")[0]]
 
 
@@ -205,10 +199,7 @@ class IntervalAverager:
         self._weights = {key: weight for key, (_, weight) in state.items()}
 
     def flush(self) -> dict[str, int | float]:
-        """Return the interval's record, with keys in registry order, and start afresh.
-
-        A token mean over no loss tokens is NaN.
-        """
+        """Return the interval's record in registry order, and start afresh. Means over 0 tokens are NaN."""
         keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
         record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
         self._totals, self._weights = {}, {}

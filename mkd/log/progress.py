@@ -47,10 +47,7 @@ def progress_line(
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """Format an evaluation record as one line in Megatron's style.
-
-    Only the cross entropy has a perplexity.
-    """
+    """Format an evaluation record as Megatron does. Only cross entropy has a perplexity."""
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")

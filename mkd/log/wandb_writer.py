@@ -83,10 +83,7 @@ def _first_line(error: Exception) -> str:
 
 
 def run_id(folder: Path, resumes: bool) -> str:
-    """Return the W&B id of the run.
-
-    A run that resumes has the stored id. Any other gets a new one, even in a used folder.
-    """
+    """Return the W&B id: the stored one if the run resumes, else a new one, even in a used folder."""
     path = folder / RUN_ID
     if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

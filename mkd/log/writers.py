@@ -53,10 +53,7 @@ def missing_packages(log: LogConfig) -> list[UsageError]:
 
 
 def is_installed(package: str) -> bool:
-    """Return True if `package` is installed.
-
-    A folder of that name in the current directory (W&B's) does not count.
-    """
+    """Return True if `package` is installed; a folder of that name (W&B's) does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -90,10 +87,7 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """Remove later records (see `Writer`).
-
-        The file is replaced atomically: a crash leaves old or new lines.
-        """
+        """Remove later records (see `Writer`). A crash leaves either the old or the new file."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):

@@ -68,10 +68,7 @@ class CrashCounter(Follower):
             self.reached(iteration)
 
     def reached(self, step: int) -> None:
-        """Record that the run is about to do `step`.
-
-        Nothing is flushed to disk: if the process is killed, the operating system still has the bytes.
-        """
+        """Record that `step` comes next. A killed process loses nothing, so nothing is flushed to disk."""
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
@@ -104,10 +101,7 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
 
 
 def _last_crash(path: Path) -> dict | None:
-    """Return {step, times in a row, settings} of the run that left `path`.
-
-    Return None if there is no such file or it is unreadable.
-    """
+    """Return {step, times in a row, settings} of the run that left `path`; None if that is unreadable."""
     try:
         step, before = path.read_text(encoding="utf-8").splitlines()
         step, before = int(step), json.loads(before)

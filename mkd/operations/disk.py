@@ -41,10 +41,7 @@ class Written:
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield everything that the run of `config` writes.
-
-    If the student is unknown, the sizes of models are left out.
-    """
+    """Yield all that the run of `config` writes. Without `student`, sizes of models are left out."""
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
@@ -115,10 +112,7 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
 
 
 def checkpoints_to_stay(config: Config) -> int:
-    """Return how many checkpoints will be written that nothing removes.
-
-    --keep-checkpoints removes older ones.
-    """
+    """Return how many checkpoints will be written that --keep-checkpoints does not remove."""
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     retained = checkpoint.save_retain_interval
     if checkpoint.keep_checkpoints is not None and retained is None:

@@ -42,10 +42,7 @@ class Failure:
 
 @dataclass
 class FailureReports:
-    """The reports of one run's ranks, in a folder that all of them see.
-
-    The folder may also hold reports of other runs.
-    """
+    """The reports of one run's ranks, in a folder that all see and that may hold those of other runs."""
 
     rank: int
     world_size: int
@@ -74,10 +71,7 @@ class FailureReports:
             )
 
     def of_peers(self) -> list[Failure]:
-        """Return what other ranks have reported, the earliest failure first.
-
-        Return nothing until all ranks have joined.
-        """
+        """Return the failures of other ranks, the earliest first; none until all ranks have joined."""
         if not self.run:
             return []
         try:
@@ -128,10 +122,7 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 
 
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
-    """Report a problem of flags, data or a disk.
-
-    If several ranks hit the same one, only the lowest rank prints it.
-    """
+    """Report a problem of flags, data or a disk. Of the ranks that share it, only the lowest prints it."""
     details, rank = traceback_of(error), rendezvous.rank
     own = Problem(
         exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
@@ -170,10 +161,7 @@ def tell_torchrun(text: str) -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return True if this error says that another rank is out of reach.
-
-    The errors that it was explicitly raised from count too.
-    """
+    """Return True if this error, or one that it was raised from, says that a rank is out of reach."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistError):

@@ -109,10 +109,7 @@ class Profiler(Follower):
             self._end_steps()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End and write what is running.
-
-        If the run failed with `error`, the memory history covers its last allocations.
-        """
+        """End and write what is running. After an `error` that includes the last allocations."""
         if self.remembers:
             has_failed = error is not None and not isinstance(error, Preempted)
             self._is_remembered = self._is_remembered and not has_failed

@@ -105,19 +105,13 @@ class Stopper(Follower):
             self._step_begun = None
 
     def _next_save_s(self) -> float:
-        """Return the time of the longest save, or an estimate until one has been timed.
-
-        Return 0 before the first step, so that every start makes progress.
-        """
+        """Return the longest save, or an estimate before it. Return 0 before the first step."""
         if self.save_s or not self.step_s:
             return self.save_s
         return self.first_save_bytes / SAVE_BYTES_PER_S
 
     def _own_end(self) -> float | None:
-        """Return the end that --exit-duration-in-mins sets.
-
-        Return None before the first step, so that every start makes progress.
-        """
+        """Return the end that --exit-duration-in-mins sets. Every start makes a step first."""
         if self.exit_duration_in_mins is None or not self.step_s:
             return None
         return self.start + 60 * self.exit_duration_in_mins

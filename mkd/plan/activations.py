@@ -104,10 +104,7 @@ class Activations:
         return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
 
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
-        """Return what a stage of `layers` keeps until its backward.
-
-        The last stage also keeps the final norm's input and output.
-        """
+        """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""
         training = self.config.training
         kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":

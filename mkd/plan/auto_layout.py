@@ -69,10 +69,7 @@ def layout_flags(config: Config) -> list[str]:
 
 
 def virtual_stages(config: Config, student: ModelShape) -> int:
-    """Return the virtual stages of each pipeline rank, for all models.
-
-    Raises UsageError as `count_virtual_stages`.
-    """
+    """Return the virtual stages of each pipeline rank. Raises UsageError as `count_virtual_stages`."""
     parallel = config.parallel
     return count_virtual_stages(
         student.num_layers,
@@ -179,10 +176,7 @@ def balance_all(
     layer_ms: Sequence[float],  # of one layer of each
     bins: Sequence[Bin],
 ) -> list[tuple[int, ...]]:
-    """Return the layers of each model in each bin.
-
-    `balance` places the student and the slowest teacher first, then one teacher at a time.
-    """
+    """Return each model's layers in each bin. `balance` places the student and the slowest teacher first."""
     slowest_first = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model])
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
     pairs: list[tuple[int, int | None]] = [(0, slowest_first[0] if slowest_first else None)]
@@ -205,10 +199,7 @@ def balance(
     bins: Sequence[Bin],
     tie: float = TIE,
 ) -> list[tuple[int, int]]:
-    """Return (student layers, teacher layers) of each bin.
-
-    These are the most even counts within `1 + tie` of the smallest largest time.
-    """
+    """Return (student layers, teacher layers) of each bin, most even within `1 + tie` of the best time."""
     counts = [(student, teacher) for student in range(layers[0] + 1) for teacher in range(layers[1] + 1)]
     times = sorted(
         {fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts}

@@ -131,10 +131,7 @@ def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microba
 
 
 def _input(task: Task, stage: int, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return the task that must be done first.
-
-    It is the previous stage's forward, the next stage's backward, or the task's own forward.
-    """
+    """Return the task that must be done first: in a neighbouring stage, or the task's own forward."""
     if task.is_forward:
         return (True, task.microbatch, stage - 1) if stage else None
     if stage == num_stages - 1:

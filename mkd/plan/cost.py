@@ -59,10 +59,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds of one micro-batch on one process.
-
-    They are given for an average decoder layer of each model, and for the heads.
-    """
+    """Milliseconds of a micro-batch on one process: each model's average layer, and the heads."""
 
     student_forward_ms: float
     student_backward_ms: float

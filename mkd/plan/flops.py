@@ -50,10 +50,7 @@ def distillation_flops(
     # For each teacher; None if it reads the student's tokens.
     teacher_lengths: Sequence[Sequence[int] | None] | None = None,
 ) -> int:
-    """Count the FLOPs of the student's forward and backward and of one forward of each teacher.
-
-    Forward and backward are worth 3 forwards.
-    """
+    """Count the FLOPs of the student's step (3 forwards) and of one forward of each teacher."""
     lengths = teacher_lengths or [None] * len(teachers)
     forwards = [
         forward_flops(shape, document_lengths if own is None else own)

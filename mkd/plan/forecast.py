@@ -23,10 +23,7 @@ PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predictions for one configuration.
-
-    Times hold for H200s (see `mkd.plan.cost.Rates`), memory for any GPU.
-    """
+    """Predictions for one configuration: times for H200s (`mkd.plan.cost.Rates`), memory for any GPU."""
 
     config: Config
     batch: BatchPlan
@@ -62,10 +59,7 @@ class Forecast:
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
     def stage_times(self) -> list[StageTime]:
-        """Return the time of each stage, in model order.
-
-        Copies of teachers on the host count as far as computation does not hide them.
-        """
+        """Return each stage's time, in model order, plus copies from the host that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         times = cost.stage_times(self.student_layout, self.teacher_layouts)

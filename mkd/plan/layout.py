@@ -12,10 +12,7 @@ STUDENT_FLAG = "--student-pipeline-layout"
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Layers per stage in model order.
-
-    A stage has the number `virtual_stage * pipeline_parallel + pipeline_rank`.
-    """
+    """Layers per stage in model order: stage `virtual_stage * pipeline_parallel + pipeline_rank`."""
 
     layers: tuple[int, ...]
     pipeline_parallel: int
@@ -28,10 +25,7 @@ class PipelineLayout:
     def even(
         cls, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
     ) -> PipelineLayout:
-        """Put the same number of layers on every stage.
-
-        Raises UsageError if that is impossible; the error names `flag`, which takes an uneven split.
-        """
+        """Put the same number of layers on every stage. Raises UsageError, with `flag` as the way out."""
         stages = pipeline_parallel * virtual_stages
         layers, rest = divmod(num_layers, stages)
         if rest:

@@ -32,10 +32,7 @@ STREAMED_LAYERS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one pipeline rank, GiB per process.
-
-    Torch allocates all of it except `device_gib`.
-    """
+    """Peak memory of a pipeline rank, GiB per process. Torch allocates all but `device_gib`."""
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
@@ -152,11 +149,7 @@ class _Models:
         return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
-        """Return the rows of a teacher's head on one process.
-
-        A cross-tokenizer teacher has at least as many as the student, because each student row has one beside
-        it.
-        """
+        """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
         tensor = self.config.parallel.tensor_model_parallel_size
         return max(
             self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
@@ -196,10 +189,7 @@ class _Models:
     def _parameters(
         self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, is_streamed: bool = False
     ) -> int:
-        """Count the parameters of one process.
-
-        If layers are streamed from the host, room for `STREAMED_LAYERS` replaces the decoder layers.
-        """
+        """Count the parameters of one process. Streamed decoder layers take the room of `STREAMED_LAYERS`."""
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
         layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
@@ -246,10 +236,7 @@ class _Models:
                 yield alive, table if stage == 0 else 0
 
     def _teachers_forward_bytes(self, stage: int) -> int:
-        """Return the peak of the teachers' forwards through a stage, one after another.
-
-        A teacher that has run keeps its hidden states.
-        """
+        """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
             if layout.layers[stage]:

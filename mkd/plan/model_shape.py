@@ -62,10 +62,7 @@ class ModelShape:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     def common(self, name: str) -> Any:
-        """Return the field `name` of `LayerShape` that all layers share.
-
-        Use it for settings that Megatron has once per model.
-        """
+        """Return the field `name` that all layers share. Megatron takes it once per model."""
         values = {getattr(layer, name) for layer in self.layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
@@ -78,10 +75,7 @@ class ModelShape:
         return -(-self.num_query_groups // tensor_parallel) * tensor_parallel
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
-        """Return the vocabulary rows, padded to a multiple of `divisible_by * tensor_parallel`.
-
-        This is Megatron's rule.
-        """
+        """Return the rows, padded to a multiple of `divisible_by * tensor_parallel` as by Megatron."""
         multiple = divisible_by * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
 

@@ -41,10 +41,7 @@ class Remedy:
 
 
 def describe(forecast: Forecast) -> str:
-    """Describe the forecast.
-
-    If --device-memory-gib is given, add whether the run fits, or what would make it fit.
-    """
+    """Describe the forecast, and with --device-memory-gib whether the run fits and what would help."""
     memory_gib = forecast.config.device_memory_gib
     described = forecast.describe()
     return described if memory_gib is None else f"{described}\n{verdict(forecast, memory_gib)}"
@@ -131,10 +128,7 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
 
 
 def changes(config: Config, stage_layers: int) -> Iterator[Change]:
-    """Yield possible changes, the least intrusive first.
-
-    The student's largest stage has `stage_layers` layers.
-    """
+    """Yield changes, the least intrusive first. `stage_layers`: of the student's largest stage."""
     kd, parallel = config.kd, config.parallel
     if kd.kd_fp32_logits:
         yield Change(

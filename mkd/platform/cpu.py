@@ -77,10 +77,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_yet(package: str) -> Iterator[None]:
-    """Make the import of `package` fail inside the `with` block, unless it was imported before.
-
-    Megatron imports wandb whenever it is installed.
-    """
+    """Make imports of `package` fail in the block. Megatron imports wandb if it is installed."""
     if package in sys.modules:
         yield
         return

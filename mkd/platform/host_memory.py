@@ -40,10 +40,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `buffer` with the shapes and dtypes of `tensors`.
-
-    `buffer` is uint8 with at least packed_bytes(tensors) elements.
-    """
+    """Return views of `buffer`, uint8 of at least packed_bytes(tensors), shaped as `tensors`."""
     return list(_views(buffer, tensors))
 
 

@@ -45,10 +45,7 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
 def take_identity(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
 ) -> dict[str, object]:
-    """Identify the run for its checkpoints (see `identify_run`). Collective.
-
-    Return {} if it neither saves nor loads any.
-    """
+    """Return what `identify_run` does, {} for a run that neither saves nor loads. Collective."""
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
     identify = partial(identify_run, plan, tokenizer, train_set, valid_set)
@@ -147,10 +144,7 @@ class Saver:
     def save(
         self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping
     ) -> None:
-        """Save the current `state`.
-
-        With --async-save and without `wait`, the run continues while a thread writes.
-        """
+        """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""
         self.finish()
         in_background = self.is_async and not wait
         started = start_save(
@@ -173,10 +167,7 @@ class Saver:
             self._publish(started.write())
 
     def poll(self) -> float:
-        """Call `finish` if all ranks have written.
-
-        Only while a save is in the background, this is an all-reduce MIN.
-        """
+        """Call `finish` if all ranks have written. All-reduce MIN, only during a save in the background."""
         if self.pending is None:
             return 0.0
         is_written = torch.tensor(
@@ -186,10 +177,7 @@ class Saver:
         return self.finish() if is_written.item() else 0.0
 
     def finish(self) -> float:
-        """Wait for the save in the background and publish it.
-
-        Return the seconds that this rank wrote, 0 without a save.
-        """
+        """Wait for the save in the background and publish it. Return the seconds this rank wrote."""
         if self.pending is None:
             return 0.0
         (started, thread), self.pending = self.pending, None

@@ -38,10 +38,7 @@ TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "l
 
 
 def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
-    """Return the checkpoint entries that identify a run, as JSON values.
-
-    They are `fingerprints`, `settings` and `evaluation`.
-    """
+    """Return the checkpoint entries (JSON) `fingerprints`, `settings` and `evaluation`."""
     known = fingerprints(plan, tokenizer, train_set)
     return {
         "fingerprints": known,
@@ -51,10 +48,7 @@ def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Return name -> value (JSON) for teachers, tokenizer, data and loss.
-
-    Reads a few MiB of every large file.
-    """
+    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
     stores = [member.store for member in train_set.members]
     found = {
         TEACHER + name: _weights(source)
@@ -144,10 +138,7 @@ def run_settings(plan: Plan) -> dict[str, object]:
 
 
 def describe_changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
-    """Return one line with every changed value, or no line.
-
-    Settings that an older checkpoint lacks are not compared.
-    """
+    """Return a line with every changed value, or none. Skip settings that older checkpoints lack."""
     changed = [
         f"{name} {_shown(saved[name])} -> {_shown(value)}"
         for name, value in current.items()
@@ -212,10 +203,7 @@ def _weights(source: ModelSource) -> str:
 
 
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
-    """Return `saved` under the current names of its teachers.
-
-    Options that are newer than the checkpoint get their defaults.
-    """
+    """Return `saved` under today's names of its teachers, and with the defaults of newer options."""
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
     options = {

@@ -25,10 +25,7 @@ class ModelSource:
 def locate_model(
     problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
 ) -> ModelSource | None:
-    """Return the model of `source`.
-
-    Return None if it names no model, or if an error was added to `problems`.
-    """
+    """Return the model of `source`; None if it names none, or after adding an error to `problems`."""
     if not (source.hf or source.load):
         return None
     try:

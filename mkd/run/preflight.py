@@ -156,10 +156,7 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Yield a problem if text or padding can contain ids beyond the model.
-
-    Unused special tokens may be beyond it.
-    """
+    """Yield a problem if text or padding can have ids beyond the model. Unused special tokens may."""
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
@@ -178,10 +175,7 @@ def wider_than_head(
 
 
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
-    """Return path -> flag of every corpus.
-
-    Add to `problems` a flag that is not a list of paths and weights.
-    """
+    """Return path -> flag of every corpus. Add to `problems` a flag that has no such list."""
     found: dict[str, str] = {}
     for flag, values in (
         ("--data-path", config.data.data_path),
@@ -257,10 +251,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
 
 
 def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
-    """Return the kinds of the first records.
-
-    One good record is enough; the run itself counts the bad ones.
-    """
+    """Return the kinds of the first records, if one is good. The run itself counts the bad ones."""
     kinds, refused = set(), None
     for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
         if kinds and place >= LOOKED_AT:

@@ -69,11 +69,7 @@ class Plan:
         )
 
     def describe(self) -> str:
-        """Describe the plan.
-
-        Return the batch as an equation, the layers of all models on each stage, forecasts of time and memory,
-        and notes.
-        """
+        """Describe the batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
@@ -83,10 +79,7 @@ class Plan:
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
-    """Resolve models, batch and layouts from files and flags alone.
-
-    Raises one ErrorList with all problems.
-    """
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList."""
     problems: list[MkdError] = []
     student = locate_model(problems, "student", config.student)
     sources: list[ModelSource | None] = []

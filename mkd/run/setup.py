@@ -52,10 +52,7 @@ def build_run(
     watchdog: Watchdog | None = None,
     cleanup: Cleanup | None = None,  # the caller enters it, so that it also runs if this function fails
 ) -> Run:
-    """Join the process group, then build data, models, optimizer and reporter.
-
-    Resume if there is a checkpoint.
-    """
+    """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
     context = join(config.parallel, plan.virtual_stages, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
@@ -155,10 +152,7 @@ def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Gua
 
 
 def still_due(run: Run) -> frozenset[str]:
-    """Return the parts of an evaluation that are due at the start. Collective.
-
-    These have no record, because the run was stopped before them.
-    """
+    """Return what is due of an evaluation that a stop cut short, so that it has no record. Collective."""
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
         return frozenset()

@@ -49,10 +49,7 @@ class StoredTeacher:
         source: ModelSource | None,
         student_vocab_size: int | None,
     ) -> StoredTeacher | None:
-        """Return the cache of `config`, from its description alone.
-
-        If it is unusable, return None and add to `problems`.
-        """
+        """Return the cache of `config` from its description; None after adding an error to `problems`."""
         folder = Path(config.teachers[0].topk)
         try:
             load_pyarrow()

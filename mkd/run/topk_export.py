@@ -167,10 +167,7 @@ def _describe(
     parts: dict[str, int],
     context: ParallelContext,
 ) -> TopKMeta:
-    """Return the description of the cache on every rank, written if it is new.
-
-    Raises DataError if an existing one differs.
-    """
+    """Return the cache's description on every rank, and write a new one. DataError if one differs."""
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
@@ -239,10 +236,7 @@ class _Exporter:
         return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
     def export(self, part: str, dataset) -> None:
-        """Make the missing shards, one on each data-parallel rank at a time.
-
-        A rank without a shard runs empty packs.
-        """
+        """Make the missing shards, one per replica at a time. Without a shard a replica runs empty packs."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards = self.meta.num_shards(part)
         LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
@@ -252,10 +246,7 @@ class _Exporter:
 
     @torch.no_grad()
     def _run(self, part: str, dataset, shards: list[int]) -> None:
-        """Make one shard on each of the first data-parallel ranks.
-
-        Raises NonFiniteError on every rank, and then leaves no file.
-        """
+        """Make a shard on each replica. Raises NonFiniteError on every rank, and then leaves no file."""
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
@@ -296,10 +287,7 @@ class _Collector:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Act as Megatron's loss callback without a gradient.
-
-        Report the number of positions that are not finite.
-        """
+        """Act as Megatron's loss callback without a gradient; report how many positions are not finite."""
         hidden = output.hidden
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
@@ -329,10 +317,7 @@ class _Collector:
     def _whole_row(
         self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Return rows and positions of all context-parallel ranks, in the order of the positions.
-
-        Communication: all-gather over CP.
-        """
+        """Return rows and positions of the whole row, in order. All-gather over CP."""
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
         parts: list = [None] * self.context.cp_size
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)

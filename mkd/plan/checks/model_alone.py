@@ -36,10 +36,7 @@ def find_model_problems(
     model: ModelShape | None,  # None: its shape could not be read, which has been reported
     teacher: int | None = None,  # number of the teacher that runs; None: the student runs
 ) -> list[MkdError]:
-    """Return every problem of running one model on `world_size` processes.
-
-    Settings that only training reads are ignored.
-    """
+    """Return the problems of running one model on `world_size` processes. Training settings are ignored."""
     wrong = options_out_of_range(config).intersection(READ_BY_A_MODEL)
     problems: list[MkdError] = [*check_ranges(config, READ_BY_A_MODEL)]
     source = config.student if teacher is None else config.teachers[teacher]

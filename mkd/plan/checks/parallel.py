@@ -174,10 +174,7 @@ def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel
 
 
 def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
-    """Check that `--pipeline-layout auto` finds a split of all models.
-
-    Call it with the shapes of all models, and only if no other check has found a problem.
-    """
+    """Check that `--pipeline-layout auto` finds a split. All models must have shapes and no other problem."""
     problems: list[MkdError] = []
     if config.parallel.pipeline_layout == "auto":
         student, *teachers = (model.shape for model in models)

@@ -63,10 +63,7 @@ def find_problems(
     student: ModelShape | None = None,
     teachers: Sequence[ModelShape | None] = (),  # the ones that run, in the order of the configuration
 ) -> list[MkdError]:
-    """Return every problem of `config` on `world_size` processes; empty if the run can start.
-
-    A model whose shape is None is not checked.
-    """
+    """Return every problem of `config` on `world_size` processes. Unknown shapes (None) are not checked."""
     wrong = options_out_of_range(config)
     models = tuple(planned_models(config, (student, *teachers)))
     problems: list[MkdError] = []
