@@ -42,9 +42,8 @@ METRICS = (
         "kd_loss",
         "nats/row",
         Reduction.ROW_MEAN,
-        "divergence from the teacher, temperature scaling included. A row is a loss token, or an "
-        "aligned chunk of a cross-tokenizer teacher. With several teachers: the sum of "
-        "teacher_weight * kd_loss",
+        "divergence from the teacher, temperature scaling included. A row is a loss token, or an aligned "
+        "chunk of a cross-tokenizer teacher. With several teachers: the sum of teacher_weight * kd_loss",
     ),
     Metric(
         "teacher_ce",

@@ -32,8 +32,7 @@ class BatchPlan:
         packs = "pack" if self.global_batch_size == 1 else "packs"
         return (
             f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x "
-            f"{self.num_microbatches} "
-            f"micro-batches x {self.data_parallel} data-parallel; "
+            f"{self.num_microbatches} micro-batches x {self.data_parallel} data-parallel; "
             f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
         )
 
@@ -48,8 +47,7 @@ class BatchPlan:
             nearest = [n * unit for n in (num_microbatches, num_microbatches + 1) if n]
             raise UsageError(
                 f"global-batch-size {global_batch_size} is not divisible by micro-batch-size "
-                f"{micro_batch_size} x "
-                f"data-parallel {data_parallel} = {unit}",
+                f"{micro_batch_size} x data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
                 code="batch-not-divisible",

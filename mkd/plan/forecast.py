@@ -156,8 +156,7 @@ class Forecast:
         teachers = [(teacher.role, teacher.shape) for teacher in plan_teachers(self.config, self.teachers)]
         return [
             f"{role} attention: {shape.num_query_groups} key/value heads padded to "
-            f"{shape.padded_query_groups(tensor)} "
-            "for tensor parallel"
+            f"{shape.padded_query_groups(tensor)} for tensor parallel"
             for role, shape in [("student", self.student), *teachers]
             if shape.num_query_groups % tensor
         ]
@@ -176,7 +175,6 @@ class Forecast:
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *([copies] if copies_ms > 0 else []),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
-            f"{self.mfu(step_ms):.3f}; "
-            f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
+            f"{self.mfu(step_ms):.3f}; at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
             *([share] if self.teachers else []),
         ]

@@ -71,9 +71,8 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
         lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     else:
         lines.append(
-            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or "
-            "a shorter "
-            "--seq-length"
+            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or a "
+            "shorter --seq-length"
         )
     return "\n".join(lines)
 

@@ -119,8 +119,7 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
             f"the {role} has no tokenizer in {teacher.assets}",
             "it is compared with the student on the same text (xtoken), which it reads in its own tokens",
             "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the "
-            "student's tokens, "
-            "remove its xtoken settings",
+            "student's tokens, remove its xtoken settings",
             code="tokenizer-missing",
         )
     try:

@@ -30,8 +30,7 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     if by_layers is not None and by_stages is not None:
         yield UsageError(
             f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank "
-            f"{by_stages} "
-            "exclude each other",
+            f"{by_stages} exclude each other",
             "both set the number of virtual stages",
             "give one of them",
             code="virtual-stages-given-twice",

@@ -33,8 +33,7 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
         yield UsageError(
             f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction "
-            f"{settings.lr_warmup_fraction} exclude "
-            "each other",
+            f"{settings.lr_warmup_fraction} exclude each other",
             "both set the length of the warm-up",
             "give one of them",
             code="warmup-given-twice",
