@@ -66,22 +66,15 @@ class Option:
             return tuple(texts)
         (text,) = texts
         if self.choices is not None and text not in self.choices:
-            raise UsageError(
-                f"{label}: {text!r} is not a known value",
-                "",
-                f"use {_one_of(self.choices)}",
-                code="value-unknown",
-            )
+            what = f"{label}: {text!r} is not a known value"
+            raise UsageError(what, "", f"use {_one_of(self.choices)}", code="value-unknown")
         try:
             return _READERS[self.kind](text)
         except (ValueError, KeyError):
             wanted = _KIND_NAMES[self.kind]
-            raise UsageError(
-                f"{label}: {text!r} is not {wanted}",
-                f"{self.label}: {self.help}",
-                f"give {wanted}",
-                code="value-not-valid",
-            ) from None
+            what = f"{label}: {text!r} is not {wanted}"
+            why = f"{self.label}: {self.help}"
+            raise UsageError(what, why, f"give {wanted}", code="value-not-valid") from None
 
 
 def _finite(text: str) -> float:

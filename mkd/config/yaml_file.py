@@ -196,21 +196,13 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
         )
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
-        raise UsageError(
-            f"{label} is not a plain value",
-            f"{option.label}: {option.help}",
-            "write `name: value`",
-            code="key-not-plain",
-        )
+        what = f"{label} is not a plain value"
+        raise UsageError(what, f"{option.label}: {option.help}", "write `name: value`", code="key-not-plain")
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:
-            raise UsageError(
-                f"{label} is a list",
-                f"{option.name} has one value",
-                "write `name: value`",
-                code="key-is-list",
-            )
+            what = f"{label} is a list"
+            raise UsageError(what, f"{option.name} has one value", "write `name: value`", code="key-is-list")
         texts = [",".join(texts)]
     return option.parse(texts, label)
 

@@ -57,28 +57,16 @@ def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vo
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
-        raise DataError(
-            f"{pair.place}: the continuation cannot be scored",
-            why,
-            "repair or remove the record",
-            code="continuation-not-scorable",
-        )
+        what = f"{pair.place}: the continuation cannot be scored"
+        raise DataError(what, why, "repair or remove the record", code="continuation-not-scorable")
     if length > room:
         why = f"its document has room for {room}: it is not divided"
-        raise DataError(
-            f"{pair.place}: the continuation has {length} tokens",
-            why,
-            "raise --seq-length, or remove the record",
-            code="continuation-too-long",
-        )
+        what = f"{pair.place}: the continuation has {length} tokens"
+        raise DataError(what, why, "raise --seq-length, or remove the record", code="continuation-too-long")
     if ids.max() >= vocab_size:
         why = f"the model has {vocab_size} vocabulary rows"
-        raise DataError(
-            f"{pair.place}: token id {ids.max()}",
-            why,
-            "use the model's own tokenizer",
-            code="continuation-beyond-vocabulary",
-        )
+        what = f"{pair.place}: token id {ids.max()}"
+        raise DataError(what, why, "use the model's own tokenizer", code="continuation-beyond-vocabulary")
     is_truncated = len(ids) > seq_length + 1
     if is_truncated:
         ids = np.concatenate([ids[:lead], ids[len(ids) - (seq_length + 1 - lead) :]])

@@ -101,12 +101,9 @@ def log_likelihoods(
     scores = scorer.scores.cpu().numpy()
     not_finite = np.count_nonzero(~np.isfinite(scores))
     if not_finite:
-        raise NonFiniteError(
-            f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite",
-            "no metric can be made of them",
-            "check the model's weights, for example with tools/check_parity.py",
-            code="evaluation-not-finite",
-        )
+        what = f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite"
+        do = "check the model's weights, for example with tools/check_parity.py"
+        raise NonFiniteError(what, "no metric can be made of them", do, code="evaluation-not-finite")
     return scores
 
 

@@ -132,12 +132,8 @@ def read_tasks(
             name = task_name(path)
             if name in tasks:
                 why = "metrics carry the name of their file"
-                raise UsageError(
-                    f"two files of held-out tasks are named {name}",
-                    why,
-                    "rename one of them",
-                    code="task-names-equal",
-                )
+                what = f"two files of held-out tasks are named {name}"
+                raise UsageError(what, why, "rename one of them", code="task-names-equal")
             if is_choice:
                 tasks[name] = read_multiple_choice(path, num_fewshot, tuple(styles))
             else:
@@ -169,19 +165,14 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
         found = len(pool[question.subject])
         if found < num_fewshot:
             of = "" if question.subject is None else f" of subject {question.subject}"
-            raise DataError(
-                f"{path}, line {question.line}: {source} has {found} examples{of}",
-                f"each question follows {num_fewshot} answered examples",
-                "lower --eval-num-fewshot, or add examples",
-                code="task-too-few-examples",
-            )
+            what = f"{path}, line {question.line}: {source} has {found} examples{of}"
+            why = f"each question follows {num_fewshot} answered examples"
+            do = "lower --eval-num-fewshot, or add examples"
+            raise DataError(what, why, do, code="task-too-few-examples")
     if not asked:
-        raise DataError(
-            f"{path} has no question left",
-            f"the first {num_fewshot} are examples",
-            f"put the examples into {dev}",
-            code="task-without-questions",
-        )
+        what = f"{path} has no question left"
+        why = f"the first {num_fewshot} are examples"
+        raise DataError(what, why, f"put the examples into {dev}", code="task-without-questions")
     return MultipleChoice(
         name, path, asked, tuple(tuple(pool[question.subject]) for question in asked), styles
     )

@@ -97,11 +97,8 @@ def check_kinds(config: Mapping[str, Any], source: str) -> None:
     for name, value in config.items():
         kind = KINDS.get(name)
         if kind is not None and not kind.holds(value):
-            raise CheckpointError(
-                f"{source}: {name} is {value!r}",
-                f"it must be {kind.must_be}",
-                "download or write it again",
-                code="model-config-value-not-valid",
-            )
+            what = f"{source}: {name} is {value!r}"
+            do = "download or write it again"
+            raise CheckpointError(what, f"it must be {kind.must_be}", do, code="model-config-value-not-valid")
         if name in ROPE_OBJECTS:
             check_kinds(value, f"{source}: {name}")

@@ -37,11 +37,8 @@ def repeat_layer(layer: LayerShape, config: HFConfig) -> tuple[LayerShape, ...]:
 def require_silu(config: HFConfig) -> None:
     """Raise `UsageError` unless the MLP is SwiGLU."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UsageError(
-            f"hidden_act {config['hidden_act']!r} is not supported",
-            "this family's MLP is SwiGLU (silu)",
-            code="activation-not-supported",
-        )
+        what = f"hidden_act {config['hidden_act']!r} is not supported"
+        raise UsageError(what, "this family's MLP is SwiGLU (silu)", code="activation-not-supported")
 
 
 def with_windows(
@@ -56,20 +53,14 @@ def with_windows(
     named = list(kinds or ["sliding_attention"] * len(layers))
     for kind in named:
         if kind not in ("sliding_attention", "full_attention"):
-            raise UsageError(
-                f"layer type {kind!r} is not supported",
-                "mkd knows full_attention and sliding_attention",
-                code="layer-type-not-supported",
-            )
+            why = "mkd knows full_attention and sliding_attention"
+            raise UsageError(f"layer type {kind!r} is not supported", why, code="layer-type-not-supported")
     if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
         named = named[:1] * len(layers)
     if len(named) != len(layers):
-        raise CheckpointError(
-            f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}",
-            "each layer must have its kind of attention",
-            "download or write it again",
-            code="layer-types-incomplete",
-        )
+        what = f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}"
+        why = "each layer must have its kind of attention"
+        raise CheckpointError(what, why, "download or write it again", code="layer-types-incomplete")
     return tuple(
         replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
         for layer, kind in zip(layers, named, strict=True)

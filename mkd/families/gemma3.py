@@ -71,11 +71,8 @@ def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
     parameters.setdefault("rope_theta", config.get(THETA_KEY[kind], THETA[kind]))
     rope = read_rope({"rope_parameters": parameters}, head_dim)
     if rope.kind not in ("default", "linear"):
-        raise UsageError(
-            f"rope type {rope.kind!r} is not supported",
-            "Gemma 3 has default and linear position embeddings",
-            code="rope-not-supported",
-        )
+        why = "Gemma 3 has default and linear position embeddings"
+        raise UsageError(f"rope type {rope.kind!r} is not supported", why, code="rope-not-supported")
     return rope
 
 

@@ -51,9 +51,5 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     what = f"{path}:{number}: not a metrics record"
-    raise DataError(
-        what,
-        "each line is a JSON object with its iteration",
-        "remove the line",
-        code="metrics-record-not-valid",
-    )
+    why = "each line is a JSON object with its iteration"
+    raise DataError(what, why, "remove the line", code="metrics-record-not-valid")

@@ -52,12 +52,8 @@ class WandbWriter:
             )
         except Exception as error:  # wandb's errors share no base class
             what = f"W&B did not start: {_first_line(error)}"
-            raise UsageError(
-                what,
-                "",
-                "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out",
-                code="wandb-not-started",
-            ) from error
+            do = "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
+            raise UsageError(what, "", do, code="wandb-not-started") from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 

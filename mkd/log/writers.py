@@ -156,12 +156,9 @@ class MetricLogger:
                 writer.write(record)
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
-            raise MkdError(
-                what,
-                "a run without its metrics cannot be judged",
-                "free disk space, and start the run again",
-                code="metrics-not-written",
-            ) from error
+            why = "a run without its metrics cannot be judged"
+            do = "free disk space, and start the run again"
+            raise MkdError(what, why, do, code="metrics-not-written") from error
 
     def truncate_after(self, iteration: int) -> None:
         for writer in self.writers:

@@ -61,26 +61,17 @@ class PipelineLayout:
         example = nearly_even(num_layers, stages) if num_layers >= stages else None
         do = f"use for example {flag} {example}" if example else "use fewer pipeline stages"
         if len(layers) != stages:
-            raise UsageError(
-                f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}",
-                f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each",
-                do,
-                code="layout-stages-differ",
-            )
+            what = f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}"
+            why = f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each"
+            raise UsageError(what, why, do, code="layout-stages-differ")
         if sum(layers) != num_layers:
-            raise UsageError(
-                f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}",
-                "every layer of the model belongs to exactly one stage",
-                do,
-                code="layout-layers-differ",
-            )
+            what = f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}"
+            why = "every layer of the model belongs to exactly one stage"
+            raise UsageError(what, why, do, code="layout-layers-differ")
         if 0 in layers[1:-1]:
-            raise UsageError(
-                f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer",
-                "only the first stage (embedding) and the last one (head) have work without layers",
-                do,
-                code="layout-stage-empty",
-            )
+            what = f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer"
+            why = "only the first stage (embedding) and the last one (head) have work without layers"
+            raise UsageError(what, why, do, code="layout-stage-empty")
         return cls(layers, pipeline_parallel, virtual_stages)
 
     @classmethod

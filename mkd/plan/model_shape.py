@@ -106,12 +106,9 @@ class ModelShape:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} does not exist",
-                "a Hugging Face model folder holds config.json beside its .safetensors files",
-                "pass the folder that save_pretrained() or a hub download made",
-                code="model-config-not-found",
-            ) from None
+            why = "a Hugging Face model folder holds config.json beside its .safetensors files"
+            do = "pass the folder that save_pretrained() or a hub download made"
+            raise CheckpointError(f"{path} does not exist", why, do, code="model-config-not-found") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-json"
@@ -146,32 +143,23 @@ class ModelShape:
         try:
             return cls._read(family, given, hf_config=dict(config))
         except KeyError as error:
-            raise CheckpointError(
-                f"{source}: key {error} is missing or null",
-                f"a {model_type} model needs it",
-                AGAIN,
-                code="model-config-key-missing",
-            ) from None
+            what = f"{source}: key {error} is missing or null"
+            why = f"a {model_type} model needs it"
+            raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
         except MkdError as error:
             raise error.located(source) from None
 
     @classmethod
     def _read(cls, family: Family, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if not config.get("is_causal", True):
-            raise UsageError(
-                "is_causal false is not supported",
-                "mkd's attention never looks at later tokens",
-                code="bidirectional-not-supported",
-            )
+            why = "mkd's attention never looks at later tokens"
+            raise UsageError("is_causal false is not supported", why, code="bidirectional-not-supported")
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
-            raise CheckpointError(
-                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
-                "each key/value head is shared by the same number of query heads",
-                AGAIN,
-                code="head-groups-not-divisible",
-            )
+            what = f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            why = "each key/value head is shared by the same number of query heads"
+            raise CheckpointError(what, why, AGAIN, code="head-groups-not-divisible")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             family=family.model_type,

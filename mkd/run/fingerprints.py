@@ -106,12 +106,8 @@ def require_same(
     ]
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
-        raise UsageError(
-            f"--accept-change {unknown[0]} names nothing that is compared",
-            f"compared are {parts}",
-            "drop it",
-            code="accept-change-unknown",
-        )
+        what = f"--accept-change {unknown[0]} names nothing that is compared"
+        raise UsageError(what, f"compared are {parts}", "drop it", code="accept-change-unknown")
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:

@@ -161,12 +161,9 @@ def make_folders(*folders: str | Path | None) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(
-                f"cannot make {folder}: {error}",
-                "the run writes there",
-                "choose another one",
-                code="folder-not-writable",
-            ) from error
+            what = f"cannot make {folder}: {error}"
+            why = "the run writes there"
+            raise UsageError(what, why, "choose another one", code="folder-not-writable") from error
 
 
 def export(current, folder: Path) -> None:

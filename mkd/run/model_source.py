@@ -41,12 +41,10 @@ def locate_model(
                 if isinstance(source, StudentConfig)
                 else "--teacher-load, or load: of a teacher in a file"
             )
-            raise CheckpointError(
-                f"the {role}'s folder {source.load} holds no checkpoint",
-                "its weights are read from there",
-                f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
-                code="model-checkpoint-missing",
-            )
+            what = f"the {role}'s folder {source.load} holds no checkpoint"
+            why = "its weights are read from there"
+            do = f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}"
+            raise CheckpointError(what, why, do, code="model-checkpoint-missing")
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)
         require_same_model(folder, shape)

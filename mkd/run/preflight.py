@@ -165,12 +165,10 @@ def wider_than_head(
         *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else []),
     ]
     if max(used) >= rows:
-        yield UsageError(
-            f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
-            "text would become ids for which the model has no embedding",
-            f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
-            code="tokenizer-beyond-vocabulary",
-        )
+        what = f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}"
+        why = "text would become ids for which the model has no embedding"
+        do = f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one"
+        yield UsageError(what, why, do, code="tokenizer-beyond-vocabulary")
 
 
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
@@ -235,12 +233,9 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
         require_file(path, flag)
         return _kinds_of_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
-        raise DataError(
-            f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
-            "the suffix says how a file is read",
-            f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
-            code="data-file-kind-unknown",
-        )
+        what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
+        do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
+        raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore.open(find_prefix(path, flag))
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")

@@ -87,12 +87,10 @@ class StoredTeacher:
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
-            raise DataError(
-                f"the teacher cache {self.folder} is of another tokenizer",
-                "its ids stand for other strings than this run's",
-                "export the cache with this run's tokenizer, or train with that of the export",
-                code="teacher-cache-tokenizer-differs",
-            )
+            what = f"the teacher cache {self.folder} is of another tokenizer"
+            why = "its ids stand for other strings than this run's"
+            do = "export the cache with this run's tokenizer, or train with that of the export"
+            raise DataError(what, why, do, code="teacher-cache-tokenizer-differs")
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
             raise CheckpointError(
                 f"the teacher cache {self.folder} is of other weights than "

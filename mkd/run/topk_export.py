@@ -85,12 +85,8 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
     vocab_size = min(of_teacher, _student_vocab_size(config) or of_teacher)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
-        raise UsageError(
-            what,
-            "that many ids have a probability",
-            "128 is enough for most vocabularies",
-            code="topk-not-in-vocabulary",
-        )
+        why = "that many ids have a probability"
+        raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
     build = SharedBuild(context, Signals(), Phases())
@@ -111,12 +107,8 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
     """
     if not config.teachers or not (config.teachers[TEACHER].hf or config.teachers[TEACHER].load):
-        raise UsageError(
-            "no teacher is given",
-            "its predictions are exported",
-            "give --teacher-hf DIR",
-            code="teacher-missing",
-        )
+        why = "its predictions are exported"
+        raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="teacher-missing")
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, TEACHER)
     if not config.data.data_path:
@@ -148,12 +140,9 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot make --out {out}: {error}",
-            "the cache is written there",
-            "choose another one",
-            code="out-not-writable",
-        ) from error
+        what = f"cannot make --out {out}: {error}"
+        why = "the cache is written there"
+        raise UsageError(what, why, "choose another one", code="out-not-writable") from error
 
 
 def _student_vocab_size(config: Config) -> int | None:
@@ -204,12 +193,10 @@ def _write_description(
             name for name in vars(meta) if name != "teacher" and getattr(found, name) != getattr(meta, name)
         ]
         if differing:
-            raise DataError(
-                f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
-                "an export resumes only with the same teacher, data and settings",
-                "choose another --out, or remove the folder",
-                code="teacher-cache-of-another-run",
-            )
+            what = f"{settings.out} holds another teacher cache: {', '.join(differing)} differ"
+            why = "an export resumes only with the same teacher, data and settings"
+            do = "choose another --out, or remove the folder"
+            raise DataError(what, why, do, code="teacher-cache-of-another-run")
     meta.write(settings.out)
     return meta
 

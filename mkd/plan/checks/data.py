@@ -21,12 +21,10 @@ def check_data(config: Config) -> Iterator[MkdError]:
     if split is None or not training.evaluates:
         return
     if not (data.valid_data_path or split.validation or _eval_tasks(config)):
-        yield UsageError(
-            f"eval-interval {training.eval_interval} has no held-out data",
-            f"split {data.split} leaves none for validation, and there is no valid-data-path",
-            f"give --valid-data-path PATH, or --split {EXAMPLE_SPLIT}",
-            code="held-out-data-missing",
-        )
+        what = f"eval-interval {training.eval_interval} has no held-out data"
+        why = f"split {data.split} leaves none for validation, and there is no valid-data-path"
+        do = f"give --valid-data-path PATH, or --split {EXAMPLE_SPLIT}"
+        yield UsageError(what, why, do, code="held-out-data-missing")
 
 
 def check_tasks(config: Config) -> Iterator[UsageError]:
@@ -36,11 +34,9 @@ def check_tasks(config: Config) -> Iterator[UsageError]:
         setting = " and ".join(given).replace("_", "-")
         yield no_effect(setting, "nothing is evaluated without eval-interval", "add --eval-interval N")
     if config.data.eval_num_fewshot and not config.data.eval_multiple_choice:
-        yield no_effect(
-            f"eval-num-fewshot {config.data.eval_num_fewshot}",
-            "only multiple-choice questions have examples before them",
-            "add --eval-multiple-choice FILE",
-        )
+        setting = f"eval-num-fewshot {config.data.eval_num_fewshot}"
+        why = "only multiple-choice questions have examples before them"
+        yield no_effect(setting, why, "add --eval-multiple-choice FILE")
 
 
 def _eval_tasks(config: Config) -> tuple[str, ...]:

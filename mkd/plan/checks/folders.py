@@ -21,15 +21,8 @@ def check_folders(config: Config) -> Iterator[UsageError]:
                 f"{name.replace('_', '-')} {value} has no folder", "", "give --save DIR", code="save-missing"
             )
     if checkpoint.accept_change and not checkpoint.load:
-        yield no_effect(
-            "accept-change",
-            "a run is compared only with the checkpoint that it resumes from",
-            "add --load DIR",
-        )
+        why = "a run is compared only with the checkpoint that it resumes from"
+        yield no_effect("accept-change", why, "add --load DIR")
     if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
-        yield UsageError(
-            f"ckpt-step {checkpoint.ckpt_step} has no folder",
-            "",
-            "give --load DIR",
-            code="ckpt-step-without-load",
-        )
+        what = f"ckpt-step {checkpoint.ckpt_step} has no folder"
+        yield UsageError(what, "", "give --load DIR", code="ckpt-step-without-load")

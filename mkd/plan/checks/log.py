@@ -34,11 +34,8 @@ def check_log(config: Config) -> Iterator[UsageError]:
             code="profile-steps-empty",
         )
     elif config.training.train_iters <= log.profile_step_start:
-        yield no_effect(
-            f"profile-step-start {log.profile_step_start}",
-            f"the run ends at {config.training.train_iters}",
-            "lower it",
-        )
+        setting = f"profile-step-start {log.profile_step_start}"
+        yield no_effect(setting, f"the run ends at {config.training.train_iters}", "lower it")
     wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
     if wrong or not log.profile_ranks:
         yield UsageError(

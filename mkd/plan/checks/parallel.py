@@ -36,23 +36,19 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
             code="virtual-stages-given-twice",
         )
     if parallel.pipeline_model_parallel_size == 1 and (by_layers is not None or (by_stages or 1) > 1):
-        yield UsageError(
-            "virtual pipeline stages need pipeline-model-parallel-size above 1",
-            "interleaving shrinks the bubble of a pipeline, and there is no pipeline",
-            "raise --pipeline-model-parallel-size, or remove the virtual stages",
-            code="virtual-stages-without-pipeline",
-        )
+        what = "virtual pipeline stages need pipeline-model-parallel-size above 1"
+        why = "interleaving shrinks the bubble of a pipeline, and there is no pipeline"
+        do = "raise --pipeline-model-parallel-size, or remove the virtual stages"
+        yield UsageError(what, why, do, code="virtual-stages-without-pipeline")
     layouts = zip(given_layouts(config), layout_flags(config), strict=True)
     flags = [flag for layout, flag in layouts if layout]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
     if parallel.pipeline_layout == "auto" and flags:
         given = " and ".join(flags)
-        yield UsageError(
-            f"--pipeline-layout auto and {given} exclude each other",
-            "both split layers over the pipeline; auto chooses the splits of all models together",
-            f"remove {given}, or --pipeline-layout auto",
-            code="auto-layout-with-layout",
-        )
+        what = f"--pipeline-layout auto and {given} exclude each other"
+        why = "both split layers over the pipeline; auto chooses the splits of all models together"
+        do = f"remove {given}, or --pipeline-layout auto"
+        yield UsageError(what, why, do, code="auto-layout-with-layout")
     if parallel.overlap_param_gather and not (
         parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
     ):
