@@ -159,12 +159,9 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     if free >= needed:
         return None
     parts = ", ".join(f"{write.what} {_size(write.num_bytes)}" for write in large)
-    return UsageError(
-        f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it",
-        f"it would fail after all the work before: {parts}",
-        f"make room, or choose another {_joined(write.flag for write in large)}",
-        code="disk-too-small",
-    )
+    what = f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it"
+    do = f"make room, or choose another {_joined(write.flag for write in large)}"
+    return UsageError(what, f"it would fail after all the work before: {parts}", do, code="disk-too-small")
 
 
 def _size(num_bytes: int) -> str:

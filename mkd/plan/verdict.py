@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
@@ -144,7 +145,7 @@ def changes(config: Config, stage_layers: int) -> Iterator[Change]:
         yield from _larger_groups(config, factor)
 
 
-def _set(kind: str, text: str, section: str, **values: object) -> Change:
+def _set(kind: str, text: str, section: str, **values: Any) -> Change:
     """Return the change that gives settings of a section of the configuration other values."""
     return Change(kind, text, lambda c: replace(c, **{section: replace(getattr(c, section), **values)}))
 
@@ -190,5 +191,5 @@ def _with_pipeline(config: Config, ranks: int) -> Config:
     return replace(_with_teachers(config, pipeline_layout=None), parallel=parallel, student=student)
 
 
-def _with_teachers(config: Config, **values: object) -> Config:
+def _with_teachers(config: Config, **values: Any) -> Config:
     return replace(config, teachers=tuple(replace(one, **values) for one in config.teachers))

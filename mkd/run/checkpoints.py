@@ -190,9 +190,5 @@ class Saver:
 
 
 def _unreadable(error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"cannot read the files that identify this run: {error}",
-        "",
-        "check the files of models and data",
-        code="inputs-unreadable",
-    )
+    what = f"cannot read the files that identify this run: {error}"
+    return CheckpointError(what, "", "check the files of models and data", code="inputs-unreadable")
