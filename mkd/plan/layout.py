@@ -30,16 +30,12 @@ class PipelineLayout:
         layers, rest = divmod(num_layers, stages)
         if rest:
             split = f"{pipeline_parallel} pipeline stages"
-            if virtual_stages > 1:
-                split += f" x {virtual_stages} virtual stages = {stages}"
-            raise UsageError(
-                f"{num_layers} layers do not divide over {split}",
-                "an even split would drop the remaining layers",
-                f"use {flag} {nearly_even(num_layers, stages)} or --pipeline-layout auto"
-                if layers
-                else "use fewer pipeline stages",
-                code="layers-not-divisible",
-            )
+            split += f" x {virtual_stages} virtual stages = {stages}" if virtual_stages > 1 else ""
+            what = f"{num_layers} layers do not divide over {split}"
+            why = "an even split would drop the remaining layers"
+            nearly = nearly_even(num_layers, stages)
+            do = f"use {flag} {nearly} or --pipeline-layout auto" if layers else "use fewer pipeline stages"
+            raise UsageError(what, why, do, code="layers-not-divisible")
         return cls((layers,) * stages, pipeline_parallel, virtual_stages)
 
     @classmethod

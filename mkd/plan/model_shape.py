@@ -86,11 +86,8 @@ class ModelShape:
         that agree give [].
         """
         ours, theirs = self._facts(), other._facts()
-        found = [
-            f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}"
-            for name in ours
-            if ours[name] != theirs[name]
-        ]
+        differing = (name for name in ours if ours[name] != theirs[name])
+        found = [f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}" for name in differing]
         return found + _layer_differences(self.layers, other.layers)
 
     def _facts(self) -> dict[str, Any]:
@@ -129,17 +126,13 @@ class ModelShape:
         given = without_nulls({**(family.defaults if family else {}), **config})
         check_kinds(given, source)
         if family is None:
-            raise UsageError(
-                f"{source}: model_type {model_type!r} is not supported",
-                f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
-                "use a model of one of these families"
-                + (
-                    "; of a multimodal model, its text model saved on its own"
-                    if "text_config" in config
-                    else ""
-                ),
-                code="model-type-not-supported",
+            what = f"{source}: model_type {model_type!r} is not supported"
+            why = f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)"
+            is_nested = "text_config" in config
+            do = "use a model of one of these families" + (
+                "; of a multimodal model, its text model saved on its own" if is_nested else ""
             )
+            raise UsageError(what, why, do, code="model-type-not-supported")
         try:
             return cls._read(family, given, hf_config=dict(config))
         except KeyError as error:
