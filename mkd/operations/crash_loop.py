@@ -52,15 +52,12 @@ class CrashCounter(Follower):
                 f"settings, first delete {path}",
                 code="crash-loop",
             )
-        counter = cls(path)
-        counter._open(
-            {
-                "crashed_in": crash and crash["step"],
-                "times": crash["times"] if crash else 0,
-                "settings": settings,
-            }
-        )
-        return counter
+        step, times = (crash["step"], crash["times"]) if crash else (None, 0)
+        before = json.dumps({"crashed_in": step, "times": times, "settings": settings}).encode()
+        draft = path.with_name(RUNNING + ".new")
+        draft.write_bytes(_first_line(0) + before + b"\n")
+        os.replace(draft, path)
+        return cls(path, os.open(path, os.O_WRONLY))
 
     def entered(self, phase: str, iteration: int) -> None:
         """Record the step that begins by fetching its data."""
@@ -80,12 +77,6 @@ class CrashCounter(Follower):
         self._file = None
         if not (isinstance(error, Exception) and exit_code_of(error) == 1):
             self.path.unlink(missing_ok=True)
-
-    def _open(self, before: dict) -> None:
-        draft = self.path.with_name(RUNNING + ".new")
-        draft.write_bytes(_first_line(0) + json.dumps(before).encode() + b"\n")
-        os.replace(draft, self.path)
-        self._file = os.open(self.path, os.O_WRONLY)
 
 
 def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:

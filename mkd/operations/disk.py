@@ -35,9 +35,8 @@ class Written:
     @property
     def existing(self) -> Path:
         """The folder, or its nearest parent that exists."""
-        return next(
-            path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path)
-        )
+        folder = self.folder.absolute()
+        return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
@@ -45,10 +44,9 @@ def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[s
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
+        what = "a checkpoint" if count < 2 else f"{count} checkpoints"
         size = count * checkpoint_bytes(student, bf16) if student else 0
-        yield Written(
-            "a checkpoint" if count < 2 else f"{count} checkpoints", "--save", Path(checkpoint.save), size
-        )
+        yield Written(what, "--save", Path(checkpoint.save), size)
     if checkpoint.export_hf:
         size = weight_bytes(student, bf16) if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
@@ -62,9 +60,8 @@ def cache_writes(config: Config, data_paths: Iterable[str]) -> Iterator[Written]
     """Yield the tokenised text, if some raw file is not in the cache yet."""
     cache = cache_folder(config)
     raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
-    new_bytes = sum(
-        path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))
-    )
+    new = [path for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))]
+    new_bytes = sum(path.stat().st_size for path in new)
     if new_bytes:
         flag = "--data-cache-path" if config.data.data_cache_path else _log_flag(config)
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
@@ -99,15 +96,12 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:
         return []
-    flag = (
-        "--keep-checkpoints N"
-        if checkpoint.save_retain_interval is None
-        else "a larger --save-retain-interval"
-    )
+    retains = checkpoint.save_retain_interval is not None
+    flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
         f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, "
-        f"{_size(staying * each)} in all; its "
-        f"disk has {_size(free)} left: give {flag}, or remove some during the run"
+        f"{_size(staying * each)} in all; its disk has {_size(free)} left: give {flag}, or remove some "
+        "during the run"
     ]
 
 
@@ -146,9 +140,8 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
     else:
         return None
     why = f"the run writes {_joined(write.what for write in writes)} there"
-    return UsageError(
-        what, why, f"choose another {_joined(write.flag for write in writes)}", code="folder-not-writable"
-    )
+    do = f"choose another {_joined(write.flag for write in writes)}"
+    return UsageError(what, why, do, code="folder-not-writable")
 
 
 def _full(writes: Sequence[Written]) -> UsageError | None:

@@ -66,9 +66,7 @@ class FailureReports:
             draft.write_text(json.dumps(asdict(failure)) + "\n" + details, encoding="utf-8")
             os.replace(draft, self.path(self.rank))
         except OSError as error:  # the disk may be what has failed
-            print(
-                f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}", file=sys.stderr, flush=True
-            )
+            _print(f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}")
 
     def of_peers(self) -> list[Failure]:
         """Return the failures of other ranks, the earliest first; none until all ranks have joined."""
@@ -78,11 +76,8 @@ class FailureReports:
             names = os.listdir(self.folder)  # one look; no file is opened while all is well
         except OSError:
             return []
-        found = [
-            self._read(rank)
-            for rank in range(self.world_size)
-            if rank != self.rank and self.path(rank).name in names
-        ]
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        found = [self._read(rank) for rank in others if self.path(rank).name in names]
         return sorted((one for one in found if one and one.run == self.run), key=lambda one: one.time)
 
     def wait_for_peer(self) -> Failure | None:
@@ -124,9 +119,8 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
     """Report a problem of flags, data or a disk. Of the ranks that share it, only the lowest prints it."""
     details, rank = traceback_of(error), rendezvous.rank
-    own = Problem(
-        exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
-    )
+    text = str(error) if isinstance(error, MkdError) else details
+    own = Problem(exit_code_of(error), one_line(error), text)
     if rank == 0:
         _report(_own_words(error, details, rank))
     try:
@@ -193,10 +187,8 @@ def _own_words(error: Exception, details: str, rank: int) -> str:
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
-        return (
-            f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was "
-            "killed or hangs"
-        )
+        lost = "lost contact with the other ranks, and none has said why: one was killed or hangs"
+        return f"{details}rank {rank}: {lost}"
     return f"{details}rank {rank} failed first: {one_line(error)}"
 
 

@@ -57,12 +57,10 @@ class SharedBuild:
         number, all_done = flags.tolist()
         self._last_beat = time.monotonic()
         if self.context.rank == 0 and number and not all_done:
+            why = "data were being prepared: an unfinished file's tokens are lost, finished files are cached"
+            do = "start the same command again"
             raise Preempted(
-                f"received {signal.Signals(number).name}",
-                "data were being prepared: the tokens of an unfinished file are lost, finished files "
-                "are in the cache",
-                "start the same command again",
-                code="preempted-while-building",
+                f"received {signal.Signals(number).name}", why, do, code="preempted-while-building"
             )
         return bool(all_done)
 

@@ -1,7 +1,4 @@
-"""The problems of running one model of a configuration alone, without training.
-
-This happens for an evaluation or an export.
-"""
+"""The problems of running one model of a configuration alone, for an evaluation or an export."""
 
 from __future__ import annotations
 
@@ -42,14 +39,9 @@ def find_model_problems(
     source = config.student if teacher is None else config.teachers[teacher]
     if not (source.hf or source.load):
         role = "student" if teacher is None else "teacher"
-        problems.append(
-            UsageError(
-                f"no {role} is given",
-                "it is the model that runs",
-                f"give --{role}-hf DIR or --{role}-load CKPT",
-                code="model-missing",
-            )
-        )
+        do = f"give --{role}-hf DIR or --{role}-load CKPT"
+        missing = UsageError(f"no {role} is given", "it is the model that runs", do, code="model-missing")
+        problems.append(missing)
     problems += check_parallel(config)
     if wrong.isdisjoint((*PACKS, *SHARDS)):
         problems += check_sequences(config)

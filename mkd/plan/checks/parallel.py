@@ -23,10 +23,8 @@ from mkd.plan.batch import BatchPlan, document_multiple
 def check_parallel(config: Config) -> Iterator[UsageError]:
     """Check that no settings exclude each other, and that each has the others that it needs."""
     parallel = config.parallel
-    by_layers, by_stages = (
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    by_layers = parallel.num_layers_per_virtual_pipeline_stage
+    by_stages = parallel.num_virtual_stages_per_pipeline_rank
     if by_layers is not None and by_stages is not None:
         yield UsageError(
             f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank "
@@ -173,9 +171,8 @@ def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedM
     problems: list[MkdError] = []
     if config.parallel.pipeline_layout == "auto":
         student, *teachers = (model.shape for model in models)
-        collect_error(
-            problems, lambda: layouts_of(config, student, teachers, virtual_stages(config, student))
-        )
+        stages = virtual_stages(config, student)
+        collect_error(problems, lambda: layouts_of(config, student, teachers, stages))
     yield from problems
 
 

@@ -53,12 +53,8 @@ def _has_model(teacher: TeacherConfig) -> bool:
 
 def _stored(config: Config) -> Iterator[UsageError]:
     """Yield what stored top-k log-probabilities cannot do, each problem once for all such teachers."""
-    places = {
-        i: f"teachers[{i}].topk" if i else "--teacher-topk"
-        for i, one in enumerate(config.teachers)
-        if one.topk
-    }
-    stored = {place: config.teachers[i] for i, place in places.items()}
+    places = ("--teacher-topk", *(f"teachers[{i}].topk" for i in range(1, len(config.teachers))))
+    stored = {place: one for place, one in zip(places, config.teachers, strict=False) if one.topk}
     if stored and len(config.teachers) > 1:
         what = f"{_given(stored)}, and {len(config.teachers)} teachers"
         why = "stored log-probabilities take the place of the only teacher"
@@ -135,18 +131,16 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
     elif kd.kd_fp32_logits and stored:
-        yield no_effect(
-            "kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it"
-        )
+        why = "in training only the fused head makes logits of another precision"
+        yield no_effect("kd-fp32-logits", why, "remove it")
 
 
 def _combination(config: Config) -> Iterator[UsageError]:
     """Yield problems of combining several teachers."""
     kd, default = config.kd, KDConfig()
     if kd.teacher_combination != default.teacher_combination and len(config.teachers) < 2:
-        yield no_effect(
-            f"teacher-combination {kd.teacher_combination}", "there is only one teacher", "remove it"
-        )
+        setting = f"teacher-combination {kd.teacher_combination}"
+        yield no_effect(setting, "there is only one teacher", "remove it")
     if kd.teacher_weighting != default.teacher_weighting:
         setting = f"teacher-weighting {kd.teacher_weighting}"
         if len(config.teachers) < 2:
@@ -167,10 +161,9 @@ def _combination(config: Config) -> Iterator[UsageError]:
             yield UsageError(what, why, do, code="average-of-different-tokens")
         for field in ("temperature", *TEACHER_FIELDS):
             if getattr(teacher, field) is not None:
+                setting = f"teachers[{index}].{field} {getattr(teacher, field)}"
                 why = "teacher-combination average makes one divergence from all teachers"
-                yield no_effect(
-                    f"teachers[{index}].{field} {getattr(teacher, field)}", why, f"set kd_{field} in kd:"
-                )
+                yield no_effect(setting, why, f"set kd_{field} in kd:")
 
 
 def _divergences(config: Config) -> Iterator[UsageError]:

@@ -24,13 +24,10 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
         what = f"min-lr {settings.min_lr} is above lr {settings.lr}"
         yield UsageError(what, "lr decays down to min-lr", "lower --min-lr", code="min-lr-above-lr")
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
-        yield UsageError(
-            f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction "
-            f"{settings.lr_warmup_fraction} exclude each other",
-            "both set the length of the warm-up",
-            "give one of them",
-            code="warmup-given-twice",
-        )
+        iters, fraction = settings.lr_warmup_iters, settings.lr_warmup_fraction
+        what = f"lr-warmup-iters {iters} and lr-warmup-fraction {fraction} exclude each other"
+        why = "both set the length of the warm-up"
+        yield UsageError(what, why, "give one of them", code="warmup-given-twice")
     elif 0 < decay_iters <= settings.lr_warmup_iters:
         what = f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations"
         why = "the learning rate would never start to decay"
@@ -45,9 +42,8 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
 def check_recomputation(config: Config) -> Iterator[UsageError]:
     """Check that full recomputation has all of its settings, and nothing else has them."""
     training = config.training
-    given = [
-        name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None
-    ]
+    names = "recompute_method", "recompute_num_layers"
+    given = [name for name in names if getattr(training, name) is not None]
     if training.recompute_granularity == "full" and len(given) < 2:
         what = "recompute-granularity full needs recompute-method and recompute-num-layers"
         do = "add for example --recompute-method uniform --recompute-num-layers 1"
