@@ -31,9 +31,8 @@ def profile_problems(log: LogConfig, world_size: int) -> Iterator[UsageError]:
     if beyond and (log.profile or log.record_memory_history):
         what = f"--profile-ranks {' '.join(beyond)} do not exist"
         why = f"the run has {world_size} processes"
-        yield UsageError(
-            what, why, f"use ranks from 0 to {world_size - 1}", code="profile-ranks-beyond-world"
-        )
+        do = f"use ranks from 0 to {world_size - 1}"
+        yield UsageError(what, why, do, code="profile-ranks-beyond-world")
 
 
 @dataclass

@@ -57,11 +57,9 @@ class SharedBuild:
         number, all_done = flags.tolist()
         self._last_beat = time.monotonic()
         if self.context.rank == 0 and number and not all_done:
+            what = f"received {signal.Signals(number).name}"
             why = "data were being prepared: an unfinished file's tokens are lost, finished files are cached"
-            do = "start the same command again"
-            raise Preempted(
-                f"received {signal.Signals(number).name}", why, do, code="preempted-while-building"
-            )
+            raise Preempted(what, why, "start the same command again", code="preempted-while-building")
         return bool(all_done)
 
 

@@ -79,35 +79,22 @@ def _resume(
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
     require_same_model(folder, student)
     saved = read_state(folder)
-    require_same(
-        folder, saved.get("fingerprints", {}), run_identity["fingerprints"], checkpoint.accept_change
-    )
-    left = later_than_pointer(folder.parent) if _point_at(folder, checkpoint) else []
+    known = saved.get("fingerprints", {}), run_identity["fingerprints"]
+    require_same(folder, *known, checkpoint.accept_change)
+    left: list[Path] = []
+    if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
+        # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.
+        point_at(folder)
+        left = later_than_pointer(folder.parent)
     if left:
         names = ", ".join(path.name for path in left)
-        LOG.warning(
-            f"this run abandons {names}: its first save replaces them, or renames them to "
-            f"*{ABANDONED}, which no run reads"
-        )
+        then = f"its first save replaces them, or renames them to *{ABANDONED}, which no run reads"
+        LOG.warning(f"this run abandons {names}: {then}")
     if saved.get("evaluation") not in (None, run_identity["evaluation"]):
-        LOG.warning(
-            "gap_closed is left out: the evaluation before the first step had another loss, teacher "
-            "or held-out set"
-        )
+        why = "the evaluation before the first step had another loss, teacher or held-out set"
+        LOG.warning(f"gap_closed is left out: {why}")
     for line in describe_changes(saved.get("settings", {}), run_identity["settings"]):
         LOG.info(line)
-
-
-def _point_at(folder: Path, checkpoint: CheckpointConfig) -> bool:
-    """Move the pointer if `folder` is in --save, and return True if it is.
-
-    A run may rewind within its own --save. Without the move, a restart after a crash would resume from the
-    checkpoint that the run has abandoned.
-    """
-    is_own = checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve()
-    if is_own:
-        point_at(folder)
-    return is_own
 
 
 def build_saver(
@@ -170,9 +157,8 @@ class Saver:
         """Call `finish` if all ranks have written. All-reduce MIN, only during a save in the background."""
         if self.pending is None:
             return 0.0
-        is_written = torch.tensor(
-            [not self.pending[1].is_alive()], dtype=torch.int32, device=self.context.device
-        )
+        is_here = not self.pending[1].is_alive()
+        is_written = torch.tensor([is_here], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
         return self.finish() if is_written.item() else 0.0
 

@@ -59,14 +59,8 @@ def run(
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
-        print(
-            format_config(loaded),
-            plan.describe(),
-            plan.loss_card(),
-            platform.describe(),
-            sep="\n",
-            flush=True,
-        )
+        shown = format_config(loaded), plan.describe(), plan.loss_card(), platform.describe()
+        print(*shown, sep="\n", flush=True)
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     # Wait longer than the watchdog, whose report says more.
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S

@@ -21,6 +21,15 @@ class ModelSource:
     hf: HFCheckpoint | None  # weights in a Hugging Face folder; None: they are in `load`
     load: Path | None  # Megatron checkpoint folder with the weights; None: they are in `hf`
 
+    def weight_files(self, pattern: str = "*") -> list[Path]:
+        """Return config.json and the files of the weights; in a Megatron folder, those of `pattern`."""
+        if self.hf is None:
+            files = sorted(path for path in self.load.glob(pattern) if path.is_file())
+        else:
+            names = {header.file for header in self.hf.headers.values()}
+            files = [self.hf.directory / name for name in sorted(names)]
+        return [self.assets / "config.json", *files]
+
 
 def locate_model(
     problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
@@ -36,11 +45,8 @@ def locate_model(
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_checkpoint(Path(source.load))
         if folder is None:
-            place = (
-                "--student-load"
-                if isinstance(source, StudentConfig)
-                else "--teacher-load, or load: of a teacher in a file"
-            )
+            is_student = isinstance(source, StudentConfig)
+            place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
             what = f"the {role}'s folder {source.load} holds no checkpoint"
             why = "its weights are read from there"
             do = f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}"

@@ -37,7 +37,6 @@ from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_data import open_data
-from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
 from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
@@ -112,11 +111,14 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, TEACHER)
     if not config.data.data_path:
-        problems.append(
-            UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
-        )
+        do = "give --data-path PATH"
+        problems.append(UsageError("no training data is given", "", do, code="data-path-missing"))
     collect_error(problems, lambda: parse_split(config.data.split))
-    tokenizer = teacher and collect_error(problems, lambda: _open_tokenizer(config, teacher.source))
+    # The run reads with its own tokenizer, the student's, or the teacher's.
+    kind, name = config.data.tokenizer_type, config.data.tokenizer_model or config.student.hf
+    tokenizer = teacher and collect_error(
+        problems, lambda: load_tokenizer(kind, name or str(teacher.source.assets))
+    )
     if tokenizer is not None:
         problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
     paths = data_paths(problems, config)
@@ -126,14 +128,6 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     if problems:
         raise ErrorList(problems)
     return ExportPlan(teacher, tokenizer)
-
-
-def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
-    """Open the tokenizer that the run will read with: its own setting, the student's, or the teacher's."""
-    data = config.data
-    return load_tokenizer(
-        data.tokenizer_type, data.tokenizer_model or config.student.hf or str(teacher.assets)
-    )
 
 
 def _make_folder(out: Path) -> None:
