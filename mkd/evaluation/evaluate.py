@@ -1,7 +1,4 @@
-"""Held-out evaluation: when it is due, and its pass over the held-out set.
-
-The pass runs forward only, with the loss of training.
-"""
+"""Held-out evaluation: when it is due, and its pass over the held-out set, forward with training's loss."""
 
 from __future__ import annotations
 

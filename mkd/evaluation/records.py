@@ -14,10 +14,7 @@ from mkd.errors import DataError
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
-"""The keys of mkd, HumanEval and MBPP.
-
-In MBPP the text is a sentence, not the beginning of code, so a line break follows it.
-"""
+"""The keys of mkd, HumanEval and MBPP."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,7 @@ Record = TypeVar("Record", Question, Completion)
 def task_name(path: str | Path) -> str:
     """Return the file's name without its suffix. Raises DataError for an unknown kind of file."""
     name = Path(path).name
-    suffix = next(
-        (suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None
-    )
+    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
     if suffix is None:
         what = f"{path} is not a known kind of file"
         why = "tasks are lines of JSON"
@@ -121,9 +116,8 @@ def _question(record: Mapping, line: int) -> Question:
         what = f"choices is not a list of 2 to {len(LETTERS)} texts"
         raise DataError(what, form, "repair or remove the record", code="task-choices-not-valid")
     if subject is not None and not _is_text(subject):
-        raise DataError(
-            "subject is empty or not a text", form, "repair or remove it", code="task-subject-not-text"
-        )
+        what = "subject is empty or not a text"
+        raise DataError(what, form, "repair or remove it", code="task-subject-not-text")
     answer = _answer(record.get("answer"), len(choices))
     return Question(question.strip(), tuple(choice.strip() for choice in choices), answer, subject, line)
 
@@ -134,13 +128,10 @@ def _answer(answer, num_choices: int) -> int:
         return letters.index(answer)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < num_choices:
         return answer
-    raise DataError(
-        f"answer is {json.dumps(answer)}",
-        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to "
-        f"{letters[-1]}",
-        "repair or remove the record",
-        code="task-answer-not-valid",
-    )
+    what = f"answer is {json.dumps(answer)}"
+    last = num_choices - 1, letters[-1]
+    why = f"of {num_choices} choices it is an index from 0 to {last[0]} or a letter from A to {last[1]}"
+    raise DataError(what, why, "repair or remove the record", code="task-answer-not-valid")
 
 
 def _completion(record: Mapping, line: int) -> Completion:
@@ -160,6 +151,7 @@ def _completion(record: Mapping, line: int) -> Completion:
         what = f"{keys[1]} is empty or not a text"
         why = "there is nothing to score"
         raise DataError(what, why, "repair or remove the record", code="task-completion-not-text")
+    # The text of MBPP is a sentence, not the beginning of code.
     return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
 
 

@@ -155,9 +155,8 @@ class RequestPacks:
             for number in self._documents[document]:
                 labels = self._requests[number].labels
                 scored.append([np.arange(stop - len(labels), stop), labels, np.full(len(labels), number)])
-        rows, labels, requests = (
-            np.concatenate(column).astype(np.int64) for column in zip(*scored, strict=True)
-        )
+        columns = zip(*scored, strict=True)
+        rows, labels, requests = (np.concatenate(column).astype(np.int64) for column in columns)
         pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index)
         return RequestPack(pack, rows, labels, requests)
 
@@ -166,10 +165,7 @@ def collate_requests(packs: Sequence[RequestPack]) -> RequestBatch:
     """Concatenate the packs into one micro-batch."""
     batch = collate([pack.pack for pack in packs])
     offsets = np.cumsum([0, *(len(pack.pack.tokens) for pack in packs[:-1])])
-    columns = (
-        [pack.rows + offset for pack, offset in zip(packs, offsets, strict=True)],
-        [pack.labels for pack in packs],
-        [pack.requests for pack in packs],
-    )
+    placed = [pack.rows + offset for pack, offset in zip(packs, offsets, strict=True)]
+    columns = placed, [pack.labels for pack in packs], [pack.requests for pack in packs]
     rows, labels, requests = (torch.from_numpy(np.concatenate(column)) for column in columns)
     return RequestBatch(**vars(batch), score_rows=rows, score_labels=labels, score_requests=requests)

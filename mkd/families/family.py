@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.weight_rules import Entry
 
 HFConfig = Mapping[str, Any]
@@ -29,16 +29,13 @@ class Family:
     read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # further fields of `ModelShape`
 
 
-def repeat_layer(layer: LayerShape, config: HFConfig) -> tuple[LayerShape, ...]:
-    """Return as many equal layers as the model has."""
-    return (layer,) * config["num_hidden_layers"]
-
-
-def require_silu(config: HFConfig) -> None:
-    """Raise `UsageError` unless the MLP is SwiGLU."""
+def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[LayerShape, ...]:
+    """Return the model's equal layers, with further `fields`. Raise `UsageError` unless the MLP is SwiGLU."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         what = f"hidden_act {config['hidden_act']!r} is not supported"
         raise UsageError(what, "this family's MLP is SwiGLU (silu)", code="activation-not-supported")
+    layer = LayerShape(config["intermediate_size"], rope, **fields)
+    return (layer,) * config["num_hidden_layers"]
 
 
 def with_windows(
@@ -68,10 +65,7 @@ def with_windows(
 
 
 def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:
-    """Give windows as Qwen configurations do.
-
-    They apply only behind a switch, and from layer `max_window_layers` on unless kinds are named.
-    """
+    """Give windows behind a switch as Qwen does: to named kinds, or from layer `max_window_layers` on."""
     if not config.get("use_sliding_window", False):
         return tuple(layers)
     first = config.get("max_window_layers", 28)

@@ -10,7 +10,8 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,22 +35,15 @@ class Writer(Protocol):
         """Release the destination. No call may follow."""
 
 
-def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Return an error for each requested writer without its package, to raise before anything is loaded."""
-    wanted = {
-        "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
-        "wandb": ("--wandb-project", log.wandb_project),
-    }
-    return [
-        UsageError(
-            f"{flag} is set and {package} is not installed",
-            "its figures would be missing after the run",
-            f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)",
-            code="log-package-missing",
-        )
-        for package, (flag, value) in wanted.items()
-        if value and not is_installed(package)
-    ]
+def missing_packages(log: LogConfig) -> Iterator[UsageError]:
+    """Yield an error for each requested writer without its package, to raise before anything is loaded."""
+    tensorboard = "tensorboard", "--tensorboard-dir", log.tensorboard_dir
+    for package, flag, value in (tensorboard, ("wandb", "--wandb-project", log.wandb_project)):
+        if value and not is_installed(package):
+            what = f"{flag} is set and {package} is not installed"
+            why = "its figures would be missing after the run"
+            do = f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)"
+            yield UsageError(what, why, do, code="log-package-missing")
 
 
 def is_installed(package: str) -> bool:
@@ -59,10 +53,7 @@ def is_installed(package: str) -> bool:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records of an earlier run to the first free NAME.N.SUFFIX; return None if there are none.
-
-    A run that is still writing them continues in the renamed file.
-    """
+    """Rename the records of an earlier run, if any, to the first free NAME.N.SUFFIX. Writers follow them."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
@@ -113,19 +104,12 @@ class TensorBoardWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                "--tensorboard-dir is set and tensorboard is not installed",
-                why=f"the import failed with: {error}",
-                do=(
-                    "pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is "
-                    "written either way)"
-                ),
-                code="tensorboard-missing",
-            ) from error
-        self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(
-            str(directory), purge_step=purge_step
-        )
-        self._events = self._open(None)
+            what = "--tensorboard-dir is set and tensorboard is not installed"
+            why = f"the import failed with: {error}"
+            do = "pip install tensorboard, or leave --tensorboard-dir out: metrics.jsonl is always written"
+            raise UsageError(what, why, do, code="tensorboard-missing") from error
+        self._open: Callable[..., Any] = partial(SummaryWriter, str(directory))
+        self._events = self._open()
 
     def write(self, record: Record) -> None:
         split = record.get("split", "train")
@@ -137,7 +121,7 @@ class TensorBoardWriter:
     def truncate_after(self, iteration: int) -> None:
         """Hide later records (see `Writer`) with a marker, because event files are append-only."""
         self._events.close()
-        self._events = self._open(iteration + 1)
+        self._events = self._open(purge_step=iteration + 1)
 
     def close(self) -> None:
         self._events.close()
