@@ -1,10 +1,24 @@
-"""Read the errors that a process has printed: their codes, and the text of the first one."""
+"""Expect errors by their codes: raised in this process, or printed by another one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mkd.errors import MkdError
 
 _REPORT = re.compile(r"\berror(?:\[([a-z0-9-]+)\])?: ")
+
+
+@contextmanager
+def refused(code: str) -> Iterator[pytest.ExceptionInfo]:
+    """Expect the block to raise an error of mkd with this code."""
+    with pytest.raises(MkdError) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value
 
 
 def reported_codes(stderr: str) -> list[str]:

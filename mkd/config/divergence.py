@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from mkd.config.field import option
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a divergence depends on.
-
-    Example: `jsd_beta` of a teacher; `kd_jsd_beta` and `--kd-jsd-beta` for all teachers.
-    """
+    """A number that a divergence depends on: `jsd_beta` of a teacher, --kd-jsd-beta for all."""
 
     name: str
     default: float
@@ -112,15 +110,13 @@ DIVERGENCES = tuple(DECLARATIONS)
 PARAMETERS = tuple(dict.fromkeys(one.parameter for one in DECLARATIONS.values() if one.parameter))
 
 
-def _for_all(parameter: Parameter) -> float:
-    default: float = option(parameter.default, parameter.help)
-    return default
+def _for_all(parameter: Parameter) -> Any:
+    return option(parameter.default, parameter.help)
 
 
-def _for_teacher(parameter: Parameter) -> float | None:
+def _for_teacher(parameter: Parameter) -> Any:
     flag = f"--kd-{parameter.name.replace('_', '-')}"
-    default: float | None = option(None, f"{parameter.name} of this teacher (default: {flag})", flag=False)
-    return default
+    return option(None, f"{parameter.name} of this teacher (default: {flag})", flag=False)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,6 @@ from dataclasses import field
 from typing import Any
 
 
-def option(
-    default: Any,
-    help: str,  # noqa: A002
-    *,
-    choices: tuple[str, ...] | None = None,
-    flag: bool = True,
-) -> Any:
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, flag: bool = True) -> Any:
     """Return a documented dataclass field; without `flag` it is YAML only."""
     return field(default=default, metadata=dict(help=help, choices=choices, flag=flag))

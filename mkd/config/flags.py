@@ -17,8 +17,6 @@ _DESCRIPTION = (
     "Distil a teacher language model into a student. "
     "The command line wins over the file, the file over defaults."
 )
-
-
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -49,10 +47,7 @@ def whole_number(text: str, least: int = 1) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser, with a group of flags per section.
-
-    It keeps values as text for `parse_command_line`.
-    """
+    """Build the parser, with a group of flags per section. Values stay text."""
     parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(
@@ -74,9 +69,8 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
         arguments["action"] = argparse.BooleanOptionalAction
     else:
         arguments["nargs"] = "+" if option.kind is tuple else 1
-        arguments["metavar"] = (
-            "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
-        )
+        choices = "{" + ",".join(option.choices or ()) + "}"
+        arguments["metavar"] = choices if option.choices else _METAVARS[option.kind]
     # set afterwards: BooleanOptionalAction of Python 3.10 would add its own default to the text
     group.add_argument(option.flag, **arguments).help = _help(option)
 

@@ -38,21 +38,16 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         raise ErrorList(errors)
     given = file.values | command_line.values
     has_teacher = any(path.startswith(FIRST_TEACHER) for path in given)
-    config = build_config(
-        {path: value for path, (value, _) in given.items()}, max(file.num_teachers, int(has_teacher))
-    )
-    origins = {
-        option.path: given[option.path][1] if option.path in given else DEFAULT
-        for option, _ in settings(config)
-    }
-    return LoadedConfig(config, origins)
+    values = {path: value for path, (value, _) in given.items()}
+    config = build_config(values, max(file.num_teachers, int(has_teacher)))
+    paths = (option.path for option, _ in settings(config))
+    return LoadedConfig(config, {path: given[path][1] if path in given else DEFAULT for path in paths})
 
 
 def format_config(loaded: LoadedConfig) -> str:
     """Return one aligned line per setting, for the start of a run: path, value, origin."""
-    rows = [
-        (option.path, _text(value), loaded.origins[option.path]) for option, value in settings(loaded.config)
-    ]
+    origins = loaded.origins
+    rows = [(one.path, _text(value), origins[one.path]) for one, value in settings(loaded.config)]
     path_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{path:{path_width}}  {value:{value_width}}  {origin}" for path, value, origin in rows)
 

@@ -44,11 +44,10 @@ class XTokenConfig:
 
     loss: str = option(
         "partition_kl",
-        "loss of an aligned chunk. partition_kl: exact KL over the tokens that both sides can spell, and "
-        "the rest. prefix_kl: KL over common tokens; another token counts as the common token that it "
-        "begins with. p_kl: KL after projecting the student's probabilities onto the teacher's tokens. "
-        "gold, h_kl: divergence on the common tokens, sorted differences on the others. uld: sorted "
-        "differences only",
+        "loss of an aligned chunk. partition_kl: exact KL over the tokens that both sides can spell, and the "
+        "rest. prefix_kl: KL over common tokens; another token counts as the common token that it begins "
+        "with. p_kl: KL after projecting the student's probabilities onto the teacher's tokens. gold, h_kl: "
+        "divergence on the common tokens, sorted differences on the others. uld: sorted differences only",
         choices=XTOKEN_LOSSES,
     )
     alignment: str = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import MappingProxyType, NoneType
@@ -66,22 +66,15 @@ class Option:
             return tuple(texts)
         (text,) = texts
         if self.choices is not None and text not in self.choices:
-            raise UsageError(
-                f"{label}: {text!r} is not a known value",
-                "",
-                f"use {_one_of(self.choices)}",
-                code="value-unknown",
-            )
+            what = f"{label}: {text!r} is not a known value"
+            raise UsageError(what, "", f"use {' or '.join(self.choices)}", code="value-unknown")
         try:
             return _READERS[self.kind](text)
         except (ValueError, KeyError):
             wanted = _KIND_NAMES[self.kind]
-            raise UsageError(
-                f"{label}: {text!r} is not {wanted}",
-                f"{self.label}: {self.help}",
-                f"give {wanted}",
-                code="value-not-valid",
-            ) from None
+            what = f"{label}: {text!r} is not {wanted}"
+            why = f"{self.label}: {self.help}"
+            raise UsageError(what, why, f"give {wanted}", code="value-not-valid") from None
 
 
 def _finite(text: str) -> float:
@@ -91,25 +84,15 @@ def _finite(text: str) -> float:
     return value
 
 
-_READERS: Mapping[type, Callable[[str], Any]] = {
-    int: int,
-    float: _finite,
-    bool: lambda text: _BOOLEANS[text.lower()],
-    str: str,
-}
-
-
-def _one_of(values: Iterable[str]) -> str:
-    return " or ".join(values)
+_READERS: Mapping[type, Callable[[str], Any]]
+_READERS = {int: int, float: _finite, bool: lambda text: _BOOLEANS[text.lower()], str: str}
 
 
 @cache
 def section_options(cls: type, section: str) -> tuple[Option, ...]:
     """Return the options of one section's dataclass, without those of nested sections."""
-    hints = get_type_hints(cls)
-    return tuple(
-        _option(field, hints[field.name], section) for field in fields(cls) if "help" in field.metadata
-    )
+    hints, documented = get_type_hints(cls), (field for field in fields(cls) if "help" in field.metadata)
+    return tuple(_option(field, hints[field.name], section) for field in documented)
 
 
 def _option(field: Any, hint: Any, section: str) -> Option:
@@ -188,21 +171,15 @@ def build_config(values: Mapping[str, Any], num_teachers: int) -> Config:
     """
 
     def build(cls: type, section: str, **nested: Any) -> Any:
-        given = {
-            option.field: values[option.path]
-            for option in section_options(cls, section)
-            if option.path in values
-        }
-        return cls(**given, **nested)
+        options = section_options(cls, section)
+        return cls(**{one.field: values[one.path] for one in options if one.path in values}, **nested)
 
     def teacher(section: str) -> TeacherConfig:
         is_xtoken = any(path.startswith(section + XTOKEN) for path in values)
-        return build(
-            TeacherConfig, section, xtoken=build(XTokenConfig, section + XTOKEN) if is_xtoken else None
-        )
+        xtoken = build(XTokenConfig, section + XTOKEN) if is_xtoken else None
+        return build(TeacherConfig, section, xtoken=xtoken)
 
-    sections = {
-        name: build(cls, name) for name, cls in section_types().items() if not name.startswith(FIRST_TEACHER)
-    }
+    types = section_types().items()
+    sections = {name: build(cls, name) for name, cls in types if not name.startswith(FIRST_TEACHER)}
     teachers = tuple(teacher(f"teachers[{index}]") for index in range(num_teachers))
     return build(Config, "", teachers=teachers, **sections)

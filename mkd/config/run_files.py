@@ -51,9 +51,8 @@ class DataConfig:
     )
     max_bad_records: int = option(
         0,
-        "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. "
-        "They are listed in quarantine.jsonl in the log folder. One more ends the run and names the first "
-        "ten",
+        "unreadable records (broken JSON, no text, not UTF-8 ...) to leave out of a data file, at most. They "
+        "are listed in quarantine.jsonl in the log folder. One more ends the run and names the first ten",
     )
     append_eod: bool = option(True, "end every document with the end-of-text token")
     shuffle: bool = option(True, "draw packs in random order, a different one in every epoch")

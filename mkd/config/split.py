@@ -25,19 +25,13 @@ class Split(NamedTuple):
 
 
 def parse_split(split: str) -> Split:
-    """Read up to three numbers, for training, validation and test; missing ones are 0.
-
-    Raises UsageError for another text.
-    """
+    """Read the shares of training, validation and test; missing ones are 0. Raises UsageError."""
     try:
         parts = [float(part) for part in split.split(",")]
     except ValueError:
         parts = []
     if len(parts) > 3 or not all(0 <= part < math.inf for part in parts) or not sum(parts):
-        raise UsageError(
-            f"--split {split} is not a split",
-            "it has up to three non-negative numbers, for training, validation and test, that are not all 0",
-            f"use for example --split {EXAMPLE_SPLIT}",
-            code="split-not-valid",
-        )
+        what = f"--split {split} is not a split"
+        why = "it has up to three non-negative numbers, for training, validation and test, that are not all 0"
+        raise UsageError(what, why, f"use for example --split {EXAMPLE_SPLIT}", code="split-not-valid")
     return Split(*parts, *[0.0] * (3 - len(parts)))

@@ -49,24 +49,15 @@ def read_yaml(path: str) -> YamlFile:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        file.errors.append(
-            UsageError(
-                f"--config {path} cannot be read: {reason}",
-                "",
-                "check the path and its encoding",
-                code="config-file-unreadable",
-            )
-        )
+        what = f"--config {path} cannot be read: {reason}"
+        do = "check the path and its encoding"
+        file.errors.append(UsageError(what, "", do, code="config-file-unreadable"))
         return file
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
-        problem = getattr(error, "problem", None) or error
-        file.errors.append(
-            UsageError(
-                f"{place}: not valid YAML: {problem}", "", "correct the syntax there", code="yaml-syntax"
-            )
-        )
+        what = f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        file.errors.append(UsageError(what, "", "correct the syntax there", code="yaml-syntax"))
         return file
     if root is not None:
         _read_section(file, root, "")
@@ -91,15 +82,9 @@ def _read_teachers(file: YamlFile, node: yaml.Node) -> None:
     if _is_null(node):
         return
     if not isinstance(node, yaml.SequenceNode):
-        file.fail(
-            node,
-            UsageError(
-                "teachers is not a list",
-                "every entry describes one teacher",
-                "write `teachers: [{hf: DIR}]`",
-                code="teachers-not-list",
-            ),
-        )
+        what = "teachers is not a list"
+        why = "every entry describes one teacher"
+        file.fail(node, UsageError(what, why, "write `teachers: [{hf: DIR}]`", code="teachers-not-list"))
         return
     file.num_teachers = len(node.value)
     for index, entry in enumerate(node.value):
@@ -110,60 +95,35 @@ def _read_xtoken(file: YamlFile, node: yaml.Node, section: str) -> None:
     """Read the nested section. Even empty it has a meaning, so its path is among the values."""
     if _is_null(node):
         why = "it says that this teacher has another tokenizer than the student"
-        file.fail(
-            node,
-            UsageError(
-                f"{section} has no value",
-                why,
-                "write `xtoken: {}` for its defaults, or remove the line",
-                code="xtoken-without-value",
-            ),
-        )
+        do = "write `xtoken: {}` for its defaults, or remove the line"
+        file.fail(node, UsageError(f"{section} has no value", why, do, code="xtoken-without-value"))
         return
     file.values[section] = ({}, file.place(node))
     _read_section(file, node, section)
 
 
 def _entries(file: YamlFile, node: yaml.Node, name: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield (key, its node, value node) of a mapping.
-
-    Duplicate keys and other kinds of nodes become errors.
-    """
+    """Yield (key, its node, value node) of a mapping. Add an error for anything else."""
     if not isinstance(node, yaml.MappingNode):
-        file.fail(
-            node,
-            UsageError(
-                f"{name} is not a mapping",
-                "settings are written as `name: value`",
-                "indent them below the section",
-                code="section-not-mapping",
-            ),
-        )
+        why = "settings are written as `name: value`"
+        do = "indent them below the section"
+        file.fail(node, UsageError(f"{name} is not a mapping", why, do, code="section-not-mapping"))
         return
     lines: dict[str, int] = {}
     for key_node, value in node.value:
         key = str(key_node.value)
         if key in lines:
+            why = f"line {lines[key]} has it already"
             file.fail(
-                key_node,
-                UsageError(
-                    f"{key} is given twice",
-                    f"line {lines[key]} has it already",
-                    "keep one of them",
-                    code="key-twice",
-                ),
+                key_node, UsageError(f"{key} is given twice", why, "keep one of them", code="key-twice")
             )
             continue
         lines[key] = key_node.start_mark.line + 1
         tag = next((n.tag for n in (node, value) if n.tag not in _PLAIN_TAGS), None)
         if tag is not None:
+            what = f"{key} has the tag {tag.replace(_TAG, '!!')}"
             why = "only plain values are read, so that a configuration cannot run code"
-            file.fail(
-                value,
-                UsageError(
-                    f"{key} has the tag {tag.replace(_TAG, '!!')}", why, "remove the tag", code="key-with-tag"
-                ),
-            )
+            file.fail(value, UsageError(what, why, "remove the tag", code="key-with-tag"))
             continue
         yield key, key_node, value
 
@@ -183,9 +143,8 @@ def _read_value(file: YamlFile, key: str, key_node: yaml.Node, node: yaml.Node, 
     earlier, origin = file.values.setdefault(option.path, (value, file.place(node)))
     if earlier != value:
         what = f"{key} is {_shown(value)}, but {origin} says {_shown(earlier)}"
-        file.fail(
-            key_node, UsageError(what, f"both set {option.name}", "keep one of them", code="key-set-twice")
-        )
+        why = f"both set {option.name}"
+        file.fail(key_node, UsageError(what, why, "keep one of them", code="key-set-twice"))
 
 
 def _parse(option: Option, node: yaml.Node, label: str) -> Any:
@@ -199,21 +158,13 @@ def _parse(option: Option, node: yaml.Node, label: str) -> Any:
         )
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if any(not isinstance(item, yaml.ScalarNode) or item.tag not in _PLAIN_TAGS for item in items):
-        raise UsageError(
-            f"{label} is not a plain value",
-            f"{option.label}: {option.help}",
-            "write `name: value`",
-            code="key-not-plain",
-        )
+        what = f"{label} is not a plain value"
+        raise UsageError(what, f"{option.label}: {option.help}", "write `name: value`", code="key-not-plain")
     texts = [item.value for item in items]
     if option.kind is not tuple and isinstance(node, yaml.SequenceNode):
         if option.field not in _COMMA_LISTS:
-            raise UsageError(
-                f"{label} is a list",
-                f"{option.name} has one value",
-                "write `name: value`",
-                code="key-is-list",
-            )
+            what = f"{label} is a list"
+            raise UsageError(what, f"{option.name} has one value", "write `name: value`", code="key-is-list")
         texts = [",".join(texts)]
     return option.parse(texts, label)
 

@@ -1,7 +1,4 @@
-"""Held-out evaluation: when it is due, and its pass over the held-out set.
-
-The pass runs forward only, with the loss of training.
-"""
+"""Held-out evaluation: when it is due, and its pass over the held-out set, forward with training's loss."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ def is_last(iteration: int, training: TrainingConfig) -> bool:
 
 
 def is_evaluated(iteration: int, training: TrainingConfig) -> bool:
-    """Return True if a run evaluates after `iteration` steps.
-
-    It evaluates before the first step, at every interval and after the last step.
-    """
+    """Return True if a run evaluates after `iteration` steps: at 0, each interval and the end."""
     if not training.evaluates:
         return False
     return is_due(iteration, training.eval_interval) or is_last(iteration, training)
@@ -59,10 +53,7 @@ def evaluate(engine: Engine, steps: Iterable[Sequence[PackedBatch]]) -> LossSums
 
 
 def evaluation_objective(engine: Engine) -> Objective:
-    """Return the objective of training, which also measures the cross entropy.
-
-    Counts are 1, because nothing is differentiated.
-    """
+    """Return the objective that also measures cross entropy. Counts are 1: there is no gradient."""
     terms = loss_terms(engine.kd, engine.teachers, with_ce_metric=True)
     ones = torch.ones(1 + len(terms), device=engine.context.device)
     return Objective(engine.kd, engine.context, terms, ones, engine.auxiliary_names)

@@ -14,10 +14,7 @@ from mkd.errors import DataError
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 COMPLETION_KEYS = (("prompt", "completion"), ("prompt", "canonical_solution"), ("text", "code"))
-"""The keys of mkd, HumanEval and MBPP.
-
-In MBPP the text is a sentence, not the beginning of code, so a line break follows it.
-"""
+"""The keys of mkd, HumanEval and MBPP."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,11 @@ Record = TypeVar("Record", Question, Completion)
 def task_name(path: str | Path) -> str:
     """Return the file's name without its suffix. Raises DataError for an unknown kind of file."""
     name = Path(path).name
-    suffix = next(
-        (suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None
-    )
+    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
     if suffix is None:
-        raise DataError(
-            f"{path} is not a known kind of file",
-            "tasks are lines of JSON",
-            f"use one of {', '.join(SUFFIXES)}",
-            code="task-file-kind-unknown",
-        )
+        what = f"{path} is not a known kind of file"
+        why = "tasks are lines of JSON"
+        raise DataError(what, why, f"use one of {', '.join(SUFFIXES)}", code="task-file-kind-unknown")
     return name.removesuffix(suffix)
 
 
@@ -79,19 +71,11 @@ def _read(path: str | Path, parse: Callable[[Mapping, int], Record]) -> list[Rec
             except DataError as error:
                 raise error.located(f"{path}, line {number}") from error
     except (OSError, EOFError) as error:
-        raise DataError(
-            f"{path} cannot be read",
-            str(error),
-            "check that it is there, complete and readable",
-            code="task-file-unreadable",
-        ) from error
+        do = "check that it is there, complete and readable"
+        raise DataError(f"{path} cannot be read", str(error), do, code="task-file-unreadable") from error
     if not records:
-        raise DataError(
-            f"{path} has no records",
-            "there is nothing to evaluate",
-            "remove the path, or repair the file",
-            code="task-file-empty",
-        )
+        do = "remove the path, or repair the file"
+        raise DataError(f"{path} has no records", "there is nothing to evaluate", do, code="task-file-empty")
     return records
 
 
@@ -105,19 +89,13 @@ def _json_object(line: bytes) -> Mapping:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"not valid JSON: {error}",
-            "every line is one JSON object",
-            "repair or remove the line",
-            code="task-record-not-json",
-        ) from error
+        what = f"not valid JSON: {error}"
+        why = "every line is one JSON object"
+        raise DataError(what, why, "repair or remove the line", code="task-record-not-json") from error
     if not isinstance(value, dict):
-        raise DataError(
-            "not a JSON object",
-            "every line is one JSON object",
-            "make lines of an array with: jq -c '.[]'",
-            code="task-record-not-object",
-        )
+        what = "not a JSON object"
+        why = "every line is one JSON object"
+        raise DataError(what, why, "make lines of an array with: jq -c '.[]'", code="task-record-not-object")
     return value
 
 
@@ -128,27 +106,18 @@ def _question(record: Mapping, line: int) -> Question:
     )
     question, choices, subject = record.get("question"), record.get("choices"), record.get("subject")
     if not _is_text(question):
-        raise DataError(
-            "question is missing, empty or not a text",
-            form,
-            "repair or remove the record",
-            code="task-question-not-text",
-        )
+        what = "question is missing, empty or not a text"
+        raise DataError(what, form, "repair or remove the record", code="task-question-not-text")
     if (
         not isinstance(choices, list)
         or not 2 <= len(choices) <= len(LETTERS)
         or not all(map(_is_text, choices))
     ):
-        raise DataError(
-            f"choices is not a list of 2 to {len(LETTERS)} texts",
-            form,
-            "repair or remove the record",
-            code="task-choices-not-valid",
-        )
+        what = f"choices is not a list of 2 to {len(LETTERS)} texts"
+        raise DataError(what, form, "repair or remove the record", code="task-choices-not-valid")
     if subject is not None and not _is_text(subject):
-        raise DataError(
-            "subject is empty or not a text", form, "repair or remove it", code="task-subject-not-text"
-        )
+        what = "subject is empty or not a text"
+        raise DataError(what, form, "repair or remove it", code="task-subject-not-text")
     answer = _answer(record.get("answer"), len(choices))
     return Question(question.strip(), tuple(choice.strip() for choice in choices), answer, subject, line)
 
@@ -159,13 +128,10 @@ def _answer(answer, num_choices: int) -> int:
         return letters.index(answer)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < num_choices:
         return answer
-    raise DataError(
-        f"answer is {json.dumps(answer)}",
-        f"of {num_choices} choices it is an index from 0 to {num_choices - 1} or a letter from A to "
-        f"{letters[-1]}",
-        "repair or remove the record",
-        code="task-answer-not-valid",
-    )
+    what = f"answer is {json.dumps(answer)}"
+    last = num_choices - 1, letters[-1]
+    why = f"of {num_choices} choices it is an index from 0 to {last[0]} or a letter from A to {last[1]}"
+    raise DataError(what, why, "repair or remove the record", code="task-answer-not-valid")
 
 
 def _completion(record: Mapping, line: int) -> Completion:
@@ -173,27 +139,19 @@ def _completion(record: Mapping, line: int) -> Completion:
     if keys is None:
         forms = ", ".join("{" + ", ".join(f'"{key}"' for key in keys) + "}" for keys in COMPLETION_KEYS)
         found = ", ".join(list(record)[:8]) or "none"
-        raise DataError(
-            f"no known keys (found: {found})",
-            f"a record has the keys of one of {forms}",
-            "rename its keys",
-            code="task-record-without-known-keys",
-        )
+        what = f"no known keys (found: {found})"
+        why = f"a record has the keys of one of {forms}"
+        raise DataError(what, why, "rename its keys", code="task-record-without-known-keys")
     prompt, completion = (record[key] for key in keys)
     if not (isinstance(prompt, str) and _encodes(prompt)):
-        raise DataError(
-            f"{keys[0]} is not a text",
-            "the completion follows it",
-            "repair or remove the record",
-            code="task-prompt-not-text",
-        )
+        what = f"{keys[0]} is not a text"
+        why = "the completion follows it"
+        raise DataError(what, why, "repair or remove the record", code="task-prompt-not-text")
     if not _is_text(completion):
-        raise DataError(
-            f"{keys[1]} is empty or not a text",
-            "there is nothing to score",
-            "repair or remove the record",
-            code="task-completion-not-text",
-        )
+        what = f"{keys[1]} is empty or not a text"
+        why = "there is nothing to score"
+        raise DataError(what, why, "repair or remove the record", code="task-completion-not-text")
+    # The text of MBPP is a sentence, not the beginning of code.
     return Completion(prompt + "\n" if keys[0] == "text" else prompt, completion, line)
 
 

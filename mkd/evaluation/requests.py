@@ -20,10 +20,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of one pair.
-
-    `labels[i]` is predicted at position len(inputs) - len(labels) + i of the document `inputs`.
-    """
+    """The ids of one pair: `labels[i]` is predicted at position len(inputs) - len(labels) + i."""
 
     inputs: np.ndarray  # [n] int32, all ids but the last
     labels: np.ndarray  # [m] int32, the continuation; m <= n
@@ -56,35 +53,20 @@ def encode_pairs(
 
 
 def _cut(pair: Pair, ids: np.ndarray, start: int, lead: int, seq_length: int, vocab_size: int) -> Request:
-    """Return the request of `ids` whose continuation begins at `start`.
-
-    If it is too long, keep the first `lead` ids and the last ones.
-    """
+    """Return the request whose continuation begins at `start`. To fit, keep `lead` ids and the last ones."""
     length, room = len(ids) - start, seq_length + 1 - max(lead, 1)
     if start == 0 or length == 0:
         why = "it adds no token to its prompt" if start else "its first token has nothing before it"
-        raise DataError(
-            f"{pair.place}: the continuation cannot be scored",
-            why,
-            "repair or remove the record",
-            code="continuation-not-scorable",
-        )
+        what = f"{pair.place}: the continuation cannot be scored"
+        raise DataError(what, why, "repair or remove the record", code="continuation-not-scorable")
     if length > room:
         why = f"its document has room for {room}: it is not divided"
-        raise DataError(
-            f"{pair.place}: the continuation has {length} tokens",
-            why,
-            "raise --seq-length, or remove the record",
-            code="continuation-too-long",
-        )
+        what = f"{pair.place}: the continuation has {length} tokens"
+        raise DataError(what, why, "raise --seq-length, or remove the record", code="continuation-too-long")
     if ids.max() >= vocab_size:
         why = f"the model has {vocab_size} vocabulary rows"
-        raise DataError(
-            f"{pair.place}: token id {ids.max()}",
-            why,
-            "use the model's own tokenizer",
-            code="continuation-beyond-vocabulary",
-        )
+        what = f"{pair.place}: token id {ids.max()}"
+        raise DataError(what, why, "use the model's own tokenizer", code="continuation-beyond-vocabulary")
     is_truncated = len(ids) > seq_length + 1
     if is_truncated:
         ids = np.concatenate([ids[:lead], ids[len(ids) - (seq_length + 1 - lead) :]])
@@ -107,10 +89,7 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class RequestPack:
-    """A pack of documents, and its scores.
-
-    Label `labels[i]` at position `rows[i]` belongs to request `requests[i]`.
-    """
+    """A pack of documents and its scores. Label `labels[i]` at `rows[i]` is of `requests[i]`."""
 
     pack: Pack
     rows: np.ndarray  # [n] int64, ascending
@@ -120,10 +99,7 @@ class RequestPack:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch(PackedBatch):
-    """A micro-batch of such packs (see `RequestPack`), without any loss.
-
-    Several labels may belong to one row.
-    """
+    """A micro-batch of `RequestPack`s, without a loss. A row may have several labels."""
 
     score_rows: Tensor  # [n] int64, positions among t
     score_labels: Tensor  # [n] int64
@@ -179,9 +155,8 @@ class RequestPacks:
             for number in self._documents[document]:
                 labels = self._requests[number].labels
                 scored.append([np.arange(stop - len(labels), stop), labels, np.full(len(labels), number)])
-        rows, labels, requests = (
-            np.concatenate(column).astype(np.int64) for column in zip(*scored, strict=True)
-        )
+        columns = zip(*scored, strict=True)
+        rows, labels, requests = (np.concatenate(column).astype(np.int64) for column in columns)
         pack = replace(pack, lengths=np.array(lengths), spans=spans, sample_id=index)
         return RequestPack(pack, rows, labels, requests)
 
@@ -190,10 +165,7 @@ def collate_requests(packs: Sequence[RequestPack]) -> RequestBatch:
     """Concatenate the packs into one micro-batch."""
     batch = collate([pack.pack for pack in packs])
     offsets = np.cumsum([0, *(len(pack.pack.tokens) for pack in packs[:-1])])
-    columns = (
-        [pack.rows + offset for pack, offset in zip(packs, offsets, strict=True)],
-        [pack.labels for pack in packs],
-        [pack.requests for pack in packs],
-    )
+    placed = [pack.rows + offset for pack, offset in zip(packs, offsets, strict=True)]
+    columns = placed, [pack.labels for pack in packs], [pack.requests for pack in packs]
     rows, labels, requests = (torch.from_numpy(np.concatenate(column)) for column in columns)
     return RequestBatch(**vars(batch), score_rows=rows, score_labels=labels, score_requests=requests)

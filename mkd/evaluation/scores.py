@@ -64,9 +64,8 @@ class RequestBatches:
 
     def _microbatch(self, samples: list[int]) -> RequestBatch:
         batch = collate_requests([self.packs[sample] for sample in samples])
-        return batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size).to(
-            self.context.device
-        )
+        shard = batch.context_parallel_shard(self.context.cp_rank, self.context.cp_size)
+        return shard.to(self.context.device)
 
 
 @torch.no_grad()
@@ -81,11 +80,8 @@ def log_likelihoods(
     NonFiniteError on every rank for predictions that are not finite.
     """
     context = batches.context
-    schedule = PipelineSchedule(
-        context,
-        P2PCommunicator(context.pp_group, models[0].config),
-        batches.micro_batch_size * batches.seq_length,
-    )
+    communicator = P2PCommunicator(context.pp_group, models[0].config)
+    schedule = PipelineSchedule(context, communicator, batches.micro_batch_size * batches.seq_length)
     were_training = [model.training for model in models]
     stages = [stage.eval() for stage in join_stages(models)]
     scorer = _Scorer(context, torch.zeros(len(batches.requests), dtype=torch.float64, device=context.device))
@@ -101,12 +97,9 @@ def log_likelihoods(
     scores = scorer.scores.cpu().numpy()
     not_finite = np.count_nonzero(~np.isfinite(scores))
     if not_finite:
-        raise NonFiniteError(
-            f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite",
-            "no metric can be made of them",
-            "check the model's weights, for example with tools/check_parity.py",
-            code="evaluation-not-finite",
-        )
+        what = f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite"
+        do = "check the model's weights, for example with tools/check_parity.py"
+        raise NonFiniteError(what, "no metric can be made of them", do, code="evaluation-not-finite")
     return scores
 
 
@@ -133,8 +126,5 @@ class _Scorer:
             sequence_parallel=model.config.sequence_parallel,
         )
         self.scores.index_add_(0, batch.score_requests, scores.label.double())
-        return (
-            hidden.new_zeros(()),
-            torch.zeros((), dtype=torch.int),
-            hidden.new_zeros(0, dtype=torch.float64),
-        )
+        nothing = hidden.new_zeros(0, dtype=torch.float64)
+        return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), nothing

@@ -1,7 +1,4 @@
-"""Evaluate held-out tasks during training.
-
-Tasks are encoded once, scored at every evaluation, and reported beside the losses.
-"""
+"""Evaluate held-out tasks during training: encoded once, scored at every evaluation, reported with losses."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ from mkd.train.teachers.same_tokens import SameTokens
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """Return the tasks that `config` names.
-
-    Raises one ErrorList with the first problem of every file. Reads only the files.
-    """
+    """Return the tasks that `config` names; reads only files. Raises ErrorList, with one problem a file."""
     data = config.data
     return read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot)
 
@@ -77,10 +71,8 @@ class TaskEvaluator:
         lines = []
         for task, (first, last) in zip(self.tasks, pairwise(self.borders), strict=True):
             cut = sum(request.is_truncated for request in self.batches.requests[first:last])
-            lines.append(
-                f"{task.name}: {last - first} continuations, {cut} prompts cut to "
-                f"{self.batches.seq_length} tokens"
-            )
+            prompts = f"{cut} prompts cut to {self.batches.seq_length} tokens"
+            lines.append(f"{task.name}: {last - first} continuations, {prompts}")
         return lines
 
     def evaluate(
@@ -105,10 +97,7 @@ class TaskEvaluator:
 def build_tasks(
     config: Config, tokenizer: Tokenizer, vocab_size: int, context: ParallelContext
 ) -> TaskEvaluator | None:
-    """Return the tasks of a run in the ids of its student's `tokenizer`; None if it has no tasks.
-
-    Raises DataError as `TaskEvaluator.build`.
-    """
+    """Return a run's tasks, in ids of `tokenizer`; None without any. DataError as `TaskEvaluator.build`."""
     tasks = tasks_of(config)
     if not (tasks and config.training.evaluates):
         return None
@@ -120,10 +109,9 @@ def evaluate_tasks(
     evaluator: TaskEvaluator, engine: Engine, stopper: Stopper | None = None
 ) -> dict[str, float] | None:
     """Return the metrics of a run's student, or None if it was stopped. The teachers do not run."""
+    students = [get_attr_wrapped_model(stage, "student") for stage in engine.stages]
     with engine.parameters_gathered():
-        return evaluator.evaluate(
-            [get_attr_wrapped_model(stage, "student") for stage in engine.stages], stopper=stopper
-        )
+        return evaluator.evaluate(students, stopper=stopper)
 
 
 def evaluate_teachers(
@@ -149,18 +137,14 @@ def evaluate_teachers(
 
 def report_tasks(reporter: Reporter, position: TrainingPosition, metrics: dict[str, float]) -> None:
     """Write one record with `split: "tasks"`, and print one line."""
-    place = dict(
-        iteration=position.iteration,
-        consumed_samples=position.consumed_samples,
-        consumed_tokens=position.consumed_tokens,
-    )
+    names = "iteration", "consumed_samples", "consumed_tokens"
+    place = {name: getattr(position, name) for name in names}
     reporter.logger.write({**place, **metrics, "split": "tasks"})
     LOG.info(task_line(position.iteration, metrics))
 
 
 def task_line(iteration: int, metrics: dict[str, float]) -> str:
     """Return the line for people: every metric except the counts."""
-    shown = [
-        f"{key.removeprefix('eval/')}: {value:.6E}" for key, value in metrics.items() if "/num_" not in key
-    ]
+    keys = [key for key in metrics if "/num_" not in key]
+    shown = [f"{key.removeprefix('eval/')}: {metrics[key]:.6E}" for key in keys]
     return " | ".join([f"task results at iteration {iteration}", *shown]) + " |"

@@ -40,11 +40,7 @@ class Task(Protocol):
         """Return everything to score, in a fixed order."""
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the answers.
-
-        The inputs, both [pairs], are the log-probability (nats) and the number of tokens of each
-        continuation.
-        """
+        """Return the metrics, from the log-probability (nats) and tokens of each continuation, [pairs]."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,7 @@ class MultipleChoice:
         ]
 
     def metrics(self, log_likelihoods: np.ndarray, num_tokens: np.ndarray) -> dict[str, float]:
-        """Return the proportions of right answers and `num_questions`.
-
-        The proportions are `accuracy` and `accuracy_norm`, for the styles that are asked.
-        """
+        """Return the proportions of right answers, as `accuracy` and `accuracy_norm`, and `num_questions`."""
         borders = np.cumsum([len(question.choices) for _ in self.styles for question in self.questions])[:-1]
         scores = iter(np.split(log_likelihoods, borders))
         metrics: dict[str, float] = {}
@@ -123,10 +116,7 @@ def read_tasks(
     num_fewshot: int = 0,
     styles: Sequence[str] = STYLES,
 ) -> list[Task]:
-    """Return the tasks of all files, from their text alone.
-
-    Raises one ErrorList with the first problem of every file.
-    """
+    """Return the tasks of all files, from text alone. Raises ErrorList, with one problem a file."""
     problems: list[MkdError] = []
     tasks: dict[str, Task] = {}
     paths = [(str(path), True) for path in multiple_choice] + [(str(path), False) for path in completions]
@@ -135,12 +125,8 @@ def read_tasks(
             name = task_name(path)
             if name in tasks:
                 why = "metrics carry the name of their file"
-                raise UsageError(
-                    f"two files of held-out tasks are named {name}",
-                    why,
-                    "rename one of them",
-                    code="task-names-equal",
-                )
+                what = f"two files of held-out tasks are named {name}"
+                raise UsageError(what, why, "rename one of them", code="task-names-equal")
             if is_choice:
                 tasks[name] = read_multiple_choice(path, num_fewshot, tuple(styles))
             else:
@@ -172,22 +158,16 @@ def read_multiple_choice(path: str, num_fewshot: int = 0, styles: tuple[str, ...
         found = len(pool[question.subject])
         if found < num_fewshot:
             of = "" if question.subject is None else f" of subject {question.subject}"
-            raise DataError(
-                f"{path}, line {question.line}: {source} has {found} examples{of}",
-                f"each question follows {num_fewshot} answered examples",
-                "lower --eval-num-fewshot, or add examples",
-                code="task-too-few-examples",
-            )
+            what = f"{path}, line {question.line}: {source} has {found} examples{of}"
+            why = f"each question follows {num_fewshot} answered examples"
+            do = "lower --eval-num-fewshot, or add examples"
+            raise DataError(what, why, do, code="task-too-few-examples")
     if not asked:
-        raise DataError(
-            f"{path} has no question left",
-            f"the first {num_fewshot} are examples",
-            f"put the examples into {dev}",
-            code="task-without-questions",
-        )
-    return MultipleChoice(
-        name, path, asked, tuple(tuple(pool[question.subject]) for question in asked), styles
-    )
+        what = f"{path} has no question left"
+        why = f"the first {num_fewshot} are examples"
+        raise DataError(what, why, f"put the examples into {dev}", code="task-without-questions")
+    examples = tuple(tuple(pool[question.subject]) for question in asked)
+    return MultipleChoice(name, path, asked, examples, styles)
 
 
 def few_shot_prompt(question: Question, examples: Sequence[Question], style: str) -> str:
@@ -196,18 +176,15 @@ def few_shot_prompt(question: Question, examples: Sequence[Question], style: str
     if question.subject is not None:
         kind = "multiple choice questions" if style == "letter" else "questions"
         header = f"The following are {kind} (with answers) about {question.subject.replace('_', ' ')}.\n\n"
-    answered = [
-        f"{_ask(example, style)} {_options(example, style)[example.answer]}\n\n" for example in examples
-    ]
+    answered = (f"{_ask(one, style)} {_options(one, style)[one.answer]}\n\n" for one in examples)
     return header + "".join(answered) + _ask(question, style)
 
 
 def _ask(question: Question, style: str) -> str:
     if style == "continuation":
         return f"Question: {question.question}\nAnswer:"
-    listed = "".join(
-        f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, question.choices, strict=False)
-    )
+    options = zip(LETTERS, question.choices, strict=False)
+    listed = "".join(f"{letter}. {choice}\n" for letter, choice in options)
     return f"{question.question}\n{listed}Answer:"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mkd.errors import CheckpointError, UsageError
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.families.weight_rules import Entry
 
 HFConfig = Mapping[str, Any]
@@ -19,10 +19,7 @@ The kinds of values have been checked.
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`.
-
-    Readers get an `HFConfig` and may raise `KeyError` (a missing key) or an `MkdError`.
-    """
+    """One `model_type`. Readers may raise `KeyError` (a missing key) or an `MkdError`."""
 
     model_type: str
     read_layers: Callable[[HFConfig, int], tuple[LayerShape, ...]]  # (configuration, head_dim)
@@ -32,19 +29,13 @@ class Family:
     read_model: Callable[[HFConfig], dict[str, Any]] = lambda config: {}  # further fields of `ModelShape`
 
 
-def repeat_layer(layer: LayerShape, config: HFConfig) -> tuple[LayerShape, ...]:
-    """Return as many equal layers as the model has."""
-    return (layer,) * config["num_hidden_layers"]
-
-
-def require_silu(config: HFConfig) -> None:
-    """Raise `UsageError` unless the MLP is SwiGLU."""
+def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[LayerShape, ...]:
+    """Return the model's equal layers, with further `fields`. Raise `UsageError` unless the MLP is SwiGLU."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UsageError(
-            f"hidden_act {config['hidden_act']!r} is not supported",
-            "this family's MLP is SwiGLU (silu)",
-            code="activation-not-supported",
-        )
+        what = f"hidden_act {config['hidden_act']!r} is not supported"
+        raise UsageError(what, "this family's MLP is SwiGLU (silu)", code="activation-not-supported")
+    layer = LayerShape(config["intermediate_size"], rope, **fields)
+    return (layer,) * config["num_hidden_layers"]
 
 
 def with_windows(
@@ -59,20 +50,14 @@ def with_windows(
     named = list(kinds or ["sliding_attention"] * len(layers))
     for kind in named:
         if kind not in ("sliding_attention", "full_attention"):
-            raise UsageError(
-                f"layer type {kind!r} is not supported",
-                "mkd knows full_attention and sliding_attention",
-                code="layer-type-not-supported",
-            )
+            why = "mkd knows full_attention and sliding_attention"
+            raise UsageError(f"layer type {kind!r} is not supported", why, code="layer-type-not-supported")
     if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
         named = named[:1] * len(layers)
     if len(named) != len(layers):
-        raise CheckpointError(
-            f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}",
-            "each layer must have its kind of attention",
-            "download or write it again",
-            code="layer-types-incomplete",
-        )
+        what = f"layer_types names {len(named)} layers, num_hidden_layers is {len(layers)}"
+        why = "each layer must have its kind of attention"
+        raise CheckpointError(what, why, "download or write it again", code="layer-types-incomplete")
     return tuple(
         replace(layer, sliding_window=window) if kind == "sliding_attention" else layer
         for layer, kind in zip(layers, named, strict=True)
@@ -80,10 +65,7 @@ def with_windows(
 
 
 def with_switched_windows(layers: Sequence[LayerShape], config: HFConfig) -> tuple[LayerShape, ...]:
-    """Give windows as Qwen configurations do.
-
-    They apply only behind a switch, and from layer `max_window_layers` on unless kinds are named.
-    """
+    """Give windows behind a switch as Qwen does: to named kinds, or from layer `max_window_layers` on."""
     if not config.get("use_sliding_window", False):
         return tuple(layers)
     first = config.get("max_window_layers", 28)

@@ -33,30 +33,20 @@ UNSUPPORTED = (  # switches that no released Gemma 3 has set
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     for name, why in UNSUPPORTED:
         if config.get(name):
-            raise UsageError(
-                f"{name} {config[name]!r} is not supported", why, code="model-feature-not-supported"
-            )
+            what = f"{name} {config[name]!r} is not supported"
+            raise UsageError(what, why, code="model-feature-not-supported")
     if config["hidden_activation"] != "gelu_pytorch_tanh":
-        raise UsageError(
-            f"hidden_activation {config['hidden_activation']!r} is not supported",
-            "Gemma 3 has a gated MLP with the tanh form of GELU (gelu_pytorch_tanh)",
-            code="activation-not-supported",
-        )
+        what = f"hidden_activation {config['hidden_activation']!r} is not supported"
+        why = "Gemma 3 has a gated MLP with the tanh form of GELU (gelu_pytorch_tanh)"
+        raise UsageError(what, why, code="activation-not-supported")
     every = config["sliding_window_pattern"]
     layers = range(1, config["num_hidden_layers"] + 1)
     kinds = config.get("layer_types") or [LOCAL if layer % every else GLOBAL for layer in layers]
-    common = LayerShape(
-        ffn_hidden_size=config["intermediate_size"],
-        rope=_rope(config, head_dim, GLOBAL),
-        activation="gelu_tanh",
-        qk_norm=True,
-        post_norms=True,
-    )
-    local_rope = _rope(config, head_dim, LOCAL)
-    return tuple(
-        replace(layer, rope=local_rope) if layer.sliding_window else layer
-        for layer in with_windows([common] * len(layers), config, kinds)
-    )
+    global_rope, local_rope = _rope(config, head_dim, GLOBAL), _rope(config, head_dim, LOCAL)
+    width = config["intermediate_size"]
+    common = LayerShape(width, global_rope, "gelu_tanh", qk_norm=True, post_norms=True)
+    windowed = with_windows([common] * len(layers), config, kinds)
+    return tuple(replace(one, rope=local_rope) if one.sliding_window else one for one in windowed)
 
 
 def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
@@ -71,11 +61,8 @@ def _rope(config: HFConfig, head_dim: int, kind: str) -> RopeShape:
     parameters.setdefault("rope_theta", config.get(THETA_KEY[kind], THETA[kind]))
     rope = read_rope({"rope_parameters": parameters}, head_dim)
     if rope.kind not in ("default", "linear"):
-        raise UsageError(
-            f"rope type {rope.kind!r} is not supported",
-            "Gemma 3 has default and linear position embeddings",
-            code="rope-not-supported",
-        )
+        why = "Gemma 3 has default and linear position embeddings"
+        raise UsageError(f"rope type {rope.kind!r} is not supported", why, code="rope-not-supported")
     return rope
 
 

@@ -23,10 +23,7 @@ class RopeShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer: norm, grouped-query attention, norm, gated MLP.
-
-    Each of the two blocks has a residual connection.
-    """
+    """A decoder layer: norm, grouped-query attention, norm, gated MLP; two residual connections."""
 
     ffn_hidden_size: int  # width of the gate and of the up projection
     rope: RopeShape

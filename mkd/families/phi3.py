@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from mkd.families.family import Family, HFConfig, repeat_layer, require_silu, with_windows
+from mkd.families.family import Family, HFConfig, swiglu_layers, with_windows
 from mkd.families.layer_shape import LayerShape
 from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import FUSED
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
-    require_silu(config)
-    rope = read_rope(config, head_dim, is_partial=True)
-    layer = LayerShape(ffn_hidden_size=config["intermediate_size"], rope=rope)
-    return with_windows(repeat_layer(layer, config), config, kinds=None)
+    layers = swiglu_layers(config, read_rope(config, head_dim, is_partial=True))
+    return with_windows(layers, config, kinds=None)
 
 
 PHI3 = Family(

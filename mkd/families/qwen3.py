@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from mkd.families.family import Family, HFConfig, repeat_layer, require_silu, with_switched_windows
+from mkd.families.family import Family, HFConfig, swiglu_layers, with_switched_windows
 from mkd.families.layer_shape import LayerShape
 from mkd.families.rope_config import read_rope
 from mkd.families.weight_rules import SEPARATE
 
 
 def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
-    require_silu(config)
-    attention_bias = config.get("attention_bias", False)
-    layer = LayerShape(
-        ffn_hidden_size=config["intermediate_size"],
-        rope=read_rope(config, head_dim),
-        qkv_bias=attention_bias,
-        attention_output_bias=attention_bias,
-        qk_norm=True,
-    )
-    return with_switched_windows(repeat_layer(layer, config), config)
+    bias = config.get("attention_bias", False)
+    fields = dict(qkv_bias=bias, attention_output_bias=bias, qk_norm=True)
+    return with_switched_windows(swiglu_layers(config, read_rope(config, head_dim), **fields), config)
 
 
 QWEN3 = Family(

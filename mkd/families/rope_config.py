@@ -38,36 +38,25 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
         )
     if kind == "longrope":
         return _long_rope(config, scaling, base)
-    raise UsageError(
-        f"rope type {kind!r} is not supported",
-        "mkd reproduces default, linear, llama3 and longrope position embeddings exactly",
-        "use a model with one of these, or remove the rope scaling for sequences below its original length",
-        code="rope-not-supported",
-    )
+    why = "mkd reproduces default, linear, llama3 and longrope position embeddings exactly"
+    do = "use a model with one of these, or remove the rope scaling for sequences below its original length"
+    raise UsageError(f"rope type {kind!r} is not supported", why, do, code="rope-not-supported")
 
 
 def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-    """Return the context length before scaling.
-
-    The model's own key takes precedence over the rope's, as in transformers.
-    """
+    """Return the context length before scaling. As in transformers, the model's key comes first."""
     name = "original_max_position_embeddings"
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
 
 
 def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:
-    """Read LongRoPE as Phi-3 configurations spell it.
-
-    Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753.
-    """
+    """Read LongRoPE as Phi-3 spells it (Ding et al. 2024, https://arxiv.org/abs/2402.13753)."""
     for name in ("short_factor", "long_factor"):
         if len(scaling[name]) != base.rotary_dim // 2:
-            raise CheckpointError(
-                f"the rope parameters have {len(scaling[name])} numbers of {name}",
-                f"each belongs to two of the {base.rotary_dim} channels of a head that are rotated",
-                "download config.json or write it again",
-                code="rope-lengths-differ",
-            )
+            what = f"the rope parameters have {len(scaling[name])} numbers of {name}"
+            why = f"each belongs to two of the {base.rotary_dim} channels of a head that are rotated"
+            do = "download config.json or write it again"
+            raise CheckpointError(what, why, do, code="rope-lengths-differ")
     original = _original_positions(config, scaling)
     factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
     attention_factor = scaling.get("attention_factor")

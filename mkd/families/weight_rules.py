@@ -51,10 +51,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table: the Hugging Face tensor of each part.
-
-    A repeated name means one fused tensor, parts in order.
-    """
+    """A row of a table: each part's Hugging Face tensor. A repeated name is one fused tensor."""
 
     rule: Rule
     tensors: tuple[str, ...]

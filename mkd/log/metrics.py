@@ -9,10 +9,7 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """Way the steps of a log interval become one value.
-
-    In an interval of one step it is that step's value.
-    """
+    """Way that the steps of a log interval become one value."""
 
     TOKEN_MEAN = "sum over loss tokens, divided once by the interval's num_loss_tokens"
     ROW_MEAN = "sum over each teacher's rows, divided once by the rows of the interval"
@@ -33,98 +30,86 @@ class Metric:
     number: type = float
 
 
+TOKEN_MEAN, ROW_MEAN, STEP_MEAN, TIME_MEAN, SUM, LAST = Reduction
+
 METRICS = (
-    Metric("iteration", "steps", Reduction.LAST, "optimizer steps since the start of training", int),
-    Metric("consumed_samples", "packs", Reduction.LAST, "packs trained on so far", int),
-    Metric("consumed_tokens", "tokens", Reduction.LAST, "tokens in these packs, padding included", int),
-    Metric(
-        "loss", "nats", Reduction.ROW_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses"
-    ),
-    Metric("ce_loss", "nats/token", Reduction.TOKEN_MEAN, "cross entropy of the student on the data"),
+    Metric("iteration", "steps", LAST, "optimizer steps since the start of training", int),
+    Metric("consumed_samples", "packs", LAST, "packs trained on so far", int),
+    Metric("consumed_tokens", "tokens", LAST, "tokens in these packs, padding included", int),
+    Metric("loss", "nats", ROW_MEAN, "(1 - kd_ratio) * ce_loss + kd_ratio * kd_loss + auxiliary losses"),
+    Metric("ce_loss", "nats/token", TOKEN_MEAN, "cross entropy of the student on the data"),
     Metric(
         "kd_loss",
         "nats/row",
-        Reduction.ROW_MEAN,
-        "divergence from the teacher, temperature scaling included. A row is a loss token, or an "
-        "aligned chunk of a cross-tokenizer teacher. With several teachers: the sum of "
-        "teacher_weight * kd_loss",
+        ROW_MEAN,
+        "divergence from the teacher, temperature scaling included. A row is a loss token, or an aligned "
+        "chunk of a cross-tokenizer teacher. With several teachers: the sum of teacher_weight * kd_loss",
     ),
     Metric(
         "teacher_ce",
         "nats/token",
-        Reduction.ROW_MEAN,
+        ROW_MEAN,
         "cross entropy of the teacher with the data, per token of its own tokenizer",
     ),
     Metric(
         "teacher_entropy",
         "nats/token",
-        Reduction.ROW_MEAN,
+        ROW_MEAN,
         "entropy of the teacher's distribution, per token of its own tokenizer",
     ),
     Metric(
         "top1_agreement",
         "proportion",
-        Reduction.ROW_MEAN,
+        ROW_MEAN,
         "fraction of rows where both models rank the same id first. Of aligned chunks, only one-to-one pairs "
         "are compared",
     ),
-    Metric("grad_norm", "1", Reduction.LAST, "L2 norm of the student's gradient before clipping"),
-    Metric("learning_rate", "1", Reduction.LAST, "learning rate of the last step, even if it made no update"),
-    Metric(
-        "num_loss_tokens", "tokens", Reduction.SUM, "loss tokens; the weight of this line's token means", int
-    ),
-    Metric("step_time_ms", "ms", Reduction.STEP_MEAN, "wall-clock time of one optimizer step"),
+    Metric("grad_norm", "1", LAST, "L2 norm of the student's gradient before clipping"),
+    Metric("learning_rate", "1", LAST, "learning rate of the last step, even if it made no update"),
+    Metric("num_loss_tokens", "tokens", SUM, "loss tokens; the weight of this line's token means", int),
+    Metric("step_time_ms", "ms", STEP_MEAN, "wall-clock time of one optimizer step"),
     Metric(
         "tokens_per_s_per_gpu",
         "tokens/s",
-        Reduction.TIME_MEAN,
+        TIME_MEAN,
         "tokens trained on per second and device, padding included",
     ),
-    Metric(
-        "tflops_per_gpu",
-        "TFLOP/s",
-        Reduction.TIME_MEAN,
-        "model FLOPs per second and device, teachers included",
-    ),
+    Metric("tflops_per_gpu", "TFLOP/s", TIME_MEAN, "model FLOPs per second and device, teachers included"),
     Metric(
         "skipped_iterations",
         "steps",
-        Reduction.SUM,
+        SUM,
         "steps without an update, because loss or gradient was not finite",
         int,
     ),
     Metric(
         "teacher_share",
         "proportion",
-        Reduction.TIME_MEAN,
+        TIME_MEAN,
         "fraction of the step time that the teachers' layers take on the first device",
     ),
-    Metric(
-        "loss_spikes", "steps", Reduction.SUM, "steps whose loss stands out; absent if there are none", int
-    ),
+    Metric("loss_spikes", "steps", SUM, "steps whose loss stands out; absent if there are none", int),
     Metric(
         "gap_closed",
         "proportion",
-        Reduction.LAST,
+        LAST,
         "fraction of the initial held-out kd_loss removed so far. Absent if the loss, the teachers or the "
         "held-out set have changed since",
     ),
-    Metric(
-        "peak_memory_gib", "GiB", Reduction.LAST, "peak memory allocated by torch on any GPU since the start"
-    ),
+    Metric("peak_memory_gib", "GiB", LAST, "peak memory allocated by torch on any GPU since the start"),
 )
 
 PER_TEACHER = (  # keys end in a slash and the teacher's name
     Metric(
         "teacher_weight",
         "proportion",
-        Reduction.ROW_MEAN,
+        ROW_MEAN,
         "weight of this teacher among several, averaged over its rows",
     ),
     Metric(
         "num_aligned",
         "rows/step",
-        Reduction.STEP_MEAN,
+        STEP_MEAN,
         "units in which the teacher and the student are compared: loss tokens, or aligned chunks",
     ),
 )
@@ -132,20 +117,17 @@ PER_TEACHER = (  # keys end in a slash and the teacher's name
 AUXILIARY = Metric(  # always followed by a slash and the name of the loss
     "auxiliary_loss",
     "nats/token",
-    Reduction.TOKEN_MEAN,
+    TOKEN_MEAN,
     "auxiliary loss that the student's layers add, coefficient included",
 )
 
 _BY_NAME = {metric.name: metric for metric in (*METRICS, *PER_TEACHER, AUXILIARY)}
-_SUMMED = (Reduction.TOKEN_MEAN, Reduction.ROW_MEAN)
+_SUMMED = (TOKEN_MEAN, ROW_MEAN)
 _ORDER = {name: place for place, name in enumerate(_BY_NAME)}
 
 
 def find_metric(key: str) -> Metric:
-    """Return the registry entry of `key`; that of `kd_loss/<teacher>` is `kd_loss`.
-
-    Raises KeyError if unknown.
-    """
+    """Return the registry entry of `key`, of `kd_loss` for `kd_loss/<teacher>`. Raises KeyError."""
     return _BY_NAME[key.partition("/")[0]]
 
 
@@ -205,10 +187,7 @@ class IntervalAverager:
         self._weights = {key: weight for key, (_, weight) in state.items()}
 
     def flush(self) -> dict[str, int | float]:
-        """Return the interval's record, with keys in registry order, and start afresh.
-
-        A token mean over no loss tokens is NaN.
-        """
+        """Return the interval's record in registry order, and start afresh. Means over 0 tokens are NaN."""
         keys = sorted(self._totals, key=lambda key: (_ORDER[find_metric(key).name], key))
         record = {key: _typed(find_metric(key), self._mean(key)) for key in keys}
         self._totals, self._weights = {}, {}

@@ -47,10 +47,7 @@ def progress_line(
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """Format an evaluation record as one line in Megatron's style.
-
-    Only the cross entropy has a perplexity.
-    """
+    """Format an evaluation record as Megatron does. Only cross entropy has a perplexity."""
     fields = [f"validation loss at iteration {record['iteration']}"]
     for label, value in _losses(record).items():
         fields.append(f"{label} value: {value:.6E}")
@@ -64,10 +61,8 @@ def evaluation_line(record: Mapping[str, float]) -> str:
 def _losses(record: Mapping[str, float]) -> dict[str, float]:
     """Return loss values by label, then `kd loss/<teacher>` of each teacher if there are several."""
     losses = {label: record[key] for label, key in LOSS_FIELDS.items() if key in record}
-    per_teacher = {
-        key.replace("_", " ", 1): value for key, value in record.items() if key.startswith("kd_loss/")
-    }
-    return losses | per_teacher
+    teachers = (key for key in record if key.startswith("kd_loss/"))
+    return losses | {key.replace("_", " ", 1): record[key] for key in teachers}
 
 
 def _optional(record: Mapping[str, float], label: str, key: str, form: str) -> list[str]:

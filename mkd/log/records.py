@@ -23,9 +23,8 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
-        raise DataError(
-            what, "", "name the log folder of a run, or its metrics.jsonl", code="metrics-unreadable"
-        ) from error
+        do = "name the log folder of a run, or its metrics.jsonl"
+        raise DataError(what, "", do, code="metrics-unreadable") from error
     return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
 
@@ -36,11 +35,8 @@ def split_of(record: dict[str, Any]) -> str:
 
 def curve(records: list[dict[str, Any]], split: str, key: str) -> dict[int, float]:
     """Return iteration -> value of one key, without the steps that have no value."""
-    return {
-        record["iteration"]: record[key]
-        for record in records
-        if split_of(record) == split and isinstance(record.get(key), (int, float))
-    }
+    of_split = (record for record in records if split_of(record) == split)
+    return {one["iteration"]: one[key] for one in of_split if isinstance(one.get(key), (int, float))}
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -51,9 +47,5 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         pass
     what = f"{path}:{number}: not a metrics record"
-    raise DataError(
-        what,
-        "each line is a JSON object with its iteration",
-        "remove the line",
-        code="metrics-record-not-valid",
-    )
+    why = "each line is a JSON object with its iteration"
+    raise DataError(what, why, "remove the line", code="metrics-record-not-valid")

@@ -18,7 +18,7 @@ RUN_ID = "wandb_run_id.txt"  # in the log folder: a resumed run extends the same
 class WandbWriter:
     """Log every number of a record as `train/<key>` or `<split>/<key>`, over `iteration`.
 
-    W&B cannot delete points. Steps that a resumed run repeats are in the curves twice, with the same values.
+    W&B cannot delete points, so the curves have steps that a resumed run repeats twice.
     """
 
     def __init__(
@@ -32,12 +32,10 @@ class WandbWriter:
         try:
             from wandb import init
         except ImportError as error:
-            raise UsageError(
-                "--wandb-project is set and wandb is not installed",
-                why=f"the import failed with: {error}",
-                do="pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)",
-                code="wandb-missing",
-            ) from error
+            what = "--wandb-project is set and wandb is not installed"
+            why = f"the import failed with: {error}"
+            do = "pip install wandb, or leave --wandb-project out (metrics.jsonl is written either way)"
+            raise UsageError(what, why, do, code="wandb-missing") from error
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -51,25 +49,19 @@ class WandbWriter:
                 config=dict(settings),
             )
         except Exception as error:  # wandb's errors share no base class
-            what = f"W&B did not start: {_first_line(error)}"
-            raise UsageError(
-                what,
-                "",
-                "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out",
-                code="wandb-not-started",
-            ) from error
+            what = f"W&B did not start: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            do = "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"
+            raise UsageError(what, "", do, code="wandb-not-started") from error
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
         split = record.get("split", "train")
-        values = {
-            f"{split}/{key}": value for key, value in record.items() if key not in ("iteration", "split")
-        }
-        finite = {
-            key: value for key, value in values.items() if isinstance(value, str) or math.isfinite(value)
-        }
-        self._run.log({"iteration": record["iteration"], **finite})
+        values = {"iteration": record["iteration"]}
+        for key, value in record.items():
+            if key not in ("iteration", "split") and (isinstance(value, str) or math.isfinite(value)):
+                values[f"{split}/{key}"] = value
+        self._run.log(values)
 
     def truncate_after(self, iteration: int) -> None:
         """Do nothing: W&B cannot delete points (see `Writer`)."""
@@ -78,15 +70,8 @@ class WandbWriter:
         self._run.finish()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def run_id(folder: Path, resumes: bool) -> str:
-    """Return the W&B id of the run.
-
-    A run that resumes has the stored id. Any other gets a new one, even in a used folder.
-    """
+    """Return the W&B id: the stored one if the run resumes, else a new one, even in a used folder."""
     path = folder / RUN_ID
     if not (resumes and path.exists()):
         path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")

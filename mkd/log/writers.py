@@ -10,7 +10,8 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,38 +35,25 @@ class Writer(Protocol):
         """Release the destination. No call may follow."""
 
 
-def missing_packages(log: LogConfig) -> list[UsageError]:
-    """Return an error for each requested writer without its package, to raise before anything is loaded."""
-    wanted = {
-        "tensorboard": ("--tensorboard-dir", log.tensorboard_dir),
-        "wandb": ("--wandb-project", log.wandb_project),
-    }
-    return [
-        UsageError(
-            f"{flag} is set and {package} is not installed",
-            "its figures would be missing after the run",
-            f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)",
-            code="log-package-missing",
-        )
-        for package, (flag, value) in wanted.items()
-        if value and not is_installed(package)
-    ]
+def missing_packages(log: LogConfig) -> Iterator[UsageError]:
+    """Yield an error for each requested writer without its package, to raise before anything is loaded."""
+    tensorboard = "tensorboard", "--tensorboard-dir", log.tensorboard_dir
+    for package, flag, value in (tensorboard, ("wandb", "--wandb-project", log.wandb_project)):
+        if value and not is_installed(package):
+            what = f"{flag} is set and {package} is not installed"
+            why = "its figures would be missing after the run"
+            do = f"pip install {package}, or leave {flag} out (metrics.jsonl is written either way)"
+            yield UsageError(what, why, do, code="log-package-missing")
 
 
 def is_installed(package: str) -> bool:
-    """Return True if `package` is installed.
-
-    A folder of that name in the current directory (W&B's) does not count.
-    """
+    """Return True if `package` is installed; a folder of that name (W&B's) does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename the records of an earlier run to the first free NAME.N.SUFFIX; return None if there are none.
-
-    A run that is still writing them continues in the renamed file.
-    """
+    """Rename the records of an earlier run, if any, to the first free NAME.N.SUFFIX. Writers follow them."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
@@ -90,10 +78,7 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, iteration: int) -> None:
-        """Remove later records (see `Writer`).
-
-        The file is replaced atomically: a crash leaves old or new lines.
-        """
+        """Remove later records (see `Writer`). A crash leaves either the old or the new file."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
         if len(kept) == len(lines):
@@ -119,19 +104,12 @@ class TensorBoardWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError(
-                "--tensorboard-dir is set and tensorboard is not installed",
-                why=f"the import failed with: {error}",
-                do=(
-                    "pip install tensorboard, or leave --tensorboard-dir out (metrics.jsonl is "
-                    "written either way)"
-                ),
-                code="tensorboard-missing",
-            ) from error
-        self._open: Callable[[int | None], Any] = lambda purge_step: SummaryWriter(
-            str(directory), purge_step=purge_step
-        )
-        self._events = self._open(None)
+            what = "--tensorboard-dir is set and tensorboard is not installed"
+            why = f"the import failed with: {error}"
+            do = "pip install tensorboard, or leave --tensorboard-dir out: metrics.jsonl is always written"
+            raise UsageError(what, why, do, code="tensorboard-missing") from error
+        self._open: Callable[..., Any] = partial(SummaryWriter, str(directory))
+        self._events = self._open()
 
     def write(self, record: Record) -> None:
         split = record.get("split", "train")
@@ -143,7 +121,7 @@ class TensorBoardWriter:
     def truncate_after(self, iteration: int) -> None:
         """Hide later records (see `Writer`) with a marker, because event files are append-only."""
         self._events.close()
-        self._events = self._open(iteration + 1)
+        self._events = self._open(purge_step=iteration + 1)
 
     def close(self) -> None:
         self._events.close()
@@ -162,12 +140,9 @@ class MetricLogger:
                 writer.write(record)
         except OSError as error:
             what = f"the metrics of iteration {record['iteration']} could not be written: {error}"
-            raise MkdError(
-                what,
-                "a run without its metrics cannot be judged",
-                "free disk space, and start the run again",
-                code="metrics-not-written",
-            ) from error
+            why = "a run without its metrics cannot be judged"
+            do = "free disk space, and start the run again"
+            raise MkdError(what, why, do, code="metrics-not-written") from error
 
     def truncate_after(self, iteration: int) -> None:
         for writer in self.writers:

@@ -8,29 +8,20 @@ from collections.abc import Callable
 
 
 class Cleanup:
-    """A context that runs all its actions at its end, in reverse order.
-
-    A failing action neither prevents the others nor hides the run's error.
-    """
+    """Run all actions at the end, in reverse order, even if one fails. The run's error comes first."""
 
     def __init__(self):
         self._actions: list[Callable[[BaseException | None], None]] = []
 
     def add(self, action: Callable[[BaseException | None], None]) -> None:
-        """Register `action`, which is called at the end with the run's error or None.
-
-        Actions added later run earlier.
-        """
+        """Call `action` at the end with the run's error or None. Later actions run earlier."""
         self._actions.append(action)
 
     def __enter__(self) -> Cleanup:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Run the actions.
-
-        If the run itself succeeded, raise the first error of an action. Print all other errors.
-        """
+        """Run the actions. Raise the first error if the run itself succeeded; print all others."""
         first = None
         for action in reversed(self._actions):
             try:

@@ -52,15 +52,12 @@ class CrashCounter(Follower):
                 f"settings, first delete {path}",
                 code="crash-loop",
             )
-        counter = cls(path)
-        counter._open(
-            {
-                "crashed_in": crash and crash["step"],
-                "times": crash["times"] if crash else 0,
-                "settings": settings,
-            }
-        )
-        return counter
+        step, times = (crash["step"], crash["times"]) if crash else (None, 0)
+        before = json.dumps({"crashed_in": step, "times": times, "settings": settings}).encode()
+        draft = path.with_name(RUNNING + ".new")
+        draft.write_bytes(_first_line(0) + before + b"\n")
+        os.replace(draft, path)
+        return cls(path, os.open(path, os.O_WRONLY))
 
     def entered(self, phase: str, iteration: int) -> None:
         """Record the step that begins by fetching its data."""
@@ -68,10 +65,7 @@ class CrashCounter(Follower):
             self.reached(iteration)
 
     def reached(self, step: int) -> None:
-        """Record that the run is about to do `step`.
-
-        Nothing is flushed to disk: if the process is killed, the operating system still has the bytes.
-        """
+        """Record that `step` comes next. A killed process loses nothing, so nothing is flushed to disk."""
         if self._file is not None:
             os.pwrite(self._file, _first_line(step), 0)
 
@@ -83,12 +77,6 @@ class CrashCounter(Follower):
         self._file = None
         if not (isinstance(error, Exception) and exit_code_of(error) == 1):
             self.path.unlink(missing_ok=True)
-
-    def _open(self, before: dict) -> None:
-        draft = self.path.with_name(RUNNING + ".new")
-        draft.write_bytes(_first_line(0) + json.dumps(before).encode() + b"\n")
-        os.replace(draft, self.path)
-        self._file = os.open(self.path, os.O_WRONLY)
 
 
 def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
@@ -104,10 +92,7 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
 
 
 def _last_crash(path: Path) -> dict | None:
-    """Return {step, times in a row, settings} of the run that left `path`.
-
-    Return None if there is no such file or it is unreadable.
-    """
+    """Return {step, times in a row, settings} of the run that left `path`; None if that is unreadable."""
     try:
         step, before = path.read_text(encoding="utf-8").splitlines()
         step, before = int(step), json.loads(before)

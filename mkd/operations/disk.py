@@ -35,23 +35,18 @@ class Written:
     @property
     def existing(self) -> Path:
         """The folder, or its nearest parent that exists."""
-        return next(
-            path for path in (self.folder.absolute(), *self.folder.absolute().parents) if os.path.exists(path)
-        )
+        folder = self.folder.absolute()
+        return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def writes_of(config: Config, student: ModelShape | None, data_paths: Iterable[str]) -> Iterator[Written]:
-    """Yield everything that the run of `config` writes.
-
-    If the student is unknown, the sizes of models are left out.
-    """
+    """Yield all that the run of `config` writes. Without `student`, sizes of models are left out."""
     checkpoint, log, bf16 = config.checkpoint, config.log, config.training.bf16
     if checkpoint.save:
         count = checkpoints_to_come(config)
+        what = "a checkpoint" if count < 2 else f"{count} checkpoints"
         size = count * checkpoint_bytes(student, bf16) if student else 0
-        yield Written(
-            "a checkpoint" if count < 2 else f"{count} checkpoints", "--save", Path(checkpoint.save), size
-        )
+        yield Written(what, "--save", Path(checkpoint.save), size)
     if checkpoint.export_hf:
         size = weight_bytes(student, bf16) if student else 0
         yield Written("the exported student", "--export-hf", Path(checkpoint.export_hf), size)
@@ -65,9 +60,8 @@ def cache_writes(config: Config, data_paths: Iterable[str]) -> Iterator[Written]
     """Yield the tokenised text, if some raw file is not in the cache yet."""
     cache = cache_folder(config)
     raw = [Path(path) for path in data_paths if is_raw(path) and os.path.isfile(path)]
-    new_bytes = sum(
-        path.stat().st_size for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))
-    )
+    new = [path for path in raw if not any(cache.glob(f"{glob.escape(path.stem)}-*.idx"))]
+    new_bytes = sum(path.stat().st_size for path in new)
     if new_bytes:
         flag = "--data-cache-path" if config.data.data_cache_path else _log_flag(config)
         yield Written("tokenised text", flag, cache, int(CACHE_SHARE * new_bytes))
@@ -102,23 +96,17 @@ def disk_notes(config: Config, student: ModelShape) -> list[str]:
     free = shutil.disk_usage(save.existing).free
     if staying * each <= free:
         return []
-    flag = (
-        "--keep-checkpoints N"
-        if checkpoint.save_retain_interval is None
-        else "a larger --save-retain-interval"
-    )
+    retains = checkpoint.save_retain_interval is not None
+    flag = "a larger --save-retain-interval" if retains else "--keep-checkpoints N"
     return [
         f"note: {staying} more checkpoints of {_size(each)} will stay in {save.folder}, "
-        f"{_size(staying * each)} in all; its "
-        f"disk has {_size(free)} left: give {flag}, or remove some during the run"
+        f"{_size(staying * each)} in all; its disk has {_size(free)} left: give {flag}, or remove some "
+        "during the run"
     ]
 
 
 def checkpoints_to_stay(config: Config) -> int:
-    """Return how many checkpoints will be written that nothing removes.
-
-    --keep-checkpoints removes older ones.
-    """
+    """Return how many checkpoints will be written that --keep-checkpoints does not remove."""
     checkpoint, train_iters = config.checkpoint, config.training.train_iters
     retained = checkpoint.save_retain_interval
     if checkpoint.keep_checkpoints is not None and retained is None:
@@ -152,9 +140,8 @@ def _blocked(path: Path, writes: Sequence[Written]) -> UsageError | None:
     else:
         return None
     why = f"the run writes {_joined(write.what for write in writes)} there"
-    return UsageError(
-        what, why, f"choose another {_joined(write.flag for write in writes)}", code="folder-not-writable"
-    )
+    do = f"choose another {_joined(write.flag for write in writes)}"
+    return UsageError(what, why, do, code="folder-not-writable")
 
 
 def _full(writes: Sequence[Written]) -> UsageError | None:
@@ -165,12 +152,9 @@ def _full(writes: Sequence[Written]) -> UsageError | None:
     if free >= needed:
         return None
     parts = ", ".join(f"{write.what} {_size(write.num_bytes)}" for write in large)
-    return UsageError(
-        f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it",
-        f"it would fail after all the work before: {parts}",
-        f"make room, or choose another {_joined(write.flag for write in large)}",
-        code="disk-too-small",
-    )
+    what = f"the disk of {large[0].folder} has {_size(free)} left, the run writes {_size(needed)} to it"
+    do = f"make room, or choose another {_joined(write.flag for write in large)}"
+    return UsageError(what, f"it would fail after all the work before: {parts}", do, code="disk-too-small")
 
 
 def _size(num_bytes: int) -> str:

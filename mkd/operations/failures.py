@@ -42,10 +42,7 @@ class Failure:
 
 @dataclass
 class FailureReports:
-    """The reports of one run's ranks, in a folder that all of them see.
-
-    The folder may also hold reports of other runs.
-    """
+    """The reports of one run's ranks, in a folder that all see and that may hold those of other runs."""
 
     rank: int
     world_size: int
@@ -69,26 +66,18 @@ class FailureReports:
             draft.write_text(json.dumps(asdict(failure)) + "\n" + details, encoding="utf-8")
             os.replace(draft, self.path(self.rank))
         except OSError as error:  # the disk may be what has failed
-            print(
-                f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}", file=sys.stderr, flush=True
-            )
+            _print(f"rank {self.rank}: cannot write {self.path(self.rank)}: {error}")
 
     def of_peers(self) -> list[Failure]:
-        """Return what other ranks have reported, the earliest failure first.
-
-        Return nothing until all ranks have joined.
-        """
+        """Return the failures of other ranks, the earliest first; none until all ranks have joined."""
         if not self.run:
             return []
         try:
             names = os.listdir(self.folder)  # one look; no file is opened while all is well
         except OSError:
             return []
-        found = [
-            self._read(rank)
-            for rank in range(self.world_size)
-            if rank != self.rank and self.path(rank).name in names
-        ]
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        found = [self._read(rank) for rank in others if self.path(rank).name in names]
         return sorted((one for one in found if one and one.run == self.run), key=lambda one: one.time)
 
     def wait_for_peer(self) -> Failure | None:
@@ -128,14 +117,10 @@ def end_of_rank(error: Exception, reports: FailureReports, rendezvous: Rendezvou
 
 
 def _end_before_rendezvous(error: Exception, rendezvous: Rendezvous) -> int:
-    """Report a problem of flags, data or a disk.
-
-    If several ranks hit the same one, only the lowest rank prints it.
-    """
+    """Report a problem of flags, data or a disk. Of the ranks that share it, only the lowest prints it."""
     details, rank = traceback_of(error), rendezvous.rank
-    own = Problem(
-        exit_code_of(error), one_line(error), str(error) if isinstance(error, MkdError) else details
-    )
+    text = str(error) if isinstance(error, MkdError) else details
+    own = Problem(exit_code_of(error), one_line(error), text)
     if rank == 0:
         _report(_own_words(error, details, rank))
     try:
@@ -170,10 +155,7 @@ def tell_torchrun(text: str) -> None:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return True if this error says that another rank is out of reach.
-
-    The errors that it was explicitly raised from count too.
-    """
+    """Return True if this error, or one that it was raised from, says that a rank is out of reach."""
     import torch.distributed as dist
 
     if isinstance(error, dist.DistError):
@@ -205,10 +187,8 @@ def _own_words(error: Exception, details: str, rank: int) -> str:
     if isinstance(error, MkdError):
         return error.report() if rank == 0 else f"rank {rank}: {error.report()}"
     if is_communication_error(error):
-        return (
-            f"{details}rank {rank}: lost contact with the other ranks, and none has said why: one was "
-            "killed or hangs"
-        )
+        lost = "lost contact with the other ranks, and none has said why: one was killed or hangs"
+        return f"{details}rank {rank}: {lost}"
     return f"{details}rank {rank} failed first: {one_line(error)}"
 
 

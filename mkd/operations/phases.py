@@ -1,9 +1,8 @@
 """Announce what a run is doing to its followers: watchdog, crash counter, profiler, stopper.
 
-A run is always in one phase, and phases do not nest: "init", "data", "forward_backward", "optimizer", "eval",
-"task evaluation", "save" or "end". A moment is a place inside a phase, such as "before_pointer" while a
-checkpoint is saved. A save in the background announces its moments from another thread, during any phase of
-the run.
+A run is always in one phase, and phases do not nest. A moment is a place inside a phase, such as
+"before_pointer" while a checkpoint is saved. A save in the background announces its moments from another
+thread, during any phase of the run.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,43 +16,23 @@ from mkd.operations.phases import DATA, Follower
 MEMORY_EVENTS = 100_000  # latest allocations that a history keeps
 
 
-def profile_problems(log: LogConfig, world_size: int) -> list[UsageError]:
-    """Return one error for each part of `log` that cannot be profiled on this machine or world size."""
-    problems = []
+def profile_problems(log: LogConfig, world_size: int) -> Iterator[UsageError]:
+    """Yield one error for each part of `log` that cannot be profiled on this machine or world size."""
     if not torch.cuda.is_available():
         if log.profile and not log.use_pytorch_profiler:
+            what = "--profile has no GPU to profile"
             why = "without --use-pytorch-profiler it marks steps for Nsight Systems, which needs a GPU"
-            problems.append(
-                UsageError(
-                    "--profile has no GPU to profile",
-                    why,
-                    "add --use-pytorch-profiler",
-                    code="profile-without-gpu",
-                )
-            )
+            yield UsageError(what, why, "add --use-pytorch-profiler", code="profile-without-gpu")
         if log.record_memory_history:
+            what = "--record-memory-history has no GPU to record"
             why = "the history is that of CUDA's allocator"
-            problems.append(
-                UsageError(
-                    "--record-memory-history has no GPU to record",
-                    why,
-                    "remove it",
-                    code="memory-history-without-gpu",
-                )
-            )
-    if log.profile or log.record_memory_history:
-        beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
-        if beyond:
-            what = f"--profile-ranks {' '.join(beyond)} do not exist"
-            problems.append(
-                UsageError(
-                    what,
-                    f"the run has {world_size} processes",
-                    f"use ranks from 0 to {world_size - 1}",
-                    code="profile-ranks-beyond-world",
-                )
-            )
-    return problems
+            yield UsageError(what, why, "remove it", code="memory-history-without-gpu")
+    beyond = [rank for rank in log.profile_ranks if rank.isdigit() and int(rank) >= world_size]
+    if beyond and (log.profile or log.record_memory_history):
+        what = f"--profile-ranks {' '.join(beyond)} do not exist"
+        why = f"the run has {world_size} processes"
+        do = f"use ranks from 0 to {world_size - 1}"
+        yield UsageError(what, why, do, code="profile-ranks-beyond-world")
 
 
 @dataclass
@@ -109,10 +90,7 @@ class Profiler(Follower):
             self._end_steps()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End and write what is running.
-
-        If the run failed with `error`, the memory history covers its last allocations.
-        """
+        """End and write what is running. After an `error` that includes the last allocations."""
         if self.remembers:
             has_failed = error is not None and not isinstance(error, Preempted)
             self._is_remembered = self._is_remembered and not has_failed

@@ -51,10 +51,7 @@ class Rendezvous:
     _store: object = None  # kept, because the process group will use the same one
 
     def ready(self, timeout_s: float) -> None:
-        """Report that this rank can start. Raise PeerCannotStart if another one cannot.
-
-        Collective, like `exchange`.
-        """
+        """Report that this rank can start. Collective. Raises PeerCannotStart if another one cannot."""
         problems = self.exchange(None, timeout_s)
         if problems:
             rank = min(problems)

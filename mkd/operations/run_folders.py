@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,37 +24,26 @@ def cache_folder(config: Config) -> Path:
     return Path(config.data.data_cache_path or log_folder(config) / "data_cache")
 
 
-def start_problems(checkpoint: CheckpointConfig) -> list[UsageError]:
-    """Return the problems of --load and --save for a run that starts now.
+def start_problems(checkpoint: CheckpointConfig) -> Iterator[UsageError]:
+    """Yield the problems of --load and --save for a run that starts now.
 
     Refuse a --load without a checkpoint, and a --save with checkpoints of a run that this one does not
     continue. Nothing has been written yet. If --load equals --save, it may be empty, because a scheduler
     always starts the same command.
     """
-    save, load = (
-        Path(folder).absolute() if folder else None for folder in (checkpoint.save, checkpoint.load)
-    )
-    problems = []
+    folders = checkpoint.save, checkpoint.load
+    save, load = (Path(folder).absolute() if folder else None for folder in folders)
     if load and not _is_same(load, save) and not holds_checkpoints(load):
-        problems.append(
-            UsageError(
-                f"--load {checkpoint.load} holds no checkpoint",
-                "the run would start from the student's own weights",
-                "check the path, or leave out --load to start from scratch",
-                code="load-holds-no-checkpoint",
-            )
-        )
+        what = f"--load {checkpoint.load} holds no checkpoint"
+        why = "the run would start from the student's own weights"
+        do = "check the path, or leave out --load to start from scratch"
+        yield UsageError(what, why, do, code="load-holds-no-checkpoint")
     continues = load is not None and (_is_same(load, save) or _is_same(load.parent, save))
     if save and not continues and holds_checkpoints(save):
-        problems.append(
-            UsageError(
-                f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue",
-                "they, and the metrics of that run, would be replaced",
-                f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder",
-                code="save-holds-another-run",
-            )
-        )
-    return problems
+        what = f"--save {checkpoint.save} holds the checkpoints of a run that this one does not continue"
+        why = "they, and the metrics of that run, would be replaced"
+        do = f"resume that run (--load {checkpoint.save}), choose another --save, or remove the folder"
+        yield UsageError(what, why, do, code="save-holds-another-run")
 
 
 def remove_markers(folder: Path) -> None:

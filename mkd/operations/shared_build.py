@@ -43,10 +43,7 @@ class SharedBuild:
             self._beat(is_done=False)
 
     def share(self, value: Any) -> Any:
-        """Return the picklable `value` of rank 0 on every rank.
-
-        Collective: the other ranks wait here until the build ends.
-        """
+        """Return the picklable `value` of rank 0 on every rank, when the build has ended. Collective."""
         is_done = self.context.rank == 0
         while not self._beat(is_done):
             self.phases.enter(INIT, 0)
@@ -54,22 +51,15 @@ class SharedBuild:
         return self.context.broadcast_object(value)
 
     def _beat(self, is_done: bool) -> bool:
-        """Return True if rank 0 is done, after an all-reduce MAX of two numbers.
-
-        On rank 0, an earlier signal raises Preempted.
-        """
+        """Return True if rank 0 is done (all-reduce MAX). On rank 0, an earlier signal raises Preempted."""
         flags = torch.tensor([self.signals.received, is_done], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         number, all_done = flags.tolist()
         self._last_beat = time.monotonic()
         if self.context.rank == 0 and number and not all_done:
-            raise Preempted(
-                f"received {signal.Signals(number).name}",
-                "data were being prepared: the tokens of an unfinished file are lost, finished files "
-                "are in the cache",
-                "start the same command again",
-                code="preempted-while-building",
-            )
+            what = f"received {signal.Signals(number).name}"
+            why = "data were being prepared: an unfinished file's tokens are lost, finished files are cached"
+            raise Preempted(what, why, "start the same command again", code="preempted-while-building")
         return bool(all_done)
 
 

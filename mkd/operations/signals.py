@@ -17,10 +17,7 @@ torchrun and schedulers end a job with SIGTERM. Slurm warns with the signal of -
 
 @dataclass
 class Signals:
-    """The first signal that this process has received; 0 means none.
-
-    Later ones change nothing, because Slurm sends each signal twice.
-    """
+    """The first signal that this process received, or 0. Slurm sends each twice: later ones are ignored."""
 
     received: int = 0
 
@@ -50,9 +47,6 @@ def caught_signals(afterwards: signal.Handlers | None = None) -> Iterator[Signal
 
 
 def ignore_signals() -> None:
-    """Ignore `SIGNALS` from now on.
-
-    Unlike Python's handlers, this also works while the interpreter shuts down.
-    """
+    """Ignore `SIGNALS` from now on. Python's handlers would end with the interpreter."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

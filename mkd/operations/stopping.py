@@ -28,8 +28,7 @@ class Stop:
     """The reason why a run ends early."""
 
     reason: str
-    # Ended from outside, so that it should be restarted. False: its own flags end it.
-    is_preempted: bool
+    is_preempted: bool  # ended from outside, so that it should be restarted; False: its own flags end it
 
 
 class StepAgreement(NamedTuple):
@@ -64,19 +63,11 @@ class Stopper(Follower):
         return self.exchange(True).stop
 
     def exchange(self, is_finite: bool) -> StepAgreement:
-        """Tell all ranks whether loss and gradient are finite on this one, and return the agreement.
-
-        Every step calls this before its update. One all-reduce MAX of four numbers, too small to notice,
-        answers both questions.
-        """
+        """Tell all ranks if loss and gradient are finite here, and return the agreement. All-reduce MAX."""
         if self._step_begun is not None:
             self.took(step_s=time.monotonic() - self._step_begun)
-        wishes = [
-            self.signals.received,
-            self._is_over(self._own_end()),
-            self._is_over(self._slurm_end()),
-            not is_finite,
-        ]
+        ends = self._is_over(self._own_end()), self._is_over(self._slurm_end())
+        wishes = [self.signals.received, *ends, not is_finite]
         flags = torch.tensor(wishes, dtype=torch.int32, device=self.context.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         number, own_time, slurm_time, some_non_finite = flags.tolist()
@@ -105,19 +96,13 @@ class Stopper(Follower):
             self._step_begun = None
 
     def _next_save_s(self) -> float:
-        """Return the time of the longest save, or an estimate until one has been timed.
-
-        Return 0 before the first step, so that every start makes progress.
-        """
+        """Return the longest save, or an estimate before it. Return 0 before the first step."""
         if self.save_s or not self.step_s:
             return self.save_s
         return self.first_save_bytes / SAVE_BYTES_PER_S
 
     def _own_end(self) -> float | None:
-        """Return the end that --exit-duration-in-mins sets.
-
-        Return None before the first step, so that every start makes progress.
-        """
+        """Return the end that --exit-duration-in-mins sets. Every start makes a step first."""
         if self.exit_duration_in_mins is None or not self.step_s:
             return None
         return self.start + 60 * self.exit_duration_in_mins

@@ -73,11 +73,10 @@ class Watchdog(Follower):
         places: list[tuple[str, int, str] | None] = [None] * self.reports.world_size
         dist.all_gather_object(places, (process_space(), os.getpid(), uuid.uuid4().hex))
         self.reports.run = places[0][2]
-        own = places[self.reports.rank]
-        others = {
-            rank: place[1] for rank, place in enumerate(places) if place[0] == own[0] and place[1] != own[1]
-        }
-        self._peers = others if Path("/proc/self/stat").exists() else {}
+        space, own, _ = places[self.reports.rank]
+        if Path("/proc/self/stat").exists():
+            here = ((rank, process) for rank, (where, process, _) in enumerate(places) if where == space)
+            self._peers = {rank: process for rank, process in here if process != own}
 
     def entered(self, phase: str, iteration: int) -> None:
         """Restart the clock for `phase` of step `iteration`."""
@@ -119,11 +118,7 @@ class Watchdog(Follower):
         return f"{self.phase} of iteration {self.iteration}" if self.iteration else self.phase
 
     def _end_hang(self, what: str) -> None:
-        """End a hanging process after reporting where every rank is.
-
-        Dump this rank's stacks, give the others time for theirs, print where each rank is, and end the
-        process.
-        """
+        """Dump this rank's stacks, wait for those of the others, print where each is, and end the process."""
         path = self.reports.path(self.reports.rank)
         self.reports.write(what, "", exit_code=1)
         with path.open("a", encoding="utf-8") as file:
@@ -148,10 +143,8 @@ class Watchdog(Follower):
         """End the process because a peer failed, whether or not it has reported that."""
         rank = self.reports.rank
         if failures:
-            _end(
-                f"rank {rank}: {failures[0].describe()}\n  see {self.reports.path(failures[0].rank)}",
-                failures[0].exit_code,
-            )
+            first = failures[0]
+            _end(f"rank {rank}: {first.describe()}\n  see {self.reports.path(first.rank)}", first.exit_code)
         missing = ", ".join(map(str, self._missing_peers()))
         what = f"rank {missing} has ended without a report: it was killed, or the host ran out of memory"
         self.reports.write(what, "")

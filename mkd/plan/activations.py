@@ -39,11 +39,8 @@ class Activations:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on this context-parallel process."""
-        return (
-            self.config.training.micro_batch_size
-            * self.seq_length
-            // self.config.parallel.context_parallel_size
-        )
+        tokens = self.config.training.micro_batch_size * self.seq_length
+        return tokens // self.config.parallel.context_parallel_size
 
     @property
     def is_sharded(self) -> bool:
@@ -58,9 +55,8 @@ class Activations:
     @property
     def hidden_bytes(self) -> int:
         """Size of one hidden state between layers, [t(/tp), h]."""
-        return self.full_hidden_bytes // (
-            self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
-        )
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.full_hidden_bytes // shards
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -104,10 +100,7 @@ class Activations:
         return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
 
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
-        """Return what a stage of `layers` keeps until its backward.
-
-        The last stage also keeps the final norm's input and output.
-        """
+        """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""
         training = self.config.training
         kept = sum(map(self.layer_bytes, layers))
         if training.recompute_granularity == "full" and training.recompute_method == "uniform":

@@ -15,6 +15,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from mkd.config.models import teacher_roles
@@ -44,9 +45,7 @@ class PlannedModel(NamedTuple):
 
 def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
     """Yield the student and the teachers, except those whose shape is None."""
-    assert len(shapes) <= 1 + len(config.teachers), (
-        f"{len(shapes) - 1} shapes of {len(config.teachers)} teachers"
-    )
+    assert len(shapes) <= 1 + len(config.teachers)
     roles = ("student", *teacher_roles(config.teachers))
     models = zip(roles, shapes, given_layouts(config), layout_flags(config), strict=False)
     for role, shape, layout, flag in models:
@@ -61,18 +60,12 @@ def given_layouts(config: Config) -> list[str | None]:
 
 def layout_flags(config: Config) -> list[str]:
     """Return the flag or key that sets the layout of the student and of each teacher."""
-    return [
-        option.place
-        for option, _ in settings(config)
-        if option.name in ("student_pipeline_layout", "teacher_pipeline_layout")
-    ]
+    names = "student_pipeline_layout", "teacher_pipeline_layout"
+    return [option.place for option, _ in settings(config) if option.name in names]
 
 
 def virtual_stages(config: Config, student: ModelShape) -> int:
-    """Return the virtual stages of each pipeline rank, for all models.
-
-    Raises UsageError as `count_virtual_stages`.
-    """
+    """Return the virtual stages of each pipeline rank. Raises UsageError as `count_virtual_stages`."""
     parallel = config.parallel
     return count_virtual_stages(
         student.num_layers,
@@ -93,12 +86,10 @@ def layouts_of(
     if config.parallel.pipeline_layout == "auto":
         pipeline = config.parallel.pipeline_model_parallel_size
         cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
-        return auto_layouts(
-            cost, student.num_layers, [teacher.num_layers for teacher in teachers], pipeline, stages
-        )
-    of_student, *of_teachers = (
-        one_layout(config, model, stages) for model in planned_models(config, (student, *teachers))
-    )
+        layers = [teacher.num_layers for teacher in teachers]
+        return auto_layouts(cost, student.num_layers, layers, pipeline, stages)
+    models = planned_models(config, (student, *teachers))
+    of_student, *of_teachers = (one_layout(config, model, stages) for model in models)
     return of_student, tuple(of_teachers)
 
 
@@ -118,11 +109,9 @@ def layout_of(config: Config, model: ModelShape, stages: int, teacher: int | Non
 
 def one_layout(config: Config, model: PlannedModel, stages: int) -> PipelineLayout:
     """Return the layout of one model, as given or even. Raises UsageError, which names the model."""
-    pipeline = config.parallel.pipeline_model_parallel_size
+    pipeline, layers = config.parallel.pipeline_model_parallel_size, model.shape.num_layers
     try:
-        return PipelineLayout.create(
-            model.layout, model.shape.num_layers, pipeline, stages, flag=model.layout_flag
-        )
+        return PipelineLayout.create(model.layout, layers, pipeline, stages, flag=model.layout_flag)
     except UsageError as error:
         raise error.located(model.role) from error
 
@@ -179,10 +168,7 @@ def balance_all(
     layer_ms: Sequence[float],  # of one layer of each
     bins: Sequence[Bin],
 ) -> list[tuple[int, ...]]:
-    """Return the layers of each model in each bin.
-
-    `balance` places the student and the slowest teacher first, then one teacher at a time.
-    """
+    """Return each model's layers in each bin. `balance` places the student and the slowest teacher first."""
     slowest_first = sorted(range(1, len(layers)), key=lambda model: -layer_ms[model])
     columns: dict[int | None, tuple[int, ...]] = {}  # None: no model, a column of zeros
     pairs: list[tuple[int, int | None]] = [(0, slowest_first[0] if slowest_first else None)]
@@ -191,10 +177,8 @@ def balance_all(
         counts = layers[model], 0 if beside is None else layers[beside]
         times = layer_ms[model], 0.0 if beside is None else layer_ms[beside]
         split = balance(counts, times, bins)
-        bins = [
-            replace(one, fixed_ms=one.fixed_ms + _load(given, times))
-            for one, given in zip(bins, split, strict=True)
-        ]
+        filled = zip(bins, split, strict=True)
+        bins = [replace(one, fixed_ms=one.fixed_ms + _load(given, times)) for one, given in filled]
         columns |= dict(zip((model, beside), zip(*split, strict=True), strict=True))
     return list(zip(*(columns[model] for model in range(len(layers))), strict=True))
 
@@ -205,19 +189,13 @@ def balance(
     bins: Sequence[Bin],
     tie: float = TIE,
 ) -> list[tuple[int, int]]:
-    """Return (student layers, teacher layers) of each bin.
-
-    These are the most even counts within `1 + tie` of the smallest largest time.
-    """
+    """Return (student layers, teacher layers) of each bin, most even within `1 + tie` of the best time."""
     counts = [(student, teacher) for student in range(layers[0] + 1) for teacher in range(layers[1] + 1)]
-    times = sorted(
-        {fixed_ms + _load(count, layer_ms) for fixed_ms in {one.fixed_ms for one in bins} for count in counts}
-    )
+    fixed = {one.fixed_ms for one in bins}
+    times = sorted({fixed_ms + _load(count, layer_ms) for fixed_ms in fixed for count in counts})
     total_ms = _load(layers, layer_ms) + sum(one.fixed_ms for one in bins)
     shortest = bisect_left(times, total_ms / len(bins) * (1 - _ROUNDING))
-    index = bisect_left(
-        range(len(times)), True, lo=shortest, key=lambda i: _fits(layers, layer_ms, bins, times[i])
-    )
+    index = bisect_left(times, True, lo=shortest, key=partial(_fits, layers, layer_ms, bins))
     return _most_even(layers, layer_ms, bins, times[index] * (1 + tie))
 
 
@@ -228,12 +206,8 @@ def _load(layers: tuple[int, int], layer_ms: tuple[float, float]) -> float:
 def _fits(
     layers: tuple[int, int], layer_ms: tuple[float, float], bins: Sequence[Bin], limit_ms: float
 ) -> bool:
-    """Return True if all layers fit into bins of `limit_ms`.
-
-    Dynamic programming over bins: for each number of student layers placed so far, the most teacher layers
-    that fit beside them.
-    """
-    most = {0: 0}
+    """Return True if all layers fit into bins of `limit_ms`, by dynamic programming over bins."""
+    most = {0: 0}  # student layers placed so far -> the most teacher layers that fit beside them
     for one in bins:
         following: dict[int, int] = {}
         for given, beside in most.items():
@@ -263,11 +237,8 @@ def _most_even(
     micro-batches. This is Dijkstra's search over (bin, layers placed so far). All bins together may leave
     `spare_ms` unused: their time less that of all layers.
     """
-    spare_ms = (
-        len(bins) * limit_ms * (1 + 2 * _ROUNDING)
-        - _load(layers, layer_ms)
-        - sum(one.fixed_ms for one in bins)
-    )
+    used_ms = _load(layers, layer_ms) + sum(one.fixed_ms for one in bins)
+    spare_ms = len(bins) * limit_ms * (1 + 2 * _ROUNDING) - used_ms
     open_splits: list[tuple[int, list[tuple[int, int]], tuple[int, int], float]] = [(0, [], (0, 0), 0.0)]
     closed = set()
     while True:
@@ -286,10 +257,7 @@ def _most_even(
                 unused = unused_ms + limit_ms - one.fixed_ms - _load((student, teacher), layer_ms)
                 if unused > spare_ms:
                     break
-                distance = sum(
-                    (len(bins) * n - total) ** 2 for n, total in zip((student, teacher), layers, strict=True)
-                )
+                counts = student, teacher
+                distance = sum((len(bins) * n - total) ** 2 for n, total in zip(counts, layers, strict=True))
                 state = (given[0] + student, given[1] + teacher)
-                heapq.heappush(
-                    open_splits, (unevenness + distance, [*chosen, (student, teacher)], state, unused)
-                )
+                heapq.heappush(open_splits, (unevenness + distance, [*chosen, counts], state, unused))

@@ -32,8 +32,7 @@ class BatchPlan:
         packs = "pack" if self.global_batch_size == 1 else "packs"
         return (
             f"{self.global_batch_size} {packs} = {self.micro_batch_size} per micro-batch x "
-            f"{self.num_microbatches} "
-            f"micro-batches x {self.data_parallel} data-parallel; "
+            f"{self.num_microbatches} micro-batches x {self.data_parallel} data-parallel; "
             f"{self.global_batch_size} x {self.seq_length} = {self.tokens_per_step} tokens a step"
         )
 
@@ -41,18 +40,14 @@ class BatchPlan:
     def create(
         cls, *, micro_batch_size: int, global_batch_size: int | None, data_parallel: int, seq_length: int
     ) -> BatchPlan:
-        """Divide the global batch; None means one micro-batch on each data-parallel rank.
-
-        Raises UsageError if it does not divide.
-        """
+        """Divide the global batch (None: a micro-batch per replica). Raises UsageError for a remainder."""
         unit = micro_batch_size * data_parallel
         num_microbatches, rest = divmod(unit if global_batch_size is None else global_batch_size, unit)
         if rest:
             nearest = [n * unit for n in (num_microbatches, num_microbatches + 1) if n]
             raise UsageError(
                 f"global-batch-size {global_batch_size} is not divisible by micro-batch-size "
-                f"{micro_batch_size} x "
-                f"data-parallel {data_parallel} = {unit}",
+                f"{micro_batch_size} x data-parallel {data_parallel} = {unit}",
                 "every data-parallel rank runs the same number of whole micro-batches in a step",
                 f"use {' or '.join(map(str, nearest))}",
                 code="batch-not-divisible",
@@ -77,10 +72,7 @@ def model_parallel_size(tensor: int, pipeline: int, context: int = 1) -> int:
 
 
 def data_parallel_of(config: Config, world_size: int) -> int:
-    """Return the number of replicas that `config` makes of `world_size` processes.
-
-    Raises UsageError if some are left over.
-    """
+    """Return the replicas that `config` makes of `world_size` processes. UsageError for a remainder."""
     parallel = config.parallel
     sizes = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     return data_parallel_size(world_size, model_parallel_size(parallel.tensor_model_parallel_size, *sizes))
@@ -95,10 +87,7 @@ def document_multiple(context_parallel: int) -> int:
 
 
 def data_parallel_size(world_size: int, model_parallel: int) -> int:
-    """Return the number of replicas that `world_size` processes make.
-
-    Raises UsageError if some are left over.
-    """
+    """Return the replicas that `world_size` processes make. Raises UsageError for a remainder."""
     if world_size % model_parallel:
         raise UsageError(
             f"{world_size} processes do not divide into replicas of {model_parallel} "

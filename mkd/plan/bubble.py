@@ -90,13 +90,10 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
     if num_microbatches <= simulated:
         step_ms = makespan_ms(stages, pipeline_parallel, num_microbatches)
     else:
-        half_ms, whole_ms = (
-            makespan_ms(stages, pipeline_parallel, number) for number in (simulated // 2, simulated)
-        )
-        slowest_ms = max(
-            sum(stage.total_ms for stage in stages[rank::pipeline_parallel])
-            for rank in range(pipeline_parallel)
-        )
+        half_ms = makespan_ms(stages, pipeline_parallel, simulated // 2)
+        whole_ms = makespan_ms(stages, pipeline_parallel, simulated)
+        by_rank = (stages[rank::pipeline_parallel] for rank in range(pipeline_parallel))
+        slowest_ms = max(sum(stage.total_ms for stage in of_rank) for of_rank in by_rank)
         each_ms = max(slowest_ms, (whole_ms - half_ms) / (simulated - simulated // 2))
         step_ms = whole_ms + each_ms * (num_microbatches - simulated)
     work_ms = num_microbatches * sum(stage.total_ms for stage in stages)
@@ -106,10 +103,8 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
 def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
     """Return the milliseconds until all ranks have done all their tasks."""
     virtual_stages = len(stages) // pipeline_parallel
-    orders = [
-        rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches)
-        for rank in range(pipeline_parallel)
-    ]
+    ranks = range(pipeline_parallel)
+    orders = [rank_order(rank, pipeline_parallel, virtual_stages, num_microbatches) for rank in ranks]
     position, clock_ms = [0] * pipeline_parallel, [0.0] * pipeline_parallel
     done_ms: dict[tuple[bool, int, int], float] = {}  # by (is_forward, micro-batch, stage)
     while any(position[rank] < len(order) for rank, order in enumerate(orders)):
@@ -131,10 +126,7 @@ def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microba
 
 
 def _input(task: Task, stage: int, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return the task that must be done first.
-
-    It is the previous stage's forward, the next stage's backward, or the task's own forward.
-    """
+    """Return the task that must be done first: in a neighbouring stage, or the task's own forward."""
     if task.is_forward:
         return (True, task.microbatch, stage - 1) if stage else None
     if stage == num_stages - 1:

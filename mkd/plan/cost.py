@@ -59,10 +59,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class PairCost:
-    """Milliseconds of one micro-batch on one process.
-
-    They are given for an average decoder layer of each model, and for the heads.
-    """
+    """Milliseconds of a micro-batch on one process: each model's average layer, and the heads."""
 
     student_forward_ms: float
     student_backward_ms: float
@@ -76,17 +73,12 @@ class PairCost:
 
     def stage_times(self, student: PipelineLayout, teachers: Sequence[PipelineLayout]) -> list[StageTime]:
         """Return the time of every stage, in model order."""
-        frozen_ms = [
-            sum(
-                layout.layers[stage] * ms
-                for layout, ms in zip(teachers, self.teacher_forward_ms, strict=True)
-            )
-            for stage in range(len(student.layers))
-        ]
-        times = [
-            StageTime(layers * self.student_forward_ms + ms, layers * self.student_backward_ms)
-            for layers, ms in zip(student.layers, frozen_ms, strict=True)
-        ]
+        times = []
+        for stage, layers in enumerate(student.layers):
+            frozen = zip(teachers, self.teacher_forward_ms, strict=True)
+            frozen_ms = sum(layout.layers[stage] * ms for layout, ms in frozen)
+            forward_ms = layers * self.student_forward_ms + frozen_ms
+            times.append(StageTime(forward_ms, layers * self.student_backward_ms))
         times[-1] = StageTime(times[-1].forward_ms + self.head_ms, times[-1].backward_ms)
         return times
 
@@ -119,32 +111,24 @@ def pair_cost(
         return _milliseconds(flops / ranks, rate) + attention_ms(shape, seq_length)
 
     planned = plan_teachers(config, teachers)
-    forward_ms = layer_ms(student, training.seq_length, rates.student_matmul)
-    again_ms = (
-        attention_ms(student, training.seq_length) if training.recompute_granularity == "selective" else 0.0
-    )
-    if training.recompute_granularity == "full":
+    forward_ms, again_ms = layer_ms(student, training.seq_length, rates.student_matmul), 0.0
+    if training.recompute_granularity == "selective":
+        again_ms = attention_ms(student, training.seq_length)
+    elif training.recompute_granularity == "full":
         again_ms = _recomputed_share(training, student.num_layers / num_stages) * forward_ms
-    return PairCost(
-        student_forward_ms=forward_ms,
-        student_backward_ms=2 * forward_ms + again_ms,
-        teacher_forward_ms=tuple(
-            layer_ms(one.shape, one.seq_length, rates.teacher_matmul) for one in planned
-        ),
-        head_ms=_milliseconds(
-            training.micro_batch_size * _head_flops(config, student, planned) / ranks, rates.head
-        ),
-    )
+    teachers_ms = tuple(layer_ms(one.shape, one.seq_length, rates.teacher_matmul) for one in planned)
+    head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
+    head_ms = _milliseconds(head_flops, rates.head)
+    return PairCost(forward_ms, 2 * forward_ms + again_ms, teachers_ms, head_ms)
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:
     """Count the FLOPs of the heads for one pack.
 
-    The student's head runs with both gradients (3 products) in every pass, each teacher's head once.
-
-    A single divergence over the student's tokens (an average of teachers is one) shares its pass with the
-    cross entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on
-    the pack read every teacher's logits a second time.
+    The student's head runs with both gradients (3 products) in every pass, each teacher's head once. A single
+    divergence over the student's tokens (an average of teachers is one) shares its pass with the cross
+    entropy. Otherwise the cross entropy and each teacher have separate passes. Weights that depend on the
+    pack read every teacher's logits a second time.
     """
     kd, has_own = config.kd, any(teacher.is_cross_tokenizer for teacher in teachers)
     divergences = min(len(teachers), 1) if kd.averages_teachers else len(teachers)

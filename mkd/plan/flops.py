@@ -50,13 +50,8 @@ def distillation_flops(
     # For each teacher; None if it reads the student's tokens.
     teacher_lengths: Sequence[Sequence[int] | None] | None = None,
 ) -> int:
-    """Count the FLOPs of the student's forward and backward and of one forward of each teacher.
-
-    Forward and backward are worth 3 forwards.
-    """
-    lengths = teacher_lengths or [None] * len(teachers)
-    forwards = [
-        forward_flops(shape, document_lengths if own is None else own)
-        for shape, own in zip(teachers, lengths, strict=True)
-    ]
-    return 3 * forward_flops(student, document_lengths) + sum(forwards)
+    """Count the FLOPs of the student's step (3 forwards) and of one forward of each teacher."""
+    total = 3 * forward_flops(student, document_lengths)
+    for shape, own in zip(teachers, teacher_lengths or [None] * len(teachers), strict=True):
+        total += forward_flops(shape, document_lengths if own is None else own)
+    return total

@@ -16,17 +16,14 @@ from mkd.plan.flops import distillation_flops, matmul_parameters
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_teachers import Teacher, plan_teachers
+from mkd.plan.planned_teachers import plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predictions for one configuration.
-
-    Times hold for H200s (see `mkd.plan.cost.Rates`), memory for any GPU.
-    """
+    """Predictions for one configuration: times for H200s (`mkd.plan.cost.Rates`), memory for any GPU."""
 
     config: Config
     batch: BatchPlan
@@ -62,43 +59,34 @@ class Forecast:
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
     def stage_times(self) -> list[StageTime]:
-        """Return the time of each stage, in model order.
-
-        Copies of teachers on the host count as far as computation does not hide them.
-        """
+        """Return each stage's time, in model order, plus copies from the host that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         times = cost.stage_times(self.student_layout, self.teacher_layouts)
         element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-        planned = zip(
-            plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts, strict=True
-        )
-        for teacher, forward_ms, layout in planned:
+        teachers = plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts
+        for teacher, forward_ms, layout in zip(*teachers, strict=True):
             if teacher.on_host:  # the next layer is copied while one computes
                 layer_parameters = matmul_parameters(teacher.shape) / teacher.shape.num_layers
                 copy_ms = layer_parameters * element / tensor / HOST_BYTES_PER_MS
-                waits = [layers * max(0.0, copy_ms - forward_ms) for layers in layout.layers]
-                times = [
-                    StageTime(time.forward_ms + wait, time.backward_ms)
-                    for time, wait in zip(times, waits, strict=True)
-                ]
+                for stage, layers in enumerate(layout.layers):
+                    wait_ms = layers * max(0.0, copy_ms - forward_ms)
+                    times[stage] = StageTime(times[stage].forward_ms + wait_ms, times[stage].backward_ms)
         return times
 
     def step(self) -> StepForecast:
         """Predict the pipeline's part of a step; `step_ms` adds the copies of the optimizer state."""
-        return simulate(
-            self.stage_times(), self.student_layout.pipeline_parallel, self.batch.num_microbatches
-        )
+        ranks = self.student_layout.pipeline_parallel
+        return simulate(self.stage_times(), ranks, self.batch.num_microbatches)
 
     def optimizer_copies_ms(self) -> float:
         """Time to copy an optimizer state on the host to the device and back, while nothing computes."""
         training = self.config.training
         if training.optimizer_residency == "device":
             return 0.0
-        on_device = replace(
-            self, config=replace(self.config, training=replace(training, optimizer_residency="device"))
-        )
-        return 2 * max(rank.optimizer_gib for rank in on_device.memory().ranks) * GIB / HOST_BYTES_PER_MS
+        config = replace(self.config, training=replace(training, optimizer_residency="device"))
+        ranks = replace(self, config=config).memory().ranks
+        return 2 * max(rank.optimizer_gib for rank in ranks) * GIB / HOST_BYTES_PER_MS
 
     def step_ms(self) -> float:
         """Predicted time of a step, without communication."""
@@ -116,13 +104,9 @@ class Forecast:
         pack = self.batch.seq_length
         length = min(self.document_length, pack)
         documents = [length] * (pack // length) + [pack % length] * (pack % length > 0)
-        of_teachers = [
-            [round(one.seq_length / pack * document) for document in documents]
-            for one in plan_teachers(self.config, teachers)
-        ]
-        return self.batch.global_batch_size * distillation_flops(
-            self.student, teachers, documents, of_teachers
-        )
+        planned = plan_teachers(self.config, teachers)
+        lengths = [[round(one.seq_length / pack * document) for document in documents] for one in planned]
+        return self.batch.global_batch_size * distillation_flops(self.student, teachers, documents, lengths)
 
     def memory(self) -> MemoryPlan:
         """Predict the memory of every pipeline rank."""
@@ -139,31 +123,23 @@ class Forecast:
 
     def mfu(self, step_ms: float) -> float:
         """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` reaches."""
-        return self._peak_ms() / step_ms
-
-    def _peak_ms(self) -> float:
-        """Time of a step at MFU 1."""
-        return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9)
+        return self.flops_per_step() / (self.num_gpus * PEAK_TFLOPS * 1e9) / step_ms
 
     def describe(self) -> str:
         """Return batch, layouts, times and memory as a few lines."""
         lines = [self.batch.equation(), f"student layers by stage: {self.student_layout.layers}"]
-        for teacher, layout in zip(
-            plan_teachers(self.config, self.teachers), self.teacher_layouts, strict=True
-        ):
-            lines.append(f"{teacher.role} layers by stage: {layout.layers}{self._cross_tokenizer(teacher)}")
+        teachers = plan_teachers(self.config, self.teachers)
+        for teacher, layout in zip(teachers, self.teacher_layouts, strict=True):
+            packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
+            lines.append(f"{teacher.role} layers by stage: {layout.layers}{packs}")
         return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
-
-    def _cross_tokenizer(self, teacher: Teacher) -> str:
-        return f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
 
     def _padded_attention(self) -> list[str]:
         tensor = self.config.parallel.tensor_model_parallel_size
         teachers = [(teacher.role, teacher.shape) for teacher in plan_teachers(self.config, self.teachers)]
         return [
             f"{role} attention: {shape.num_query_groups} key/value heads padded to "
-            f"{shape.padded_query_groups(tensor)} "
-            "for tensor parallel"
+            f"{shape.padded_query_groups(tensor)} for tensor parallel"
             for role, shape in [("student", self.student), *teachers]
             if shape.num_query_groups % tensor
         ]
@@ -182,7 +158,6 @@ class Forecast:
             f"bubble {step.bubble:.3f} (equal stages {equal:.3f})",
             *([copies] if copies_ms > 0 else []),
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
-            f"{self.mfu(step_ms):.3f}; "
-            f"at MFU 0.5 a step takes {self._peak_ms() / 0.5:.4g} ms",
+            f"{self.mfu(step_ms):.3f}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
             *([share] if self.teachers else []),
         ]

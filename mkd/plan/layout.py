@@ -12,10 +12,7 @@ STUDENT_FLAG = "--student-pipeline-layout"
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Layers per stage in model order.
-
-    A stage has the number `virtual_stage * pipeline_parallel + pipeline_rank`.
-    """
+    """Layers per stage in model order: stage `virtual_stage * pipeline_parallel + pipeline_rank`."""
 
     layers: tuple[int, ...]
     pipeline_parallel: int
@@ -28,24 +25,17 @@ class PipelineLayout:
     def even(
         cls, num_layers: int, pipeline_parallel: int, virtual_stages: int = 1, flag: str = STUDENT_FLAG
     ) -> PipelineLayout:
-        """Put the same number of layers on every stage.
-
-        Raises UsageError if that is impossible; the error names `flag`, which takes an uneven split.
-        """
+        """Put the same number of layers on every stage. Raises UsageError, with `flag` as the way out."""
         stages = pipeline_parallel * virtual_stages
         layers, rest = divmod(num_layers, stages)
         if rest:
             split = f"{pipeline_parallel} pipeline stages"
-            if virtual_stages > 1:
-                split += f" x {virtual_stages} virtual stages = {stages}"
-            raise UsageError(
-                f"{num_layers} layers do not divide over {split}",
-                "an even split would drop the remaining layers",
-                f"use {flag} {nearly_even(num_layers, stages)} or --pipeline-layout auto"
-                if layers
-                else "use fewer pipeline stages",
-                code="layers-not-divisible",
-            )
+            split += f" x {virtual_stages} virtual stages = {stages}" if virtual_stages > 1 else ""
+            what = f"{num_layers} layers do not divide over {split}"
+            why = "an even split would drop the remaining layers"
+            nearly = nearly_even(num_layers, stages)
+            do = f"use {flag} {nearly} or --pipeline-layout auto" if layers else "use fewer pipeline stages"
+            raise UsageError(what, why, do, code="layers-not-divisible")
         return cls((layers,) * stages, pipeline_parallel, virtual_stages)
 
     @classmethod
@@ -67,26 +57,17 @@ class PipelineLayout:
         example = nearly_even(num_layers, stages) if num_layers >= stages else None
         do = f"use for example {flag} {example}" if example else "use fewer pipeline stages"
         if len(layers) != stages:
-            raise UsageError(
-                f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}",
-                f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each",
-                do,
-                code="layout-stages-differ",
-            )
+            what = f"{flag} {text} has {len(layers)} stages, the pipeline has {stages}"
+            why = f"{pipeline_parallel} pipeline ranks x {virtual_stages} virtual stages need an entry each"
+            raise UsageError(what, why, do, code="layout-stages-differ")
         if sum(layers) != num_layers:
-            raise UsageError(
-                f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}",
-                "every layer of the model belongs to exactly one stage",
-                do,
-                code="layout-layers-differ",
-            )
+            what = f"{flag} {text} has {sum(layers)} layers, the model has {num_layers}"
+            why = "every layer of the model belongs to exactly one stage"
+            raise UsageError(what, why, do, code="layout-layers-differ")
         if 0 in layers[1:-1]:
-            raise UsageError(
-                f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer",
-                "only the first stage (embedding) and the last one (head) have work without layers",
-                do,
-                code="layout-stage-empty",
-            )
+            what = f"{flag} {text} leaves stage {layers.index(0, 1)} without a layer"
+            why = "only the first stage (embedding) and the last one (head) have work without layers"
+            raise UsageError(what, why, do, code="layout-stage-empty")
         return cls(layers, pipeline_parallel, virtual_stages)
 
     @classmethod

@@ -10,6 +10,8 @@ from mkd.config.models import teacher_names
 from mkd.config.schema import Config, KDConfig, TeacherConfig
 from mkd.plan.model_shape import ModelShape
 
+Row = tuple[str, str]  # label, text
+
 _XTOKEN = {
     "partition_kl": "over the tokens that both sides can spell, and the rest",
     "prefix_kl": "over the common tokens, another counting as the one it begins with, and the rest",
@@ -17,6 +19,14 @@ _XTOKEN = {
     "gold": "over the common tokens and the rest, and the L1 distance of the others, sorted",
     "h_kl": "over the common tokens and the rest, and the L1 distance of the others, sorted",
 }
+_MASK = (
+    "the next token of the same document; of conversations those of assistant turns, of prompt and "
+    "completion those of the completion; never padding"
+)
+_NORMALISER = (
+    "sums over the global batch divided once by its number of loss tokens, counted over all ranks and "
+    "micro-batches before the first forward"
+)
 _COMBINATIONS = {
     "weighted_sum": "sum of weight x KD of each teacher, {weights}",
     "average": "one divergence to the weighted mean of the teachers' probabilities",
@@ -61,58 +71,33 @@ class Term:
 
 def loss_card(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> str:
     """Return the card. `teachers` are the shapes of the teachers that run; a stored one has none."""
-    rows = [("loss card", ""), *_formula(config, student)]
+    rows = [*_formula(config, student)]
     if config.kd.kd_ratio > 0:
         rows += _teachers(config, student, teachers)
         rows += _elsewhere(config, student, teachers)
-    width = max(len(label) for label, _ in rows[1:])
-    return "\n".join([rows[0][0], *(f"  {label:{width}}  {text}" for label, text in rows[1:])])
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(["loss card", *(f"  {label:{width}}  {text}" for label, text in rows)])
 
 
-def _formula(config: Config, student: ModelShape) -> Iterator[tuple[str, str]]:
+def _formula(config: Config, student: ModelShape) -> Iterator[Row]:
     ratio = config.kd.kd_ratio
-    parts = {"CE": 1 - ratio, "KD": ratio}
-    yield (
-        "loss",
-        " + ".join(f"{weight:g} {name}" for name, weight in parts.items() if weight) + ", nats per token",
-    )
+    terms = " + ".join(f"{weight:g} {name}" for name, weight in (("CE", 1 - ratio), ("KD", ratio)) if weight)
+    yield "loss", f"{terms}, nats per token"
     if ratio < 1:
         yield "CE", f"-ln p_s(next token), over the student's {student.vocab_size} vocabulary rows, T = 1"
-    yield (
-        "mask",
-        (
-            "the next token of the same document; of conversations those of assistant turns, of "
-            "prompt and completion those of the completion; never padding"
-        ),
-    )
-    yield (
-        "normaliser",
-        (
-            "sums over the global batch divided once by its number of loss tokens, counted over all "
-            "ranks and micro-batches before the first forward"
-            + ("; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else "")
-        ),
-    )
+    yield "mask", _MASK
+    of_chunks = "; KD of aligned chunks by their number" if any(t.xtoken for t in config.teachers) else ""
+    yield "normaliser", _NORMALISER + of_chunks
 
 
-def _teachers(
-    config: Config, student: ModelShape, teachers: Sequence[ModelShape]
-) -> Iterator[tuple[str, str]]:
+def _teachers(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[Row]:
     kd, settings, names = config.kd, config.teachers, teacher_names(config.teachers)
     if len(settings) > 1:
-        weights = (
-            "static"
-            if kd.teacher_weighting == "static"
-            else (
-                f"in each pack softmax(ln weight - {kd.teacher_weighting} / "
-                f"{kd.teacher_weighting_temperature:g})"
-            )
-        )
+        score = f"{kd.teacher_weighting} / {kd.teacher_weighting_temperature:g}"
+        weights = "static" if score.startswith("static") else f"in each pack softmax(ln weight - {score})"
         yield "KD", _COMBINATIONS[kd.teacher_combination].format(weights=f"weights {weights}")
     total = sum(one.weight for one in settings)
-    vocabularies = [
-        _vocabulary(teacher, student, shape) for teacher, shape in zip(settings, teachers, strict=False)
-    ]
+    vocabularies = [_vocabulary(*pair, student) for pair in zip(settings, teachers, strict=False)]
     # If all vocabularies are the same, one line for all.
     vocabularies = vocabularies if len(set(vocabularies)) > 1 else vocabularies[:1]
     for index, (teacher, name) in enumerate(zip(settings, names, strict=True)):
@@ -127,23 +112,17 @@ def _teachers(
         yield "vocabulary", vocabularies[0]
 
 
-def _vocabulary(teacher: TeacherConfig, student: ModelShape, shape: ModelShape) -> str:
+def _vocabulary(teacher: TeacherConfig, shape: ModelShape, student: ModelShape) -> str:
     sizes = student.vocab_size, shape.vocab_size
+    both = f"student {sizes[0]} rows, teacher {sizes[1]}"
     if teacher.xtoken:
-        return (
-            f"student {sizes[0]} rows, teacher {sizes[1]} rows of another tokenizer, related by their bytes"
-        )
+        return f"{both} rows of another tokenizer, related by their bytes"
     if sizes[0] == sizes[1]:
         return f"all {sizes[0]} rows of both models"
-    return (
-        f"student {sizes[0]} rows, teacher {sizes[1]}: the first {min(sizes)}, both softmaxes "
-        "renormalised there"
-    )
+    return f"{both}: the first {min(sizes)}, both softmaxes renormalised there"
 
 
-def _elsewhere(
-    config: Config, student: ModelShape, teachers: Sequence[ModelShape]
-) -> Iterator[tuple[str, str]]:
+def _elsewhere(config: Config, student: ModelShape, teachers: Sequence[ModelShape]) -> Iterator[Row]:
     """Yield settings of other engines with the same objective, or why there are none.
 
     Sources: ModelOpt `modelopt/torch/distill/plugins/megatron.py` (KL without T^2, `(1 - alpha) lm + alpha
@@ -169,20 +148,15 @@ def _elsewhere(
         else:
             yield f"same in {name}", f"nothing: its configuration has forward KL only, not {divergence.name}"
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": divergence.parameter}.get(divergence.name)
-    if ratio < 1 or term.temperature != 1 or beta is None:
-        why = (
-            "it has no cross entropy"
-            if ratio < 1
-            else "its loss is at T = 1"
-            if beta is not None
-            else f"it has no {divergence.name}"
-        )
-        yield f"same in {names[2]}", f"nothing: {why}"
+    if ratio < 1:
+        text = "nothing: it has no cross entropy"
+    elif beta is None:
+        text = f"nothing: it has no {divergence.name}"
+    elif term.temperature != 1:
+        text = "nothing: its loss is at T = 1"
     else:
-        yield (
-            f"same in {names[2]}",
-            f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch",
-        )
+        text = f"GKDConfig(lmbda=0, beta={beta:g}), which divides by the tokens of each micro-batch"
+    yield f"same in {names[2]}", text
 
 
 def rescaled(ratio: float, scale: float, other_scale: float) -> tuple[float, float]:

@@ -32,10 +32,7 @@ STREAMED_LAYERS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one pipeline rank, GiB per process.
-
-    Torch allocates all of it except `device_gib`.
-    """
+    """Peak memory of a pipeline rank, GiB per process. Torch allocates all but `device_gib`."""
 
     student_gib: float  # weights
     gradients_gib: float  # fp32 buffer of DDP
@@ -59,9 +56,8 @@ class RankMemory:
 
     def describe(self) -> str:
         """Return the total and its parts as one line."""
-        parts = " + ".join(
-            f"{field.name.removesuffix('_gib')} {getattr(self, field.name):.2f}" for field in fields(self)
-        )
+        names = (field.name.removesuffix("_gib") for field in fields(self))
+        parts = " + ".join(f"{name} {getattr(self, name + '_gib'):.2f}" for name in names)
         return f"{self.total_gib:.1f} GiB = {parts}"
 
 
@@ -73,10 +69,8 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """Return one line per pipeline rank."""
-        lines = [
-            f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in enumerate(self.ranks)
-        ]
-        return "\n".join(lines)
+        ranks = enumerate(self.ranks)
+        return "\n".join(f"memory of pipeline rank {rank}: {memory.describe()}" for rank, memory in ranks)
 
 
 def predict_memory(
@@ -145,22 +139,14 @@ class _Models:
     def vocab_rows(self) -> int:
         """Rows of each embedding and head on one process; models with the same tokens are padded alike."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        shapes = [
-            self.student,
-            *(teacher.shape for teacher in self.teachers if not teacher.is_cross_tokenizer),
-        ]
+        shapes = [self.student, *(one.shape for one in self.teachers if not one.is_cross_tokenizer)]
         return max(shape.padded_vocab_size(tensor) for shape in shapes) // tensor
 
     def _head_rows(self, teacher: Teacher) -> int:
-        """Return the rows of a teacher's head on one process.
-
-        A cross-tokenizer teacher has at least as many as the student, because each student row has one beside
-        it.
-        """
+        """Return the rows of a teacher's head. Across tokenizers each student row has one beside it."""
         tensor = self.config.parallel.tensor_model_parallel_size
-        return max(
-            self.vocab_rows, -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
-        )
+        own = -(-teacher.shape.vocab_size // tensor) if teacher.is_cross_tokenizer else 0
+        return max(self.vocab_rows, own)
 
     def _activations(self, teacher: Teacher) -> Activations:
         return Activations(self.config, teacher.shape, self.element, teacher.seq_length)
@@ -172,10 +158,8 @@ class _Models:
     def rank_memory(self, rank: int) -> RankMemory:
         parallel, training = self.config.parallel, self.config.training
         learned = self._parameters(self.student, self.student_layout, rank, self.vocab_rows)
-        frozen = sum(
-            self._teacher_parameters(teacher, layout, rank)
-            for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True)
-        )
+        teachers = zip(self.teachers, self.teacher_layouts, strict=True)
+        frozen = sum(self._teacher_parameters(teacher, layout, rank) for teacher, layout in teachers)
         replicas = self.batch.data_parallel * parallel.context_parallel_size
         state_bytes = (12 if training.bf16 else 8) / (replicas if parallel.use_distributed_optimizer else 1)
         alive, transient = max(self._moments(rank), key=sum)
@@ -196,10 +180,7 @@ class _Models:
     def _parameters(
         self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, is_streamed: bool = False
     ) -> int:
-        """Count the parameters of one process.
-
-        If layers are streamed from the host, room for `STREAMED_LAYERS` replaces the decoder layers.
-        """
+        """Count the parameters of one process. Streamed decoder layers take the room of `STREAMED_LAYERS`."""
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
         layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
@@ -246,10 +227,7 @@ class _Models:
                 yield alive, table if stage == 0 else 0
 
     def _teachers_forward_bytes(self, stage: int) -> int:
-        """Return the peak of the teachers' forwards through a stage, one after another.
-
-        A teacher that has run keeps its hidden states.
-        """
+        """Return the peak of the teachers' forwards, in turn. Each leaves its hidden states."""
         peak = kept = 0
         for teacher, layout in zip(self.teachers, self.teacher_layouts, strict=True):
             if layout.layers[stage]:
@@ -284,12 +262,10 @@ class _Models:
         tokens = self._student_activations.tokens
         rows = tokens
         if not any(source.topk for source in self.config.teachers):
-            rows = head_block_rows(
-                rows, max([self.vocab_rows, *map(self._head_rows, teachers)]), bytes_per_logit
-            )
-        of_row = (
-            self.vocab_rows * bytes_per_logit + (1 + with_gradient) * self.student.hidden_size * self.element
-        )
+            columns = max([self.vocab_rows, *map(self._head_rows, teachers)])
+            rows = head_block_rows(rows, columns, bytes_per_logit)
+        hidden_bytes = self.student.hidden_size * self.element
+        of_row = self.vocab_rows * bytes_per_logit + (1 + with_gradient) * hidden_bytes
         if is_fp32 and with_gradient and self.element < 4:
             of_row += self.vocab_rows * self.element  # gradient; bf16 logits are overwritten by theirs
         total = rows * of_row

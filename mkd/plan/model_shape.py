@@ -62,10 +62,7 @@ class ModelShape:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
     def common(self, name: str) -> Any:
-        """Return the field `name` of `LayerShape` that all layers share.
-
-        Use it for settings that Megatron has once per model.
-        """
+        """Return the field `name` that all layers share. Megatron takes it once per model."""
         values = {getattr(layer, name) for layer in self.layers}
         assert len(values) == 1, f"layers differ in {name}: {values}"
         return values.pop()
@@ -78,10 +75,7 @@ class ModelShape:
         return -(-self.num_query_groups // tensor_parallel) * tensor_parallel
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
-        """Return the vocabulary rows, padded to a multiple of `divisible_by * tensor_parallel`.
-
-        This is Megatron's rule.
-        """
+        """Return the rows, padded to a multiple of `divisible_by * tensor_parallel` as by Megatron."""
         multiple = divisible_by * tensor_parallel
         return -(-self.vocab_size // multiple) * multiple
 
@@ -92,11 +86,8 @@ class ModelShape:
         that agree give [].
         """
         ours, theirs = self._facts(), other._facts()
-        found = [
-            f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}"
-            for name in ours
-            if ours[name] != theirs[name]
-        ]
+        differing = (name for name in ours if ours[name] != theirs[name])
+        found = [f"{name} {_brief(ours[name])} instead of {_brief(theirs[name])}" for name in differing]
         return found + _layer_differences(self.layers, other.layers)
 
     def _facts(self) -> dict[str, Any]:
@@ -112,12 +103,9 @@ class ModelShape:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} does not exist",
-                "a Hugging Face model folder holds config.json beside its .safetensors files",
-                "pass the folder that save_pretrained() or a hub download made",
-                code="model-config-not-found",
-            ) from None
+            why = "a Hugging Face model folder holds config.json beside its .safetensors files"
+            do = "pass the folder that save_pretrained() or a hub download made"
+            raise CheckpointError(f"{path} does not exist", why, do, code="model-config-not-found") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{path} is not valid JSON: {error}", "", AGAIN, code="model-config-not-json"
@@ -138,46 +126,33 @@ class ModelShape:
         given = without_nulls({**(family.defaults if family else {}), **config})
         check_kinds(given, source)
         if family is None:
-            raise UsageError(
-                f"{source}: model_type {model_type!r} is not supported",
-                f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)",
-                "use a model of one of these families"
-                + (
-                    "; of a multimodal model, its text model saved on its own"
-                    if "text_config" in config
-                    else ""
-                ),
-                code="model-type-not-supported",
+            what = f"{source}: model_type {model_type!r} is not supported"
+            why = f"mkd knows {', '.join(sorted(FAMILIES))} (SmolLM2 is llama, dense Phi-4 is phi3)"
+            is_nested = "text_config" in config
+            do = "use a model of one of these families" + (
+                "; of a multimodal model, its text model saved on its own" if is_nested else ""
             )
+            raise UsageError(what, why, do, code="model-type-not-supported")
         try:
             return cls._read(family, given, hf_config=dict(config))
         except KeyError as error:
-            raise CheckpointError(
-                f"{source}: key {error} is missing or null",
-                f"a {model_type} model needs it",
-                AGAIN,
-                code="model-config-key-missing",
-            ) from None
+            what = f"{source}: key {error} is missing or null"
+            why = f"a {model_type} model needs it"
+            raise CheckpointError(what, why, AGAIN, code="model-config-key-missing") from None
         except MkdError as error:
             raise error.located(source) from None
 
     @classmethod
     def _read(cls, family: Family, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if not config.get("is_causal", True):
-            raise UsageError(
-                "is_causal false is not supported",
-                "mkd's attention never looks at later tokens",
-                code="bidirectional-not-supported",
-            )
+            why = "mkd's attention never looks at later tokens"
+            raise UsageError("is_causal false is not supported", why, code="bidirectional-not-supported")
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
-            raise CheckpointError(
-                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
-                "each key/value head is shared by the same number of query heads",
-                AGAIN,
-                code="head-groups-not-divisible",
-            )
+            what = f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            why = "each key/value head is shared by the same number of query heads"
+            raise CheckpointError(what, why, AGAIN, code="head-groups-not-divisible")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             family=family.model_type,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
@@ -41,10 +42,7 @@ class Remedy:
 
 
 def describe(forecast: Forecast) -> str:
-    """Describe the forecast.
-
-    If --device-memory-gib is given, add whether the run fits, or what would make it fit.
-    """
+    """Describe the forecast, and with --device-memory-gib whether the run fits and what would help."""
     memory_gib = forecast.config.device_memory_gib
     described = forecast.describe()
     return described if memory_gib is None else f"{described}\n{verdict(forecast, memory_gib)}"
@@ -54,30 +52,24 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
     """Say whether the run fits, by how much and on which pipeline rank; if not, how to make it fit."""
     usable = USABLE * device_memory_gib
     rank, need = fullest_rank(forecast)
-    reserve = f"{100 * (1 - USABLE):.0f} % for fragmentation"
-    left = f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {reserve}"
+    left = (
+        f"{usable:.1f} GiB that a GPU of {device_memory_gib:g} GiB has beside {100 * (1 - USABLE):.0f} % for "
+        "fragmentation"
+    )
     if need <= usable:
         return f"memory: fits; pipeline rank {rank} needs most, {need:.1f} of the {left}"
-    lines = [
-        f"memory: does not fit; pipeline rank {rank} needs {need:.1f} GiB, {need - usable:.1f} more than "
-        f"the {left}"
-    ]
+    missing = f"needs {need:.1f} GiB, {need - usable:.1f} more than the {left}"
+    lines = [f"memory: does not fit; pipeline rank {rank} {missing}"]
     found = remedies(forecast, usable)
-    if found:
-        lines.append(
-            f"what fits, by predicted step time without communication (as it is: {forecast.step_ms():.4g} "
-            "ms):"
-        )
-        # without a given batch size it follows from the layout, which changes may alter
-        follows = forecast.config.training.global_batch_size is None
-        batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
-        lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
-    else:
-        lines.append(
-            "no three changes of layout, batch, recomputation and residency make it fit: use more GPUs, or "
-            "a shorter "
-            "--seq-length"
-        )
+    if not found:
+        changed = "no three changes of layout, batch, recomputation and residency make it fit"
+        return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
+    now = f"as it is: {forecast.step_ms():.4g} ms"
+    lines.append(f"what fits, by predicted step time without communication ({now}):")
+    # without a given batch size it follows from the layout, which changes may alter
+    follows = forecast.config.training.global_batch_size is None
+    batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
+    lines += [f"  {place}. {remedy.describe(batch)}" for place, remedy in enumerate(found[:SHOWN], 1)]
     return "\n".join(lines)
 
 
@@ -131,135 +123,73 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
 
 
 def changes(config: Config, stage_layers: int) -> Iterator[Change]:
-    """Yield possible changes, the least intrusive first.
-
-    The student's largest stage has `stage_layers` layers.
-    """
-    kd, parallel = config.kd, config.parallel
-    if kd.kd_fp32_logits:
-        yield Change(
-            "logits", "--no-kd-fp32-logits", lambda c: replace(c, kd=replace(c.kd, kd_fp32_logits=False))
-        )
+    """Yield changes, the least intrusive first. `stage_layers`: of the student's largest stage."""
+    parallel, training = config.parallel, config.training
+    if config.kd.kd_fp32_logits:
+        yield _set("logits", "--no-kd-fp32-logits", "kd", kd_fp32_logits=False)
     if not parallel.use_distributed_optimizer:
-        yield Change(
-            "optimizer",
-            "--use-distributed-optimizer",
-            lambda c: replace(c, parallel=replace(c.parallel, use_distributed_optimizer=True)),
-        )
+        flag = "--use-distributed-optimizer"
+        yield _set("optimizer", flag, "parallel", use_distributed_optimizer=True)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield Change(
-            "sequence",
-            "--sequence-parallel",
-            lambda c: replace(c, parallel=replace(c.parallel, sequence_parallel=True)),
-        )
-    if not config.training.bf16:
-        yield Change("precision", "--bf16", lambda c: replace(c, training=replace(c.training, bf16=True)))
-    yield from _smaller_batches(config)
-    yield from _recomputations(config, stage_layers)
-    yield from _on_the_host(config)
-    yield from _larger_groups(config)
-
-
-def _smaller_batches(config: Config) -> Iterator[Change]:
-    size = config.training.micro_batch_size // 2
+        yield _set("sequence", "--sequence-parallel", "parallel", sequence_parallel=True)
+    if not training.bf16:
+        yield _set("precision", "--bf16", "training", bf16=True)
+    size = training.micro_batch_size // 2
     while size:
-        yield _smaller_batch(size)
+        yield _set("batch", f"--micro-batch-size {size}", "training", micro_batch_size=size)
         size //= 2
+    if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
+        yield from _recomputations(stage_layers)
+    yield from _on_the_host(config)
+    for factor in (2, 4, 8):
+        yield from _larger_groups(config, factor)
 
 
-def _smaller_batch(size: int) -> Change:
-    return Change(
-        "batch",
-        f"--micro-batch-size {size}",
-        lambda c: replace(c, training=replace(c.training, micro_batch_size=size)),
-    )
+def _set(kind: str, text: str, section: str, **values: Any) -> Change:
+    """Return the change that gives settings of a section of the configuration other values."""
+    return Change(kind, text, lambda c: replace(c, **{section: replace(getattr(c, section), **values)}))
 
 
-def _recomputations(config: Config, stage_layers: int) -> Iterator[Change]:
-    if config.training.recompute_granularity == "full" and config.training.recompute_method == "uniform":
-        return
+def _recomputations(stage_layers: int) -> Iterator[Change]:
     shares = sorted({-(-stage_layers * quarters // 4) for quarters in (1, 2, 3)})
     for method, layers in [*(("block", share) for share in shares), ("uniform", 1)]:
-        yield _recomputation(method, layers)
-
-
-def _recomputation(method: str, layers: int) -> Change:
-    def apply(config: Config) -> Config:
-        training = replace(
-            config.training,
-            recompute_granularity="full",
-            recompute_method=method,
-            recompute_num_layers=layers,
-        )
-        return replace(config, training=training)
-
-    text = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {layers}"
-    return Change("recomputation", text, apply)
+        settings = dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
+        text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        yield _set("recomputation", text, "training", **settings)
 
 
 def _on_the_host(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
-        yield Change(
-            "optimizer on host",
-            text,
-            lambda c: replace(c, training=replace(c.training, optimizer_residency="host")),
-        )
-    waiting = [teacher for teacher in config.teachers if not teacher.topk and teacher.residency == "device"]
-    if waiting:
-        text = (
-            "--teacher-residency host" if len(config.teachers) == 1 else "residency: host for every teacher"
-        )
-        yield Change(
-            "teacher on host",
-            text,
-            lambda c: replace(
-                c, teachers=tuple(replace(teacher, residency="host") for teacher in c.teachers)
-            ),
-        )
+        yield _set("optimizer on host", text, "training", optimizer_residency="host")
+    if any(not teacher.topk and teacher.residency == "device" for teacher in config.teachers):
+        only = len(config.teachers) == 1
+        text = "--teacher-residency host" if only else "residency: host for every teacher"
+        yield Change("teacher on host", text, lambda c: _with_teachers(c, residency="host"))
 
 
-def _larger_groups(config: Config) -> Iterator[Change]:
-    for factor in (2, 4, 8):
-        yield from _factor_larger(config, factor)
-
-
-def _factor_larger(config: Config, factor: int) -> Iterator[Change]:
+def _larger_groups(config: Config, factor: int) -> Iterator[Change]:
     parallel = config.parallel
-    pipeline, tensor = (
-        factor * parallel.pipeline_model_parallel_size,
-        factor * parallel.tensor_model_parallel_size,
-    )
-    yield Change(
-        "pipeline",
-        f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto" + _layouts_text(config),
-        lambda c: _without_layouts(
-            replace(
-                c, parallel=replace(c.parallel, pipeline_model_parallel_size=pipeline, pipeline_layout="auto")
-            )
-        ),
-    )
-    if tensor <= MAX_TENSOR_PARALLEL:
-        yield Change(
-            "tensor",
-            f"--tensor-model-parallel-size {tensor}"
-            + ("" if parallel.sequence_parallel else " --sequence-parallel"),
-            lambda c: replace(
-                c, parallel=replace(c.parallel, tensor_model_parallel_size=tensor, sequence_parallel=True)
-            ),
-        )
+    pipeline = factor * parallel.pipeline_model_parallel_size
+    tensor = factor * parallel.tensor_model_parallel_size
     context = factor * parallel.context_parallel_size
-    yield Change(
-        "context",
-        f"--context-parallel-size {context}",
-        lambda c: replace(c, parallel=replace(c.parallel, context_parallel_size=context)),
-    )
+    text = f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto"
+    text += " without explicit layouts" if any(given_layouts(config)) else ""
+    yield Change("pipeline", text, lambda c: _with_pipeline(c, pipeline))
+    if tensor <= MAX_TENSOR_PARALLEL:
+        text = f"--tensor-model-parallel-size {tensor}"
+        text += "" if parallel.sequence_parallel else " --sequence-parallel"
+        yield _set("tensor", text, "parallel", tensor_model_parallel_size=tensor, sequence_parallel=True)
+    text = f"--context-parallel-size {context}"
+    yield _set("context", text, "parallel", context_parallel_size=context)
 
 
-def _layouts_text(config: Config) -> str:
-    return " without explicit layouts" if any(given_layouts(config)) else ""
+def _with_pipeline(config: Config, ranks: int) -> Config:
+    """Return `config` with that many pipeline ranks, and automatic layouts of all models."""
+    parallel = replace(config.parallel, pipeline_model_parallel_size=ranks, pipeline_layout="auto")
+    student = replace(config.student, pipeline_layout=None)
+    return replace(_with_teachers(config, pipeline_layout=None), parallel=parallel, student=student)
 
 
-def _without_layouts(config: Config) -> Config:
-    teachers = tuple(replace(teacher, pipeline_layout=None) for teacher in config.teachers)
-    return replace(config, student=replace(config.student, pipeline_layout=None), teachers=teachers)
+def _with_teachers(config: Config, **values: Any) -> Config:
+    return replace(config, teachers=tuple(replace(one, **values) for one in config.teachers))

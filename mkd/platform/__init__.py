@@ -33,15 +33,11 @@ class Platform:
     def describe(self) -> str:
         """Return one line for the start of a run: the device, and what each absent library costs."""
         if not self.is_cuda:
-            return (
-                f"CPU platform: {self.backend}, local layer spec, {torch.get_num_threads()} threads a process"
-            )
-        notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}"]
-        notes.append(
-            "Transformer Engine spec"
-            if self.transformer_engine
-            else "local spec (no Transformer Engine: slower)"
-        )
+            threads = torch.get_num_threads()
+            return f"CPU platform: {self.backend}, local layer spec, {threads} threads a process"
+        local = "local spec (no Transformer Engine: slower)"
+        spec = "Transformer Engine spec" if self.transformer_engine else local
+        notes = [f"{torch.cuda.get_device_name(self.device)}: {self.backend}", spec]
         if self.apex:
             notes.append("apex")
         elif not self.transformer_engine:
@@ -67,9 +63,8 @@ def detect() -> Platform:
         os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        return Platform(
-            device, "nccl", _importable("transformer_engine.pytorch"), _importable("apex.optimizers")
-        )
+        libraries = _importable("transformer_engine.pytorch"), _importable("apex.optimizers")
+        return Platform(device, "nccl", *libraries)
     from mkd.platform import cpu
 
     cpu.install()
@@ -108,13 +103,10 @@ def _quiet_remarks() -> None:
 
     `Platform.describe` reports once which libraries are missing and what that costs.
     """
-    warnings.filterwarnings(
-        "ignore", message=".*(Apex|Transformer Engine).* not installed", category=UserWarning
-    )
-    # Megatron warns about its own default.
-    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
-    if not torch.cuda.is_available():
-        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module=r"megatron\.|mkd\.platform|torch\.distributed"
-    )
+    messages = [".*(Apex|Transformer Engine).* not installed"]
+    messages.append("full scope is deprecated")  # Megatron warns about its own default
+    messages += [] if torch.cuda.is_available() else [".*CUDA_DEVICE_MAX_CONNECTIONS"]
+    for message in messages:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    modules = r"megatron\.|mkd\.platform|torch\.distributed"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=modules)

@@ -21,20 +21,10 @@ from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 FACTORIES = (
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "eye",
-    "full",
-    "full_like",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
+    "arange as_tensor empty empty_like eye full full_like ones ones_like rand rand_like randint randint_like "
+    "randn randn_like randperm tensor zeros zeros_like"
 )
-FACTORIES += ("randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like")
-METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
+METHODS = "new_empty new_full new_ones new_tensor new_zeros to"
 NORM_ELEMENTS = 2**14  # few enough that fp32 adds up their squares accurately
 FOR_GPUS = ("transformer_engine", "apex", "amp_C")  # libraries that Megatron uses whenever they are installed
 
@@ -44,7 +34,8 @@ def install() -> None:
     assert not torch.cuda.is_available(), "the CPU shim must not hide a GPU"
     if getattr(torch.cuda, "_mkd_cpu_shim", None) is not None:
         return
-    _hide(FOR_GPUS)
+    for name in FOR_GPUS:
+        sys.modules.setdefault(name, None)  # importing it fails, unless it was imported before
     with _nothing_compiled(), _not_yet("wandb"):
         import megatron.core  # noqa: F401
     _replace_tensor_functions()
@@ -52,12 +43,6 @@ def install() -> None:
     _replace_generators()
     _replace_norm()
     torch.cuda._mkd_cpu_shim = True
-
-
-def _hide(packages: tuple[str, ...]) -> None:
-    """Make imports of `packages` fail in this process, unless they were imported before."""
-    for name in packages:
-        sys.modules.setdefault(name, None)
 
 
 @contextlib.contextmanager
@@ -77,10 +62,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_yet(package: str) -> Iterator[None]:
-    """Make the import of `package` fail inside the `with` block, unless it was imported before.
-
-    Megatron imports wandb whenever it is installed.
-    """
+    """Make imports of `package` fail in the block. Megatron imports wandb if it is installed."""
     if package in sys.modules:
         yield
         return
@@ -95,7 +77,7 @@ def _replace_tensor_functions() -> None:
     """Create and keep tensors for "cuda" on the CPU; `Tensor.type()` calls them CUDA tensors."""
     _device_constructors()  # caches the original factories, so that `with torch.device(...)` recognises them
     for owner, names in ((torch, FACTORIES), (Tensor, METHODS)):
-        for name in names:
+        for name in names.split():
             setattr(owner, name, _on_cpu(getattr(owner, name)))
     Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     Tensor.type = _typed_as_cuda(Tensor.type)
@@ -214,12 +196,8 @@ def _replace_norm() -> None:
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):
-        parts = [
-            part
-            for tensors in tensor_lists
-            for tensor in tensors
-            for part in tensor.reshape(-1).split(NORM_ELEMENTS)
-        ]
+        tensors = (tensor for tensors in tensor_lists for tensor in tensors)
+        parts = [part for tensor in tensors for part in tensor.reshape(-1).split(NORM_ELEMENTS)]
         return torch.stack(torch._foreach_norm(parts)).double().square().sum().sqrt().float().reshape(1), None
 
     clip_grads.l2_norm_impl = l2_norm

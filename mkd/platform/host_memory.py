@@ -24,12 +24,10 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
     if device.type == "cuda" and nbytes:
         cuda, address = torch.cuda.cudart(), buffer.data_ptr()
         if cuda.cudaHostRegister(address, nbytes, 0) != cuda.cudaError.success:
-            raise UsageError(
-                f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked",
-                "weights or optimizer state that live on the host are copied from locked memory",
-                "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on GPU",
-                code="host-memory-not-pinned",
-            )
+            what = f"{nbytes / 2**30:.1f} GiB of host memory could not be page-locked"
+            why = "weights or optimizer state that live on the host are copied from locked memory"
+            do = "give the job more memory, raise its locked-memory limit (ulimit -l), or keep them on GPU"
+            raise UsageError(what, why, do, code="host-memory-not-pinned")
         weakref.finalize(buffer.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
     return buffer
 
@@ -40,10 +38,7 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `buffer` with the shapes and dtypes of `tensors`.
-
-    `buffer` is uint8 with at least packed_bytes(tensors) elements.
-    """
+    """Return views of `buffer`, uint8 of at least packed_bytes(tensors), shaped as `tensors`."""
     return list(_views(buffer, tensors))
 
 

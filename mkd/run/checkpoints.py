@@ -45,10 +45,7 @@ def lock_save(checkpoint: CheckpointConfig, context: ParallelContext) -> WriterL
 def take_identity(
     plan: Plan, tokenizer: Tokenizer, train_set, valid_set, context: ParallelContext
 ) -> dict[str, object]:
-    """Identify the run for its checkpoints (see `identify_run`). Collective.
-
-    Return {} if it neither saves nor loads any.
-    """
+    """Return what `identify_run` does, {} for a run that neither saves nor loads. Collective."""
     if not (plan.config.checkpoint.save or plan.config.checkpoint.load):
         return {}
     identify = partial(identify_run, plan, tokenizer, train_set, valid_set)
@@ -82,35 +79,22 @@ def _resume(
     """Compare the resumed run with the one that saved `folder`, and move the pointer."""
     require_same_model(folder, student)
     saved = read_state(folder)
-    require_same(
-        folder, saved.get("fingerprints", {}), run_identity["fingerprints"], checkpoint.accept_change
-    )
-    left = later_than_pointer(folder.parent) if _point_at(folder, checkpoint) else []
+    known = saved.get("fingerprints", {}), run_identity["fingerprints"]
+    require_same(folder, *known, checkpoint.accept_change)
+    left: list[Path] = []
+    if checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve():
+        # Otherwise a restart after a crash would resume from a checkpoint that this run has abandoned.
+        point_at(folder)
+        left = later_than_pointer(folder.parent)
     if left:
         names = ", ".join(path.name for path in left)
-        LOG.warning(
-            f"this run abandons {names}: its first save replaces them, or renames them to "
-            f"*{ABANDONED}, which no run reads"
-        )
+        then = f"its first save replaces them, or renames them to *{ABANDONED}, which no run reads"
+        LOG.warning(f"this run abandons {names}: {then}")
     if saved.get("evaluation") not in (None, run_identity["evaluation"]):
-        LOG.warning(
-            "gap_closed is left out: the evaluation before the first step had another loss, teacher "
-            "or held-out set"
-        )
+        why = "the evaluation before the first step had another loss, teacher or held-out set"
+        LOG.warning(f"gap_closed is left out: {why}")
     for line in describe_changes(saved.get("settings", {}), run_identity["settings"]):
         LOG.info(line)
-
-
-def _point_at(folder: Path, checkpoint: CheckpointConfig) -> bool:
-    """Move the pointer if `folder` is in --save, and return True if it is.
-
-    A run may rewind within its own --save. Without the move, a restart after a crash would resume from the
-    checkpoint that the run has abandoned.
-    """
-    is_own = checkpoint.save is not None and folder.parent.resolve() == Path(checkpoint.save).resolve()
-    if is_own:
-        point_at(folder)
-    return is_own
 
 
 def build_saver(
@@ -147,10 +131,7 @@ class Saver:
     def save(
         self, state: TrainingState, position: TrainingPosition, wait: bool, open_interval: Mapping
     ) -> None:
-        """Save the current `state`.
-
-        With --async-save and without `wait`, the run continues while a thread writes.
-        """
+        """Save `state`. With --async-save and without `wait`, a thread writes while the run continues."""
         self.finish()
         in_background = self.is_async and not wait
         started = start_save(
@@ -173,23 +154,16 @@ class Saver:
             self._publish(started.write())
 
     def poll(self) -> float:
-        """Call `finish` if all ranks have written.
-
-        Only while a save is in the background, this is an all-reduce MIN.
-        """
+        """Call `finish` if all ranks have written. All-reduce MIN, only during a save in the background."""
         if self.pending is None:
             return 0.0
-        is_written = torch.tensor(
-            [not self.pending[1].is_alive()], dtype=torch.int32, device=self.context.device
-        )
+        is_here = not self.pending[1].is_alive()
+        is_written = torch.tensor([is_here], dtype=torch.int32, device=self.context.device)
         dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
         return self.finish() if is_written.item() else 0.0
 
     def finish(self) -> float:
-        """Wait for the save in the background and publish it.
-
-        Return the seconds that this rank wrote, 0 without a save.
-        """
+        """Wait for the save in the background and publish it. Return the seconds this rank wrote."""
         if self.pending is None:
             return 0.0
         (started, thread), self.pending = self.pending, None
@@ -202,9 +176,5 @@ class Saver:
 
 
 def _unreadable(error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"cannot read the files that identify this run: {error}",
-        "",
-        "check the files of models and data",
-        code="inputs-unreadable",
-    )
+    what = f"cannot read the files that identify this run: {error}"
+    return CheckpointError(what, "", "check the files of models and data", code="inputs-unreadable")

@@ -19,7 +19,6 @@ from mkd.config.schema import Config
 from mkd.data.sources import parse_blend
 from mkd.data.store import StoreFiles, TokenStore, sha256_of_file
 from mkd.errors import CheckpointError, UsageError
-from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -38,37 +37,25 @@ TEACHER, FILES, CONTENT, STORED_K = "teacher.", "data.files", "data.content", "l
 
 
 def identify_run(plan: Plan, tokenizer: Tokenizer, train_set, valid_set) -> dict[str, object]:
-    """Return the checkpoint entries that identify a run, as JSON values.
-
-    They are `fingerprints`, `settings` and `evaluation`.
-    """
+    """Return the checkpoint entries (JSON) `fingerprints`, `settings` and `evaluation`."""
     known = fingerprints(plan, tokenizer, train_set)
-    return {
-        "fingerprints": known,
-        "settings": run_settings(plan),
-        "evaluation": evaluation_print(plan, known, valid_set),
-    }
+    evaluation = evaluation_print(plan, known, valid_set)
+    return {"fingerprints": known, "settings": run_settings(plan), "evaluation": evaluation}
 
 
 def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, object]:
-    """Return name -> value (JSON) for teachers, tokenizer, data and loss.
-
-    Reads a few MiB of every large file.
-    """
+    """Return name -> value (JSON) for teachers, tokenizer, data and loss. Reads MiBs of each large file."""
     stores = [member.store for member in train_set.members]
-    found = {
-        TEACHER + name: _weights(source)
-        for name, source in zip(plan.teacher_names, plan.teachers, strict=False)
-    }
+    teachers = zip(plan.teacher_names, plan.teachers, strict=False)
+    found = {TEACHER + name: ends_fingerprint(source.weight_files()) for name, source in teachers}
     if plan.stored_teacher is not None:
         found |= {TEACHER + name: plan.stored_teacher.meta.weights_fingerprint for name in plan.teacher_names}
         found[STORED_K] = plan.stored_teacher.meta.k
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
-        found[CONTENT] = _sha256(
-            [corpus_sample(StoreFiles(store.prefix)) for store in stores if not store.meta]
-        )
+        bare = [StoreFiles(store.prefix) for store in stores if not store.meta]
+        found[CONTENT] = _sha256([corpus_sample(files) for files in bare])
     # The values as a checkpoint returns them.
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))
 
@@ -107,23 +94,20 @@ def require_same(
     if not saved:
         return
     saved = _as_now(saved, current)
-    unknown = [
-        one for one in accepted if not any(_is_part(name, one) for name in saved.keys() | current.keys())
-    ]
+    names = sorted(saved.keys() | current.keys())
+    unknown = [one for one in accepted if not any(_is_part(name, one) for name in names)]
     if unknown:
         parts = ", ".join(sorted({name.split(".")[0] for name in current}))
-        raise UsageError(
-            f"--accept-change {unknown[0]} names nothing that is compared",
-            f"compared are {parts}",
-            "drop it",
-            code="accept-change-unknown",
-        )
-    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
+        what = f"--accept-change {unknown[0]} names nothing that is compared"
+        raise UsageError(what, f"compared are {parts}", "drop it", code="accept-change-unknown")
+    changed = [name for name in names if saved.get(name) != current.get(name)]
     refused = [name for name in changed if not any(_is_part(name, one) for one in accepted)]
     if refused:
+        differences = ", ".join(
+            f"{name} ({_short(saved.get(name))} then, {_short(current.get(name))} now)" for name in refused
+        )
         raise CheckpointError(
-            f"{folder} was saved by a run with other "
-            + ", ".join(_difference(name, saved, current) for name in refused),
+            f"{folder} was saved by a run with other {differences}",
             "resuming would silently mix two different trainings",
             f"restore it, start from scratch with --student-load {folder}, or resume with --accept-change "
             + " ".join(refused),
@@ -133,27 +117,18 @@ def require_same(
 
 def run_settings(plan: Plan) -> dict[str, object]:
     """Return flag (or path in a file) -> value (JSON) for a checkpoint, including the resolved batch."""
-    found = {
-        option.place: value for option, value in settings(plan.config) if option.section not in NOT_COMPARED
-    }
-    found |= {
-        "--global-batch-size": plan.batch.global_batch_size,
-        "data-parallel replicas": plan.batch.data_parallel,
-    }
+    compared = (pair for pair in settings(plan.config) if pair[0].section not in NOT_COMPARED)
+    found = {option.place: value for option, value in compared}
+    found["--global-batch-size"] = plan.batch.global_batch_size
+    found["data-parallel replicas"] = plan.batch.data_parallel
     return json.loads(json.dumps(found))
 
 
 def describe_changes(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
-    """Return one line with every changed value, or no line.
-
-    Settings that an older checkpoint lacks are not compared.
-    """
-    changed = [
-        f"{name} {_shown(saved[name])} -> {_shown(value)}"
-        for name, value in current.items()
-        if name in saved and saved[name] != value
-    ]
-    return ["changed since the checkpoint: " + ", ".join(changed)] if changed else []
+    """Return a line with every changed value, or none. Skip settings that older checkpoints lack."""
+    changed = [name for name, value in current.items() if name in saved and saved[name] != value]
+    lines = [f"{name} {_shown(saved[name])} -> {_shown(current[name])}" for name in changed]
+    return ["changed since the checkpoint: " + ", ".join(lines)] if lines else []
 
 
 def _shown(value: object) -> str:
@@ -200,31 +175,13 @@ def ends_fingerprint(files: Iterable[Path]) -> str:
     return f"ends-sha256:{digest.hexdigest()}"
 
 
-def _weights(source: ModelSource) -> str:
-    if source.hf is None:
-        files = sorted(path for path in source.load.iterdir() if path.is_file())
-    else:
-        files = [
-            source.hf.directory / name
-            for name in sorted({header.file for header in source.hf.headers.values()})
-        ]
-    return ends_fingerprint([source.assets / "config.json", *files])
-
-
 def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[str, object]:
-    """Return `saved` under the current names of its teachers.
-
-    Options that are newer than the checkpoint get their defaults.
-    """
+    """Return `saved` under today's names of its teachers, and with the defaults of newer options."""
     teachers = ([name for name in prints if name.startswith(TEACHER)] for prints in (saved, current))
     names = {then: now for then, now in zip(*teachers, strict=False) if saved[then] == current[now]}
-    options = {
-        option.path: option for option in all_options() if option.path.startswith(("kd.", FIRST_TEACHER))
-    }
-    later = {name: options.get(_option_path(name)) for name in current.keys() - saved.keys()}
-    known = {
-        name: json.loads(json.dumps(option.default)) for name, option in later.items() if option is not None
-    }
+    defaults = {option.path: json.loads(json.dumps(option.default)) for option in all_options()}
+    later = {name: _option_path(name) for name in current.keys() - saved.keys()}
+    known = {name: defaults[path] for name, path in later.items() if path in defaults}
     if saved.get(FILES) == _sha256([]):  # older versions recorded no files for a stored teacher
         saved = dict(saved) | {name: current[name] for name in (FILES, STORED_K) if name in current}
     if CONTENT in current:
@@ -235,28 +192,24 @@ def _as_now(saved: Mapping[str, object], current: Mapping[str, object]) -> dict[
 def _option_path(name: str) -> str:
     """Return the path of the option behind a name of `_loss`. The first teacher serves for all."""
     field = name.removeprefix("loss.")
-    return (
-        re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field) if field.startswith("teachers[") else f"kd.{field}"
-    )
+    of_first = re.sub(r"^teachers\[\d+\]", FIRST_TEACHER, field)
+    return of_first if field.startswith("teachers[") else f"kd.{field}"
 
 
 def _corpus(store: TokenStore) -> dict:
     """Return the sizes of a corpus's files, and the part of its description that covers the contents."""
     files = StoreFiles(store.prefix)
     sizes = [path.stat().st_size for path in (files.bin, files.idx, files.loss_mask) if path.exists()]
-    return {
-        "sizes": sizes,
-        "meta": {name: value for name, value in store.meta.items() if name not in NOT_CONTENT},
-    }
+    meta = {name: value for name, value in store.meta.items() if name not in NOT_CONTENT}
+    return {"sizes": sizes, "meta": meta}
 
 
 def _data(config: Config) -> Iterator[tuple[str, object]]:
     """Yield the settings that decide the order of samples."""
     values = {"seq_length": config.training.seq_length, "seed": config.training.seed}
     values["weights"] = parse_blend(config.data.data_path).weights
-    values |= {
-        name: getattr(config.data, name) for name in ("split", "pack", "overlong", "append_eod", "shuffle")
-    }
+    for name in ("split", "pack", "overlong", "append_eod", "shuffle"):
+        values[name] = getattr(config.data, name)
     for name, value in values.items():
         yield f"data.{name}", value
 
@@ -272,10 +225,6 @@ def _loss(config: Config) -> Iterator[tuple[str, object]]:
 
 def _sha256(content: object) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _difference(name: str, saved: Mapping[str, object], current: Mapping[str, object]) -> str:
-    return f"{name} ({_short(saved.get(name))} then, {_short(current.get(name))} now)"
 
 
 def _short(value: object) -> str:

@@ -96,8 +96,10 @@ def train(run: Run) -> Stop | None:
         iteration = run.position.iteration
         ends = is_last(iteration, training)
         run.progress.due = run.data.parts if is_evaluated(iteration, training) else frozenset()
+        if ends or stop:  # the line of these steps comes before that of the evaluation
+            run.reporter.flush()
         stop = stop or evaluate_and_report(run)
-        if ends or stop:
+        if stop:
             run.reporter.flush()
         if run.saver and (ends or stop or is_due(iteration, checkpoint.save_interval)):
             save(run, wait=ends or bool(stop))
@@ -145,11 +147,7 @@ def advance(run: Run, is_applied: bool) -> TrainingPosition:
 
 
 def evaluate_and_report(run: Run) -> Stop | None:
-    """Do the due parts: held-out text, then held-out tasks.
-
-    Teachers never change, so they do the tasks once. An evaluation can stop between two batches; an
-    unfinished part stays due.
-    """
+    """Do the due parts: held-out text, then tasks. A part that stops between two batches stays due."""
     progress, stopper, iteration = run.progress, run.guards.stopper, run.position.iteration
     if not progress.due:
         return None
@@ -163,7 +161,7 @@ def evaluate_and_report(run: Run) -> Stop | None:
     if TASKS in progress.due:
         with run.phase(TASK_EVALUATION, iteration):
             metrics = evaluate_tasks(run.data.tasks, run.engine, stopper)
-            if metrics is not None and iteration == 0:
+            if metrics is not None and iteration == 0:  # teachers never change
                 of_teachers = evaluate_teachers(run.data.tasks, run.engine, stopper)
                 metrics = None if of_teachers is None else metrics | of_teachers
         if metrics is None:
@@ -176,11 +174,8 @@ def evaluate_and_report(run: Run) -> Stop | None:
 def save(run: Run, wait: bool) -> None:
     """Save now. Without `wait`, --async-save leaves the writing to a thread."""
     start, position = time.monotonic(), run.position
-    with (
-        run.phase(SAVE, position.iteration),
-        run.engine.parameters_gathered(),
-        run.engine.optimizer.state_on_device(),
-    ):
+    gathered, on_device = run.engine.parameters_gathered(), run.engine.optimizer.state_on_device()
+    with run.phase(SAVE, position.iteration), gathered, on_device:
         run.saver.save(run.state, position, wait, run.reporter.open_interval)
     if run.saver.pending is None:  # otherwise it is still being written, and `poll` will return its duration
         run.guards.stopper.took(save_s=time.monotonic() - start)

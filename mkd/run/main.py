@@ -59,14 +59,8 @@ def run(
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
-        print(
-            format_config(loaded),
-            plan.describe(),
-            plan.loss_card(),
-            platform.describe(),
-            sep="\n",
-            flush=True,
-        )
+        shown = format_config(loaded), plan.describe(), plan.loss_card(), platform.describe()
+        print(*shown, sep="\n", flush=True)
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     # Wait longer than the watchdog, whose report says more.
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S
@@ -161,12 +155,9 @@ def make_folders(*folders: str | Path | None) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(
-                f"cannot make {folder}: {error}",
-                "the run writes there",
-                "choose another one",
-                code="folder-not-writable",
-            ) from error
+            what = f"cannot make {folder}: {error}"
+            why = "the run writes there"
+            raise UsageError(what, why, "choose another one", code="folder-not-writable") from error
 
 
 def export(current, folder: Path) -> None:

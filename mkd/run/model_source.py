@@ -21,14 +21,20 @@ class ModelSource:
     hf: HFCheckpoint | None  # weights in a Hugging Face folder; None: they are in `load`
     load: Path | None  # Megatron checkpoint folder with the weights; None: they are in `hf`
 
+    def weight_files(self, pattern: str = "*") -> list[Path]:
+        """Return config.json and the files of the weights; in a Megatron folder, those of `pattern`."""
+        if self.hf is None:
+            files = sorted(path for path in self.load.glob(pattern) if path.is_file())
+        else:
+            names = {header.file for header in self.hf.headers.values()}
+            files = [self.hf.directory / name for name in sorted(names)]
+        return [self.assets / "config.json", *files]
+
 
 def locate_model(
     problems: list[MkdError], role: str, source: StudentConfig | TeacherConfig
 ) -> ModelSource | None:
-    """Return the model of `source`.
-
-    Return None if it names no model, or if an error was added to `problems`.
-    """
+    """Return the model of `source`; None if it names none, or after adding an error to `problems`."""
     if not (source.hf or source.load):
         return None
     try:
@@ -39,17 +45,12 @@ def locate_model(
             return ModelSource(shape, folder, checkpoint, None)
         folder = find_checkpoint(Path(source.load))
         if folder is None:
-            place = (
-                "--student-load"
-                if isinstance(source, StudentConfig)
-                else "--teacher-load, or load: of a teacher in a file"
-            )
-            raise CheckpointError(
-                f"the {role}'s folder {source.load} holds no checkpoint",
-                "its weights are read from there",
-                f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
-                code="model-checkpoint-missing",
-            )
+            is_student = isinstance(source, StudentConfig)
+            place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
+            what = f"the {role}'s folder {source.load} holds no checkpoint"
+            why = "its weights are read from there"
+            do = f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}"
+            raise CheckpointError(what, why, do, code="model-checkpoint-missing")
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)
         require_same_model(folder, shape)

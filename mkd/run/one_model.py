@@ -59,10 +59,7 @@ class ModelPlan:
 def plan_model(
     problems: list[MkdError], config: Config, world_size: int, teacher: int | None = None
 ) -> ModelPlan | None:
-    """Find the student, or the teacher of that number, and choose its layout.
-
-    Return None, with the errors added to `problems`, if that fails.
-    """
+    """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
     problems += find_model_problems(config, world_size, source and source.shape, teacher)

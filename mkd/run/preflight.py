@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -44,13 +45,12 @@ class Tokenizers:
 def open_tokenizers(
     problems: list[MkdError],
     config: Config,
-    student: ModelSource | None,
+    student: ModelSource | None,  # None: reported before
     teachers: Sequence[ModelSource | None],
 ) -> Tokenizers | None:
-    """Open the tokenizers of a run and compare them with its models and each other.
+    """Open the tokenizers of a run; compare them with its models and each other. Add to `problems`.
 
-    Problems are added to `problems`. Return None if the student's tokenizer cannot be opened. A model that is
-    None has been reported before.
+    Return None if the student's tokenizer cannot be opened.
     """
     name = config.data.tokenizer_model or (student and str(student.assets))
     if name is None:
@@ -61,26 +61,21 @@ def open_tokenizers(
     if student is not None:
         problems += wider_than_head(tokenizer, config, "student", student)
     own: list[Tokenizer | None] = []
-    for role, settings, source in zip(
-        teacher_roles(config.teachers), config.teachers, teachers, strict=False
-    ):
-        if source is None or settings.xtoken is None:
-            own.append(None)
-            problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
-        else:
-            own.append(
-                collect_error(problems, lambda role=role, source=source: open_own_tokenizer(role, source))
+    notes: list[str] = []
+    roles = teacher_roles(config.teachers)
+    for role, settings, source in zip(roles, config.teachers, teachers, strict=False):
+        if source is not None and settings.xtoken is not None:
+            own.append(collect_error(problems, partial(open_own_tokenizer, role, source)))
+            continue
+        own.append(None)
+        problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
+        if source is not None and not has_tokenizer(source.assets):
+            notes.append(
+                f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be "
+                "the student's"
             )
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
-    unchecked = [
-        f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be the "
-        "student's"
-        for role, settings, source in zip(
-            teacher_roles(config.teachers), config.teachers, teachers, strict=False
-        )
-        if source is not None and settings.xtoken is None and not has_tokenizer(source.assets)
-    ]
-    return Tokenizers(tokenizer, tuple(own), files, (*unchecked, *_notes(tokenizer, config, student)))
+    return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)))
 
 
 def tokenizer_source(tokenizer_type: str, name: str) -> Path | None:
@@ -97,9 +92,8 @@ def _notes(tokenizer: Tokenizer, config: Config, student: ModelSource | None) ->
         return
     if student is not None and name != str(student.assets) and has_tokenizer(student.assets):
         with suppress(UsageError):  # the student's own tokenizer is not used, so it need not be readable
-            difference = tokenizer.vocabulary_difference(
-                load_tokenizer("HuggingFaceTokenizer", str(student.assets))
-            )
+            unused = load_tokenizer("HuggingFaceTokenizer", str(student.assets))
+            difference = tokenizer.vocabulary_difference(unused)
             if difference is not None:
                 other = f"--tokenizer-model {name} is not the tokenizer in {student.assets}"
                 yield f"note: {other}, ids differ: {difference}"
@@ -119,8 +113,7 @@ def open_own_tokenizer(role: str, teacher: ModelSource) -> Tokenizer:
             f"the {role} has no tokenizer in {teacher.assets}",
             "it is compared with the student on the same text (xtoken), which it reads in its own tokens",
             "copy tokenizer.json and tokenizer_config.json of that model into the folder, or, if it has the "
-            "student's tokens, "
-            "remove its xtoken settings",
+            "student's tokens, remove its xtoken settings",
             code="tokenizer-missing",
         )
     try:
@@ -156,42 +149,27 @@ def require_same_tokenizer(tokenizer: Tokenizer, teacher: ModelSource) -> None:
 def wider_than_head(
     tokenizer: Tokenizer, config: Config, role: str, model: ModelSource
 ) -> Iterator[UsageError]:
-    """Yield a problem if text or padding can contain ids beyond the model.
-
-    Unused special tokens may be beyond it.
-    """
+    """Yield a problem if text or padding can have ids beyond the model. Unused special tokens may."""
     rows = model.shape.vocab_size
     if tokenizer.vocab_size <= rows:
         return
     used = [i for string, i in tokenizer.vocabulary.items() if string not in tokenizer.special_tokens]
-    used += [
-        tokenizer.pad_id,
-        *([tokenizer.eos_id] if config.data.append_eod and tokenizer.eos_id is not None else []),
-    ]
+    used.append(tokenizer.pad_id)
+    if config.data.append_eod and tokenizer.eos_id is not None:
+        used.append(tokenizer.eos_id)
     if max(used) >= rows:
-        yield UsageError(
-            f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}",
-            "text would become ids for which the model has no embedding",
-            f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one",
-            code="tokenizer-beyond-vocabulary",
-        )
+        what = f"the tokenizer's ids go up to {max(used)}, those of the {role} ({model.assets}) to {rows - 1}"
+        why = "text would become ids for which the model has no embedding"
+        do = f"use the {role}'s own tokenizer (--tokenizer-model), or a model that was resized for this one"
+        yield UsageError(what, why, do, code="tokenizer-beyond-vocabulary")
 
 
 def data_paths(problems: list[MkdError], config: Config) -> dict[str, str]:
-    """Return path -> flag of every corpus.
-
-    Add to `problems` a flag that is not a list of paths and weights.
-    """
+    """Return path -> flag of every corpus. Add to `problems` a flag that has no such list."""
     found: dict[str, str] = {}
-    for flag, values in (
-        ("--data-path", config.data.data_path),
-        ("--valid-data-path", config.data.valid_data_path),
-    ):
-        blend = (
-            collect_error(problems, lambda values=values, flag=flag: parse_blend(values, flag))
-            if values
-            else None
-        )
+    given = {"--data-path": config.data.data_path, "--valid-data-path": config.data.valid_data_path}
+    for flag, values in given.items():
+        blend = collect_error(problems, partial(parse_blend, values, flag)) if values else None
         found |= {path: flag for path in (blend.paths if blend else ()) if path not in found}
     return found
 
@@ -204,12 +182,10 @@ def data_problems(paths: Mapping[str, str], tokenizers: Tokenizers | None, confi
     problems: list[MkdError] = []
     kinds: set[str] = set()
     for path, flag in paths.items():
-        found = collect_error(
-            problems,
-            lambda flag=flag, path=path: _kinds_in(flag, path, tokenizers, config.data.max_bad_records),
-        )
+        max_bad_records = config.data.max_bad_records
+        found = collect_error(problems, partial(_kinds_in, flag, path, tokenizers, max_bad_records))
         kinds |= found or set()
-        if found and "messages" in found and tokenizers is not None and not config.data.max_bad_records:
+        if found and "messages" in found and tokenizers is not None and not max_bad_records:
             problems += _template_problems(f"{flag} {path}", tokenizers, config)
     if tokenizers is not None and config.data.append_eod and kinds - {"messages"}:
         collect_error(problems, lambda: require_eos(tokenizers.student))
@@ -223,10 +199,8 @@ def export_problems(
     if checkpoint.export_hf is None:
         return []
     folder = Path(checkpoint.export_hf)
-    read = [
-        *(model.assets for model in models),
-        *([tokenizers.source] if tokenizers and tokenizers.source else ()),
-    ]
+    read = [model.assets for model in models]
+    read += [tokenizers.source] if tokenizers and tokenizers.source else []
     if folder.resolve() in [(path if path.is_dir() else path.parent).resolve() for path in read]:
         what = f"--export-hf {folder} is a folder that this run reads"
         return [UsageError(what, "it would be overwritten", "choose another", code="export-hf-is-read")]
@@ -242,12 +216,9 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
         require_file(path, flag)
         return _kinds_of_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
     if Path(path).is_file() and Path(path).suffix not in CORPUS_SUFFIXES:
-        raise DataError(
-            f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file",
-            "the suffix says how a file is read",
-            f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair",
-            code="data-file-kind-unknown",
-        )
+        what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
+        do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
+        raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
     store = TokenStore.open(find_prefix(path, flag))
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")
@@ -257,10 +228,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
 
 
 def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
-    """Return the kinds of the first records.
-
-    One good record is enough; the run itself counts the bad ones.
-    """
+    """Return the kinds of the first records, if one is good. The run itself counts the bad ones."""
     kinds, refused = set(), None
     for place, (number, row) in enumerate(islice(read_rows(path), looked_at)):
         if kinds and place >= LOOKED_AT:
@@ -270,20 +238,18 @@ def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
         except DataError as error:
             refused = refused or error.located(f"{flag} {path}:{number}")
     if not kinds:
-        raise refused or DataError(
-            f"{flag} {path} is empty",
-            "there is nothing to train on",
-            "check how it was made",
-            code="data-file-empty",
+        what = f"{flag} {path} is empty"
+        empty = DataError(
+            what, "there is nothing to train on", "check how it was made", code="data-file-empty"
         )
+        raise refused or empty
     return kinds
 
 
 def _template_problems(corpus: str, tokenizers: Tokenizers, config: Config) -> Iterator[DataError]:
     """Yield one problem for every model that must read conversations but cannot."""
-    for role, tokenizer in zip(
-        ("student", *teacher_roles(config.teachers)), (tokenizers.student, *tokenizers.teachers), strict=False
-    ):
+    roles = "student", *teacher_roles(config.teachers)
+    for role, tokenizer in zip(roles, (tokenizers.student, *tokenizers.teachers), strict=False):
         if tokenizer is not None and not tokenizer.has_chat_template:
             yield DataError(
                 f"the {role}'s tokenizer has no chat template",

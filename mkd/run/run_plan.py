@@ -48,12 +48,8 @@ class Plan:
     @property
     def same_vocabulary(self) -> list[ModelSource]:
         """Student and teachers that read the student's tokens."""
-        own = [
-            source
-            for source, settings in zip(self.teachers, self.config.teachers, strict=False)
-            if settings.xtoken is None
-        ]
-        return [self.student, *own]
+        teachers = zip(self.teachers, self.config.teachers, strict=False)
+        return [self.student, *(source for source, settings in teachers if settings.xtoken is None)]
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
@@ -64,16 +60,11 @@ class Plan:
     def forecast(self) -> Forecast:
         """Forecast of step time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
-        return Forecast(
-            self.config, self.batch, self.student.shape, teachers, self.student_layout, self.teacher_layouts
-        )
+        layouts = self.student_layout, self.teacher_layouts
+        return Forecast(self.config, self.batch, self.student.shape, teachers, *layouts)
 
     def describe(self) -> str:
-        """Describe the plan.
-
-        Return the batch as an equation, the layers of all models on each stage, forecasts of time and memory,
-        and notes.
-        """
+        """Describe the batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
@@ -83,19 +74,14 @@ class Plan:
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
-    """Resolve models, batch and layouts from files and flags alone.
-
-    Raises one ErrorList with all problems.
-    """
+    """Resolve models, batch and layouts from files and flags alone. Raises one ErrorList."""
     problems: list[MkdError] = []
     student = locate_model(problems, "student", config.student)
+    teachers = zip(teacher_roles(config.teachers), config.teachers, strict=True)
     sources: list[ModelSource | None] = []
     stored_teacher = None
     if config.kd.kd_ratio > 0:
-        sources = [
-            locate_model(problems, role, one)
-            for role, one in zip(teacher_roles(config.teachers), config.teachers, strict=True)
-        ]
+        sources = [locate_model(problems, role, one) for role, one in teachers]
     shapes = [source.shape if source else None for source in sources]
     if sources and config.teachers[0].topk:
         vocab_size = student.shape.vocab_size if student else None
@@ -110,9 +96,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
     problems += profile_problems(config.log, world_size)
     problems += start_problems(config.checkpoint)
     problems += disk_problems(list(writes_of(config, student and student.shape, paths)))
-    problems += export_problems(
-        config.checkpoint, [source for source in (student, *sources) if source], tokenizers
-    )
+    known = [source for source in (student, *sources) if source]
+    problems += export_problems(config.checkpoint, known, tokenizers)
     if problems:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)

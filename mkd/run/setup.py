@@ -52,10 +52,7 @@ def build_run(
     watchdog: Watchdog | None = None,
     cleanup: Cleanup | None = None,  # the caller enters it, so that it also runs if this function fails
 ) -> Run:
-    """Join the process group, then build data, models, optimizer and reporter.
-
-    Resume if there is a checkpoint.
-    """
+    """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
     context = join(config.parallel, plan.virtual_stages, platform)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
@@ -65,9 +62,8 @@ def build_run(
     tokenizer = plan.tokenizers.student
     cross_tokenizer = find_cross_tokenizer(plan, tokenizer, context)
     train_set, valid_set = build_data(plan, context, cross_tokenizer, signals, phases)
-    tasks = build_tasks(
-        config, tokenizer, min(source.shape.vocab_size for source in plan.same_vocabulary), context
-    )
+    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
+    tasks = build_tasks(config, tokenizer, vocab_size, context)
     run_identity = take_identity(plan, tokenizer, train_set, valid_set, context)
     start_folder = find_start(config.checkpoint, plan.student.shape, run_identity, context)
     engine, state = build_engine(plan, context, cross_tokenizer, train_set.teacher_seq_lengths)
@@ -75,9 +71,8 @@ def build_run(
     start = read_state(start_folder) if start_folder else {}
     # The fingerprint of the evaluation before the first step.
     first = {"evaluation": start.get("evaluation", run_identity.get("evaluation"))}
-    reporter = build_reporter(
-        plan, context, position, engine, has_baseline=first["evaluation"] == run_identity.get("evaluation")
-    )
+    has_baseline = first["evaluation"] == run_identity.get("evaluation")
+    reporter = build_reporter(plan, context, position, engine, has_baseline)
     reporter.go_on(start.get("open_interval", {}))
     cleanup.add(lambda error: reporter.close())
     for line in describe_data(train_set, valid_set, tasks):
@@ -155,29 +150,25 @@ def build_guards(plan: Plan, engine: Engine, train_set, signals: Signals) -> Gua
 
 
 def still_due(run: Run) -> frozenset[str]:
-    """Return the parts of an evaluation that are due at the start. Collective.
-
-    These have no record, because the run was stopped before them.
-    """
+    """Return what is due of an evaluation that a stop cut short, so that it has no record. Collective."""
     iteration = run.position.iteration
     if not is_evaluated(iteration, run.config.training):
         return frozenset()
-    records = on_rank_0(
-        lambda: read_records(log_folder(run.config)),
-        lambda error: DataError(f"cannot read metrics: {error}", code="metrics-unreadable"),
-    )
+
+    def unreadable(error: Exception) -> DataError:
+        return DataError(f"cannot read metrics: {error}", code="metrics-unreadable")
+
+    records = on_rank_0(lambda: read_records(log_folder(run.config)), unreadable)
     recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}
     return run.data.parts - run.engine.context.broadcast_object(recorded)
 
 
 def describe_data(train_set, valid_set, tasks) -> list[str]:
     """Return the sizes of the data sets, and how much of them cross-tokenizer teachers cover."""
-    named = [
-        (name, part) for name, part in (("training", train_set), ("held-out", valid_set)) if part is not None
-    ]
-    lines = [
-        line if line.startswith(" ") else f"{name} {line}" for name, part in named for line in part.describe()
-    ]
+    lines = []
+    for name, part in (("training", train_set), ("held-out", valid_set)):
+        described = part.describe() if part is not None else []
+        lines += [line if line.startswith(" ") else f"{name} {line}" for line in described]
     return lines + (tasks.describe() if tasks else [])
 
 
@@ -199,12 +190,12 @@ def build_reporter(
         if config.log.tensorboard_dir:
             writers.append(TensorBoardWriter(config.log.tensorboard_dir))
         if config.log.wandb_project:
-            writers.append(
-                WandbWriter(config.log, log_folder(config), flat_settings(config), position.iteration > 0)
-            )
+            resumes = position.iteration > 0
+            writers.append(WandbWriter(config.log, log_folder(config), flat_settings(config), resumes))
     logger = MetricLogger(writers)
     # A fresh run also replaces the evaluation before the first step.
     logger.truncate_after(position.iteration or -1)
+    of_valid = curve(read_records(log_folder(config)), "valid", "kd_loss") if writers and has_baseline else {}
     return Reporter(
         context=context,
         logger=logger,
@@ -216,8 +207,6 @@ def build_reporter(
         global_batch_size=plan.batch.global_batch_size,
         seq_length=config.training.seq_length,
         is_cross_tokenizer=any(one.xtoken for one in config.teachers),
-        initial_kd=curve(read_records(log_folder(config)), "valid", "kd_loss").get(0)
-        if writers and has_baseline
-        else None,
+        initial_kd=of_valid.get(0),
         take_teacher_ms=partial(take_teacher_ms, engine.stages),
     )

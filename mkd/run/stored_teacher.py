@@ -6,6 +6,7 @@ Teacher, tokenizer, data and temperature must be those of the run.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,16 +44,9 @@ class StoredTeacher:
 
     @classmethod
     def find(
-        cls,
-        problems: list[MkdError],
-        config: Config,
-        source: ModelSource | None,
-        student_vocab_size: int | None,
+        cls, problems: list[MkdError], config: Config, source: ModelSource | None, student_ids: int | None
     ) -> StoredTeacher | None:
-        """Return the cache of `config`, from its description alone.
-
-        If it is unusable, return None and add to `problems`.
-        """
+        """Return the cache of `config` from its description; None after adding an error to `problems`."""
         folder = Path(config.teachers[0].topk)
         try:
             load_pyarrow()
@@ -60,7 +54,7 @@ class StoredTeacher:
         except MkdError as error:
             problems.append(error)
             return None
-        problems += _differences(folder, meta, config, student_vocab_size)
+        problems += _differences(folder, meta, config, student_ids)
         return cls(folder, meta, source)
 
     def attach(self, train_set, valid_set, tokenizer: Tokenizer, context: ParallelContext) -> tuple:
@@ -90,64 +84,41 @@ class StoredTeacher:
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:
-            raise DataError(
-                f"the teacher cache {self.folder} is of another tokenizer",
-                "its ids stand for other strings than this run's",
-                "export the cache with this run's tokenizer, or train with that of the export",
-                code="teacher-cache-tokenizer-differs",
-            )
+            what = f"the teacher cache {self.folder} is of another tokenizer"
+            why = "its ids stand for other strings than this run's"
+            do = "export the cache with this run's tokenizer, or train with that of the export"
+            raise DataError(what, why, do, code="teacher-cache-tokenizer-differs")
         if self.source is not None and weights_fingerprint(self.source) != self.meta.weights_fingerprint:
-            raise CheckpointError(
-                f"the teacher cache {self.folder} is of other weights than "
-                f"{self.source.load or self.source.assets}",
-                f"it was exported from {self.meta.teacher}, whose content differs",
-                "export again from this teacher into another folder, or leave --teacher-hf and "
-                "--teacher-load away",
-                code="teacher-cache-weights-differ",
-            )
+            teacher = self.source.load or self.source.assets
+            what = f"the teacher cache {self.folder} is of other weights than {teacher}"
+            why = f"it was exported from {self.meta.teacher}, whose content differs"
+            do = "export again from this teacher elsewhere, or leave --teacher-hf and --teacher-load away"
+            raise CheckpointError(what, why, do, code="teacher-cache-weights-differ")
 
 
-def _differences(
-    folder: Path, meta: TopKMeta, config: Config, student_vocab_size: int | None
-) -> list[MkdError]:
-    """Return the problems of settings that do not fit the cache."""
-    problems: list[MkdError] = []
+def _differences(folder: Path, meta: TopKMeta, config: Config, student_ids: int | None) -> Iterator[MkdError]:
+    """Yield the problems of settings that do not fit the cache."""
     temperature = temperature_of(config)
     if temperature != meta.temperature:
         setting = "--kd-temperature" if config.teachers[0].temperature is None else "teachers[0].temperature"
-        problems.append(
-            UsageError(
-                f"{setting.removeprefix('--')} is {temperature}, the teacher cache {folder} is at "
-                f"{meta.temperature}",
-                "the probability of all ids outside the top-k at another temperature does not follow from it",
-                f"use {setting} {meta.temperature}, or export again with {setting} {temperature}",
-                code="teacher-cache-temperature-differs",
-            )
-        )
+        name = setting.removeprefix("--")
+        what = f"{name} is {temperature}, the teacher cache {folder} is at {meta.temperature}"
+        why = "the probability of all ids outside the top-k at another temperature does not follow from it"
+        do = f"use {setting} {meta.temperature}, or export again with {setting} {temperature}"
+        yield UsageError(what, why, do, code="teacher-cache-temperature-differs")
     for name, value in data_settings(config).items():
         exported = meta.data.get(name)
         if exported != value:
-            flag, why = DATA_FLAGS[name]
-            problems.append(
-                DataError(
-                    f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with "
-                    f"{exported}",
-                    f"{why}, so the student's packs would differ from those that the teacher saw",
-                    f"use the {flag} of the export, or export again into another folder",
-                    code="teacher-cache-setting-differs",
-                )
-            )
-    if student_vocab_size is not None and meta.vocab_size > student_vocab_size:
-        problems.append(
-            DataError(
-                f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has "
-                f"{student_vocab_size}",
-                "both distributions are compared on the ids that both models have",
-                "export again with this student's --student-hf",
-                code="teacher-cache-vocabulary-differs",
-            )
-        )
-    return problems
+            flag, reason = DATA_FLAGS[name]
+            what = f"{name.replace('_', '-')} is {value}, the teacher cache {folder} was made with {exported}"
+            why = f"{reason}, so the student's packs would differ from those that the teacher saw"
+            do = f"use the {flag} of the export, or export again into another folder"
+            yield DataError(what, why, do, code="teacher-cache-setting-differs")
+    if student_ids is not None and meta.vocab_size > student_ids:
+        what = f"the teacher cache {folder} is over {meta.vocab_size} ids, the student has {student_ids}"
+        why = "both distributions are compared on the ids that both models have"
+        do = "export again with this student's --student-hf"
+        yield DataError(what, why, do, code="teacher-cache-vocabulary-differs")
 
 
 def temperature_of(config: Config) -> float:
@@ -169,15 +140,8 @@ def data_settings(config: Config) -> dict:
 
 def weights_fingerprint(source: ModelSource) -> str:
     """Return the SHA-256 over names and contents of a model's config.json and weight files; streams them."""
-    if source.hf is not None:
-        files = [
-            source.hf.directory / name
-            for name in sorted({header.file for header in source.hf.headers.values()})
-        ]
-    else:
-        files = sorted(path for path in source.load.rglob("*") if path.is_file())
     digest = hashlib.sha256()
-    for path in [source.assets / "config.json", *files]:
+    for path in source.weight_files("**/*"):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())
         with path.open("rb") as file:
             while block := file.read(READ_BYTES):

@@ -37,7 +37,6 @@ from mkd.parallel.zigzag import context_parallel_rows
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import Platform
 from mkd.run.build_data import open_data
-from mkd.run.model_source import ModelSource
 from mkd.run.one_model import ModelPlan, plan_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, require_same_tokenizer, wider_than_head
 from mkd.run.stored_teacher import data_settings, temperature_of, weights_fingerprint
@@ -85,12 +84,8 @@ def export_teacher(config: Config, settings: ExportSettings, platform: Platform,
     vocab_size = min(of_teacher, _student_vocab_size(config) or of_teacher)
     if not 0 < settings.k <= vocab_size:
         what = f"--k {settings.k} is not from 1 to {vocab_size}"
-        raise UsageError(
-            what,
-            "that many ids have a probability",
-            "128 is enough for most vocabularies",
-            code="topk-not-in-vocabulary",
-        )
+        why = "that many ids have a probability"
+        raise UsageError(what, why, "128 is enough for most vocabularies", code="topk-not-in-vocabulary")
     _make_folder(settings.out)
     context = plan.teacher.join(platform)
     build = SharedBuild(context, Signals(), Phases())
@@ -111,20 +106,19 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     Raises one ErrorList with all problems of the teacher, the tokenizer and the data.
     """
     if not config.teachers or not (config.teachers[TEACHER].hf or config.teachers[TEACHER].load):
-        raise UsageError(
-            "no teacher is given",
-            "its predictions are exported",
-            "give --teacher-hf DIR",
-            code="teacher-missing",
-        )
+        why = "its predictions are exported"
+        raise UsageError("no teacher is given", why, "give --teacher-hf DIR", code="teacher-missing")
     problems: list[MkdError] = []
     teacher = plan_model(problems, config, world_size, TEACHER)
     if not config.data.data_path:
-        problems.append(
-            UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
-        )
+        do = "give --data-path PATH"
+        problems.append(UsageError("no training data is given", "", do, code="data-path-missing"))
     collect_error(problems, lambda: parse_split(config.data.split))
-    tokenizer = teacher and collect_error(problems, lambda: _open_tokenizer(config, teacher.source))
+    # The run reads with its own tokenizer, the student's, or the teacher's.
+    kind, name = config.data.tokenizer_type, config.data.tokenizer_model or config.student.hf
+    tokenizer = teacher and collect_error(
+        problems, lambda: load_tokenizer(kind, name or str(teacher.source.assets))
+    )
     if tokenizer is not None:
         problems += wider_than_head(tokenizer, config, "teacher", teacher.source)
     paths = data_paths(problems, config)
@@ -136,24 +130,13 @@ def plan_export(config: Config, world_size: int) -> ExportPlan:
     return ExportPlan(teacher, tokenizer)
 
 
-def _open_tokenizer(config: Config, teacher: ModelSource) -> Tokenizer:
-    """Open the tokenizer that the run will read with: its own setting, the student's, or the teacher's."""
-    data = config.data
-    return load_tokenizer(
-        data.tokenizer_type, data.tokenizer_model or config.student.hf or str(teacher.assets)
-    )
-
-
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot make --out {out}: {error}",
-            "the cache is written there",
-            "choose another one",
-            code="out-not-writable",
-        ) from error
+        what = f"cannot make --out {out}: {error}"
+        why = "the cache is written there"
+        raise UsageError(what, why, "choose another one", code="out-not-writable") from error
 
 
 def _student_vocab_size(config: Config) -> int | None:
@@ -167,10 +150,7 @@ def _describe(
     parts: dict[str, int],
     context: ParallelContext,
 ) -> TopKMeta:
-    """Return the description of the cache on every rank, written if it is new.
-
-    Raises DataError if an existing one differs.
-    """
+    """Return the cache's description on every rank, and write a new one. DataError if one differs."""
     outcome: TopKMeta | Exception | None = None
     if context.rank == 0:
         try:
@@ -207,12 +187,10 @@ def _write_description(
             name for name in vars(meta) if name != "teacher" and getattr(found, name) != getattr(meta, name)
         ]
         if differing:
-            raise DataError(
-                f"{settings.out} holds another teacher cache: {', '.join(differing)} differ",
-                "an export resumes only with the same teacher, data and settings",
-                "choose another --out, or remove the folder",
-                code="teacher-cache-of-another-run",
-            )
+            what = f"{settings.out} holds another teacher cache: {', '.join(differing)} differ"
+            why = "an export resumes only with the same teacher, data and settings"
+            do = "choose another --out, or remove the folder"
+            raise DataError(what, why, do, code="teacher-cache-of-another-run")
     meta.write(settings.out)
     return meta
 
@@ -239,10 +217,7 @@ class _Exporter:
         return cls(out, meta, context, schedule, stages, training.micro_batch_size)
 
     def export(self, part: str, dataset) -> None:
-        """Make the missing shards, one on each data-parallel rank at a time.
-
-        A rank without a shard runs empty packs.
-        """
+        """Make the missing shards, one per replica at a time. Without a shard a replica runs empty packs."""
         missing = self.context.broadcast_object(self.meta.missing_shards(self.out, part))
         num_shards = self.meta.num_shards(part)
         LOG.info(f"{part}: {len(missing)} of {num_shards} shards to make, {len(dataset)} packs in all")
@@ -252,10 +227,7 @@ class _Exporter:
 
     @torch.no_grad()
     def _run(self, part: str, dataset, shards: list[int]) -> None:
-        """Make one shard on each of the first data-parallel ranks.
-
-        Raises NonFiniteError on every rank, and then leaves no file.
-        """
+        """Make a shard on each replica. Raises NonFiniteError on every rank, and then leaves no file."""
         shard = shards[self.context.dp_rank] if self.context.dp_rank < len(shards) else None
         packs = [] if shard is None else [dataset[sample] for sample in self.meta.shard_samples(part, shard)]
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
@@ -296,10 +268,7 @@ class _Collector:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Act as Megatron's loss callback without a gradient.
-
-        Report the number of positions that are not finite.
-        """
+        """Act as Megatron's loss callback without a gradient; report how many positions are not finite."""
         hidden = output.hidden
         top = vocab_parallel_topk(
             loss_row_logits(stage.student, hidden, batch.loss_rows),
@@ -329,10 +298,7 @@ class _Collector:
     def _whole_row(
         self, batch: PackedBatch, columns: list[np.ndarray], positions: Tensor
     ) -> tuple[list[np.ndarray], Tensor]:
-        """Return rows and positions of all context-parallel ranks, in the order of the positions.
-
-        Communication: all-gather over CP.
-        """
+        """Return rows and positions of the whole row, in order. All-gather over CP."""
         held = context_parallel_rows(batch.cu_seqlens_padded, self.context.cp_rank, self.context.cp_size)
         parts: list = [None] * self.context.cp_size
         dist.all_gather_object(parts, (columns, held[positions]), group=self.context.groups.cp)

@@ -79,16 +79,10 @@ def test_problems_of_file_and_command_line_come_together(yaml_file):
     Path(yaml_file).write_text("lrr: 3\nseq_length: x\n", encoding="utf-8")
     with pytest.raises(ErrorList) as caught:
         load_config(["--config", yaml_file, "--fp16", "--sed", "3"])
-    assert len(caught.value.errors) == 4 and caught.value.exit_code == 64
-    text = str(caught.value)
-    for part in (
-        "4 problems:",
-        "did you mean lr?",
-        "run.yaml:2: seq_length",
-        "--fp16: known",
-        "did you mean --seed?",
-    ):
-        assert part in text
+    assert caught.value.codes == ["key-unknown", "value-not-valid", "flag-replaced", "flag-unknown"]
+    assert caught.value.exit_code == 64
+    nearest, place, _, flag = (str(error) for error in caught.value.errors)
+    assert "mean lr?" in nearest and "run.yaml:2: seq_length" in place and "mean --seed?" in flag
 
 
 def test_saved_config_loads_back(yaml_file, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from mkd.errors import CheckpointError, UsageError
 from mkd.plan.model_shape import ModelShape
+from tests.reported import refused
 
 SIZES = dict(
     model_type="gemma3_text",
@@ -83,7 +84,7 @@ def test_what_mkd_cannot_run_exactly_is_refused(name, value):
 def test_other_ropes_are_refused(kind):
     rope = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 64}
-    with pytest.raises(UsageError, match=kind):
+    with refused("rope-not-supported"):
         ModelShape.from_hf_config(SIZES | {"rope_parameters": {"full_attention": rope}})
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.errors import DataError
 from mkd.log.records import curve, read_records, split_of
 from mkd.log.writers import JsonlWriter
+from tests.reported import refused
 
 
 def test_what_a_writer_wrote_is_read_back_from_file_or_folder(tmp_path):
@@ -38,10 +38,11 @@ NO_RECORDS = [
 @pytest.mark.parametrize("line", NO_RECORDS)
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not a metrics record"):
+    with refused("metrics-record-not-valid") as caught:
         read_records(tmp_path)
+    assert caught.value.what.startswith(f"{tmp_path / 'metrics.jsonl'}:2: ")
 
 
 def test_a_missing_run_is_named(tmp_path):
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with refused("metrics-unreadable"):
         read_records(tmp_path / "nowhere")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mkd.config.schema import LogConfig
-from mkd.errors import UsageError
 from mkd.log.wandb_writer import WandbWriter, run_id
 from mkd.log.writers import is_installed, missing_packages
+from tests.reported import refused
 from tests.train.command import flags, make_files, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ writer.close()
 def test_missing_wandb_says_what_to_install(tmp_path, monkeypatch):
     # Python itself marks a module that cannot be imported like this.
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match="--wandb-project is set and wandb is not installed") as caught:
+    with refused("wandb-missing") as caught:
         WandbWriter(LOG, tmp_path, {})
     assert "pip install wandb" in caught.value.do and not list(tmp_path.iterdir())
 

@@ -184,4 +184,4 @@ def test_what_cannot_be_profiled_is_said_before_the_run():
         LogConfig(profile=True, use_pytorch_profiler=True, profile_ranks=("0", "4")), world_size=4
     )
     assert beyond.what == "--profile-ranks 4 do not exist"
-    assert profile_problems(LogConfig(), world_size=1) == []
+    assert list(profile_problems(LogConfig(), world_size=1)) == []

@@ -43,7 +43,7 @@ def folders(tmp_path, monkeypatch):
     ],
 )
 def test_what_may_begin(save, load, folders):
-    assert start_problems(CheckpointConfig(save=save, load=load)) == []
+    assert list(start_problems(CheckpointConfig(save=save, load=load))) == []
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_may_begin(save, load, folders):
     ],
 )
 def test_what_is_refused(save, load, found, folders):
-    problems = start_problems(CheckpointConfig(save=save, load=load))
+    problems = list(start_problems(CheckpointConfig(save=save, load=load)))
     assert len(problems) == len(found)
     assert all(problem.what.startswith(text) for problem, text in zip(problems, found, strict=True))
     assert all(problem.exit_code == 64 and problem.why and problem.do for problem in problems)

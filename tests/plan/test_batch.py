@@ -34,9 +34,6 @@ def test_indivisible_batch_names_the_nearest_ones():
     with pytest.raises(UsageError) as caught:
         BatchPlan.from_config(config(micro_batch_size=8, global_batch_size=100), world_size=4)
     assert caught.value.code == "batch-not-divisible" and caught.value.why
-    assert str(caught.value).startswith(
-        "global-batch-size 100 is not divisible by micro-batch-size 8 x data-parallel 4 = 32\n"
-    )
     assert caught.value.do == "use 96 or 128"
 
 

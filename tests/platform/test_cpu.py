@@ -169,7 +169,7 @@ def test_installing_again_changes_nothing(ranks):
 def test_a_gpu_is_never_hidden(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     current_device = torch.cuda.current_device
-    with pytest.raises(AssertionError, match="must not hide a GPU"):
+    with pytest.raises(AssertionError):
         cpu.install()
     assert torch.cuda.current_device is current_device
 

@@ -1,7 +1,4 @@
-"""The problems of running one model of a configuration alone, without training.
-
-This happens for an evaluation or an export.
-"""
+"""The problems of running one model of a configuration alone, for an evaluation or an export."""
 
 from __future__ import annotations
 
@@ -36,23 +33,15 @@ def find_model_problems(
     model: ModelShape | None,  # None: its shape could not be read, which has been reported
     teacher: int | None = None,  # number of the teacher that runs; None: the student runs
 ) -> list[MkdError]:
-    """Return every problem of running one model on `world_size` processes.
-
-    Settings that only training reads are ignored.
-    """
+    """Return the problems of running one model on `world_size` processes. Training settings are ignored."""
     wrong = options_out_of_range(config).intersection(READ_BY_A_MODEL)
     problems: list[MkdError] = [*check_ranges(config, READ_BY_A_MODEL)]
     source = config.student if teacher is None else config.teachers[teacher]
     if not (source.hf or source.load):
         role = "student" if teacher is None else "teacher"
-        problems.append(
-            UsageError(
-                f"no {role} is given",
-                "it is the model that runs",
-                f"give --{role}-hf DIR or --{role}-load CKPT",
-                code="model-missing",
-            )
-        )
+        do = f"give --{role}-hf DIR or --{role}-load CKPT"
+        missing = UsageError(f"no {role} is given", "it is the model that runs", do, code="model-missing")
+        problems.append(missing)
     problems += check_parallel(config)
     if wrong.isdisjoint((*PACKS, *SHARDS)):
         problems += check_sequences(config)

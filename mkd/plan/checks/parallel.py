@@ -23,37 +23,30 @@ from mkd.plan.batch import BatchPlan, document_multiple
 def check_parallel(config: Config) -> Iterator[UsageError]:
     """Check that no settings exclude each other, and that each has the others that it needs."""
     parallel = config.parallel
-    by_layers, by_stages = (
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    by_layers = parallel.num_layers_per_virtual_pipeline_stage
+    by_stages = parallel.num_virtual_stages_per_pipeline_rank
     if by_layers is not None and by_stages is not None:
         yield UsageError(
             f"num-layers-per-virtual-pipeline-stage {by_layers} and num-virtual-stages-per-pipeline-rank "
-            f"{by_stages} "
-            "exclude each other",
+            f"{by_stages} exclude each other",
             "both set the number of virtual stages",
             "give one of them",
             code="virtual-stages-given-twice",
         )
     if parallel.pipeline_model_parallel_size == 1 and (by_layers is not None or (by_stages or 1) > 1):
-        yield UsageError(
-            "virtual pipeline stages need pipeline-model-parallel-size above 1",
-            "interleaving shrinks the bubble of a pipeline, and there is no pipeline",
-            "raise --pipeline-model-parallel-size, or remove the virtual stages",
-            code="virtual-stages-without-pipeline",
-        )
+        what = "virtual pipeline stages need pipeline-model-parallel-size above 1"
+        why = "interleaving shrinks the bubble of a pipeline, and there is no pipeline"
+        do = "raise --pipeline-model-parallel-size, or remove the virtual stages"
+        yield UsageError(what, why, do, code="virtual-stages-without-pipeline")
     layouts = zip(given_layouts(config), layout_flags(config), strict=True)
     flags = [flag for layout, flag in layouts if layout]
     flags += ["--num-layers-per-virtual-pipeline-stage"] * (by_layers is not None)
     if parallel.pipeline_layout == "auto" and flags:
         given = " and ".join(flags)
-        yield UsageError(
-            f"--pipeline-layout auto and {given} exclude each other",
-            "both split layers over the pipeline; auto chooses the splits of all models together",
-            f"remove {given}, or --pipeline-layout auto",
-            code="auto-layout-with-layout",
-        )
+        what = f"--pipeline-layout auto and {given} exclude each other"
+        why = "both split layers over the pipeline; auto chooses the splits of all models together"
+        do = f"remove {given}, or --pipeline-layout auto"
+        yield UsageError(what, why, do, code="auto-layout-with-layout")
     if parallel.overlap_param_gather and not (
         parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
     ):
@@ -174,16 +167,12 @@ def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel
 
 
 def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:
-    """Check that `--pipeline-layout auto` finds a split of all models.
-
-    Call it with the shapes of all models, and only if no other check has found a problem.
-    """
+    """Check that `--pipeline-layout auto` finds a split. All models must have shapes and no other problem."""
     problems: list[MkdError] = []
     if config.parallel.pipeline_layout == "auto":
         student, *teachers = (model.shape for model in models)
-        collect_error(
-            problems, lambda: layouts_of(config, student, teachers, virtual_stages(config, student))
-        )
+        stages = virtual_stages(config, student)
+        collect_error(problems, lambda: layouts_of(config, student, teachers, stages))
     yield from problems
 
 

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
-from mkd.plan.checks.data import check_data, check_tasks
-from mkd.plan.checks.folders import check_folders
-from mkd.plan.checks.log import check_log
 from mkd.plan.checks.parallel import (
     check_auto_layout,
     check_batch,
@@ -25,6 +22,7 @@ from mkd.plan.checks.parallel import (
     check_sequences,
 )
 from mkd.plan.checks.ranges import BATCH, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.run_files import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
@@ -63,10 +61,7 @@ def find_problems(
     student: ModelShape | None = None,
     teachers: Sequence[ModelShape | None] = (),  # the ones that run, in the order of the configuration
 ) -> list[MkdError]:
-    """Return every problem of `config` on `world_size` processes; empty if the run can start.
-
-    A model whose shape is None is not checked.
-    """
+    """Return every problem of `config` on `world_size` processes. Unknown shapes (None) are not checked."""
     wrong = options_out_of_range(config)
     models = tuple(planned_models(config, (student, *teachers)))
     problems: list[MkdError] = []

@@ -19,78 +19,49 @@ STAGES = (
 BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
-_TEMPERATURE = ("from 0.01 to 100", lambda x: 0.01 <= x <= 100)  # beyond, fp32 statistics lose precision
-_PROPORTION = ("from 0 to 1", lambda x: 0 <= x <= 1)
 _LARGEST = 2**62  # sums with other settings still fit 64 bits
-_RANGES = {
-    "device_memory_gib": ("above 0", lambda x: x > 0),
-    "distributed_timeout_minutes": ("above 0 and at most a million", lambda x: 0 < x <= 1e6),
-    "distributed_timeout_seconds_after_init": ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7),
-    **dict.fromkeys(("kd_temperature", "teacher_temperature", "teacher_weighting_temperature"), _TEMPERATURE),
-    "kd_ratio": ("from 0 to 1", lambda x: 0 <= x <= 1),
-    **{
-        f"{prefix}_{one.name}": (one.valid, one.is_valid)
-        for one in PARAMETERS
-        for prefix in ("kd", "teacher")
-    },
-    "train_iters": ("at most a trillion", lambda x: x <= 10**12),
-    "eval_interval": ("0 (never) or more", lambda x: x >= 0),
-    "eval_iters": ("0 (never) or more", lambda x: x >= 0),
-    "exit_duration_in_mins": ("above 0", lambda x: x > 0),
-    "num_workers": ("0 or more", lambda x: x >= 0),
-    "lr": ("0 or more", lambda x: x >= 0),
-    "min_lr": ("0 or more", lambda x: x >= 0),
-    "lr_warmup_iters": ("0 or more", lambda x: x >= 0),
-    "lr_warmup_fraction": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "weight_decay": ("0 or more", lambda x: x >= 0),
-    "clip_grad": ("0 (never) or more", lambda x: x >= 0),
-    "adam_beta1": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "adam_beta2": ("from 0 to below 1", lambda x: 0 <= x < 1),
-    "adam_eps": ("above 0", lambda x: x > 0),
-    "ckpt_step": ("0 or more", lambda x: x >= 0),
-    "seed": ("0 or more", lambda x: x >= 0),
-    "profile_step_start": ("0 or more", lambda x: x >= 0),
-    "eval_num_fewshot": ("0 or more", lambda x: x >= 0),
-    "max_bad_records": ("0 or more", lambda x: x >= 0),
-    **dict.fromkeys(
-        (
-            *SHARDS,
-            *STAGES,
-            *BATCH,
-            *PACKS,
-            "exit_interval",
-            "recompute_num_layers",
-            "lr_decay_iters",
-            "lr_wsd_decay_iters",
-            "save_interval",
-            "save_retain_interval",
-            "keep_checkpoints",
-            "log_interval",
-            "max_non_finite_skips",
-            "characters_per_sample",
-            "xtoken_top_k",
-        ),
-        ("1 or more", lambda x: x >= 1),
+_GROUPS = (
+    # Beyond these temperatures fp32 statistics lose precision.
+    (
+        "from 0.01 to 100",
+        lambda x: 0.01 <= x <= 100,
+        "kd_temperature teacher_temperature teacher_weighting_temperature",
     ),
-    "expert_model_parallel_size": ("1 in this release", lambda x: x == 1),
-}
-"""Option -> (what it must be, True if a value is that).
-
-Settings that are not given (None) are not checked.
-"""
+    ("from 0 to 1", lambda x: 0 <= x <= 1, "kd_ratio"),
+    ("from 0 to below 1", lambda x: 0 <= x < 1, "lr_warmup_fraction adam_beta1 adam_beta2"),
+    ("above 0", lambda x: x > 0, "device_memory_gib exit_duration_in_mins adam_eps"),
+    ("above 0 and at most a million", lambda x: 0 < x <= 1e6, "distributed_timeout_minutes"),
+    ("above 0 and at most 60 million", lambda x: 0 < x <= 6e7, "distributed_timeout_seconds_after_init"),
+    ("at most a trillion", lambda x: x <= 10**12, "train_iters"),
+    ("0 (never) or more", lambda x: x >= 0, "eval_interval eval_iters clip_grad"),
+    (
+        "0 or more",
+        lambda x: x >= 0,
+        "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed profile_step_start "
+        "eval_num_fewshot max_bad_records",
+    ),
+    (
+        "1 or more",
+        lambda x: x >= 1,
+        " ".join((*SHARDS, *STAGES, *BATCH, *PACKS))
+        + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
+        "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
+        "xtoken_top_k",
+    ),
+    ("1 in this release", lambda x: x == 1, "expert_model_parallel_size"),
+    *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
+)
+_RANGES = {name: (wanted, is_fine) for wanted, is_fine, names in _GROUPS for name in names.split()}
+"""Option -> (what it must be, True if a value is that)."""
 
 
 def check_ranges(config: Config, names: Collection[str] | None = None) -> Iterator[UsageError]:
     """Check that every number is in its range, or only the options of these `names`."""
     for option, value, wanted in _out_of_range(config):
-        if names is not None and option.name not in names:
-            continue
-        yield UsageError(
-            f"{option.label} {value} must be {wanted}",
-            f"{option.label}: {option.help}",
-            f"change {option.place}",
-            code="value-out-of-range",
-        )
+        if names is None or option.name in names:
+            what = f"{option.label} {value} must be {wanted}"
+            why = f"{option.label}: {option.help}"
+            yield UsageError(what, why, f"change {option.place}", code="value-out-of-range")
 
 
 def options_out_of_range(config: Config) -> set[str]:
@@ -99,7 +70,7 @@ def options_out_of_range(config: Config) -> set[str]:
 
 
 def _out_of_range(config: Config) -> Iterator[tuple[Option, int | float, str]]:
-    """Yield (option, value, what it must be)."""
+    """Yield (option, value, what it must be). Settings that are not given (None) are fine."""
     for option, value in settings(config):
         wanted, is_fine = _RANGES.get(option.name, ("", lambda x: True))
         if isinstance(value, int) and value > _LARGEST:

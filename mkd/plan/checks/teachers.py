@@ -23,12 +23,8 @@ _XTOKEN_LOSSES = {
 def check_models(config: Config) -> Iterator[UsageError]:
     """Check that there is a student and, unless kd-ratio is 0, teachers with usable names and weights."""
     if not (config.student.hf or config.student.load):
-        yield UsageError(
-            "no student is given",
-            "there is nothing to train",
-            "give --student-hf DIR or --student-load CKPT",
-            code="student-missing",
-        )
+        do = "give --student-hf DIR or --student-load CKPT"
+        yield UsageError("no student is given", "there is nothing to train", do, code="student-missing")
     teachers, ratio = config.teachers, config.kd.kd_ratio
     if ratio == 0:  # plain training loads no teacher
         return
@@ -43,12 +39,9 @@ def check_models(config: Config) -> Iterator[UsageError]:
         return
     for index, teacher in enumerate(teachers):
         if not _has_model(teacher):
-            yield UsageError(
-                f"teachers[{index}] names no model",
-                "every entry is a teacher",
-                "give its hf or load, or remove it",
-                code="teacher-without-model",
-            )
+            what = f"teachers[{index}] names no model"
+            why = "every entry is a teacher"
+            yield UsageError(what, why, "give its hf or load, or remove it", code="teacher-without-model")
     yield from _stored(config)
     yield from _names(config)
     yield from _weights(config)
@@ -60,27 +53,19 @@ def _has_model(teacher: TeacherConfig) -> bool:
 
 def _stored(config: Config) -> Iterator[UsageError]:
     """Yield what stored top-k log-probabilities cannot do, each problem once for all such teachers."""
-    places = {
-        i: f"teachers[{i}].topk" if i else "--teacher-topk"
-        for i, one in enumerate(config.teachers)
-        if one.topk
-    }
-    stored = {place: config.teachers[i] for i, place in places.items()}
+    places = ("--teacher-topk", *(f"teachers[{i}].topk" for i in range(1, len(config.teachers))))
+    stored = {place: one for place, one in zip(places, config.teachers, strict=False) if one.topk}
     if stored and len(config.teachers) > 1:
-        yield UsageError(
-            f"{_given(stored)}, and {len(config.teachers)} teachers",
-            "stored log-probabilities take the place of the only teacher",
-            "give hf or load instead, or keep one teacher alone",
-            code="stored-teacher-not-alone",
-        )
+        what = f"{_given(stored)}, and {len(config.teachers)} teachers"
+        why = "stored log-probabilities take the place of the only teacher"
+        do = "give hf or load instead, or keep one teacher alone"
+        yield UsageError(what, why, do, code="stored-teacher-not-alone")
     related = [place for place, teacher in stored.items() if teacher.xtoken is not None]
     if related:
-        yield UsageError(
-            f"{_given(related)} for a teacher with xtoken settings",
-            "it stores probabilities of the student's tokens, and this teacher has another tokenizer",
-            "run this teacher from its hf or load, or remove xtoken",
-            code="stored-teacher-with-xtoken",
-        )
+        what = f"{_given(related)} for a teacher with xtoken settings"
+        why = "it stores probabilities of the student's tokens, and this teacher has another tokenizer"
+        do = "run this teacher from its hf or load, or remove xtoken"
+        yield UsageError(what, why, do, code="stored-teacher-with-xtoken")
     divergences = {place: teacher.divergence or config.kd.kd_divergence for place, teacher in stored.items()}
     for divergence in dict.fromkeys(one for one in divergences.values() if one != "forward_kl"):
         yield UsageError(
@@ -102,48 +87,34 @@ def _given(places: Collection[str]) -> str:
 def _names(config: Config) -> Iterator[UsageError]:
     for name, count in Counter(teacher_names(config.teachers)).items():
         if count > 1:
-            yield UsageError(
-                f"{count} teachers have the name {name}",
-                "metrics of each teacher carry its name",
-                "give each teacher another name",
-                code="teacher-names-equal",
-            )
+            what = f"{count} teachers have the name {name}"
+            why = "metrics of each teacher carry its name"
+            yield UsageError(what, why, "give each teacher another name", code="teacher-names-equal")
         if not re.fullmatch(r"[\w.-]+", name):
-            yield UsageError(
-                f"teacher name {name!r} is not a plain word",
-                "it becomes part of the names of metrics, kd_loss/NAME",
-                "use letters, digits and . _ -",
-                code="teacher-name-not-valid",
-            )
+            what = f"teacher name {name!r} is not a plain word"
+            why = "it becomes part of the names of metrics, kd_loss/NAME"
+            yield UsageError(what, why, "use letters, digits and . _ -", code="teacher-name-not-valid")
 
 
 def _weights(config: Config) -> Iterator[UsageError]:
     kd, weights = config.kd, [teacher.weight for teacher in config.teachers]
     if len(weights) == 1:
         if weights != [1]:
-            yield UsageError(
-                f"teachers[0].weight is {weights[0]}",
-                "a single teacher has the whole weight",
-                "remove it; --kd-ratio sets the share of distillation in the loss",
-                code="teacher-weight-of-single",
-            )
+            why = "a single teacher has the whole weight"
+            do = "remove it; --kd-ratio sets the share of distillation in the loss"
+            yield UsageError(f"teachers[0].weight is {weights[0]}", why, do, code="teacher-weight-of-single")
         return
     if not any(weights):
-        yield UsageError(
-            f"the weights of all {len(weights)} teachers are 0",
-            "weights are divided by their sum",
-            "give weights above 0",
-            code="teacher-weights-all-zero",
-        )
+        what = f"the weights of all {len(weights)} teachers are 0"
+        why = "weights are divided by their sum"
+        yield UsageError(what, why, "give weights above 0", code="teacher-weights-all-zero")
         return
     for index, weight in enumerate(weights):
         if weight <= 0:
-            yield UsageError(
-                f"teachers[{index}].weight {weight} must be above 0",
-                "a teacher of weight 0 would run for nothing, and one below 0 would be unlearnt",
-                "give a weight above 0, or remove this teacher",
-                code="teacher-weight-not-positive",
-            )
+            what = f"teachers[{index}].weight {weight} must be above 0"
+            why = "a teacher of weight 0 would run for nothing, and one below 0 would be unlearnt"
+            do = "give a weight above 0, or remove this teacher"
+            yield UsageError(what, why, do, code="teacher-weight-not-positive")
         elif weight != 1 and kd.selects_teacher:
             why = "teacher-combination select takes the best teacher of each pack whole"
             yield no_effect(f"teachers[{index}].weight {weight}", why, "remove it")
@@ -160,18 +131,16 @@ def check_objective(config: Config) -> Iterator[UsageError]:
     if kd.kd_fp32_logits and not config.training.bf16:
         yield no_effect("kd-fp32-logits", "without --bf16 everything is fp32", "remove it")
     elif kd.kd_fp32_logits and stored:
-        yield no_effect(
-            "kd-fp32-logits", "in training only the fused head makes logits of another precision", "remove it"
-        )
+        why = "in training only the fused head makes logits of another precision"
+        yield no_effect("kd-fp32-logits", why, "remove it")
 
 
 def _combination(config: Config) -> Iterator[UsageError]:
     """Yield problems of combining several teachers."""
     kd, default = config.kd, KDConfig()
     if kd.teacher_combination != default.teacher_combination and len(config.teachers) < 2:
-        yield no_effect(
-            f"teacher-combination {kd.teacher_combination}", "there is only one teacher", "remove it"
-        )
+        setting = f"teacher-combination {kd.teacher_combination}"
+        yield no_effect(setting, "there is only one teacher", "remove it")
     if kd.teacher_weighting != default.teacher_weighting:
         setting = f"teacher-weighting {kd.teacher_weighting}"
         if len(config.teachers) < 2:
@@ -186,18 +155,15 @@ def _combination(config: Config) -> Iterator[UsageError]:
         return
     for index, teacher in enumerate(config.teachers):
         if teacher.xtoken is not None:
-            yield UsageError(
-                f"teacher-combination average, but teachers[{index}] has xtoken settings",
-                "probabilities of different tokens have no mean",
-                "use --teacher-combination weighted_sum",
-                code="average-of-different-tokens",
-            )
+            what = f"teacher-combination average, but teachers[{index}] has xtoken settings"
+            why = "probabilities of different tokens have no mean"
+            do = "use --teacher-combination weighted_sum"
+            yield UsageError(what, why, do, code="average-of-different-tokens")
         for field in ("temperature", *TEACHER_FIELDS):
             if getattr(teacher, field) is not None:
+                setting = f"teachers[{index}].{field} {getattr(teacher, field)}"
                 why = "teacher-combination average makes one divergence from all teachers"
-                yield no_effect(
-                    f"teachers[{index}].{field} {getattr(teacher, field)}", why, f"set kd_{field} in kd:"
-                )
+                yield no_effect(setting, why, f"set kd_{field} in kd:")
 
 
 def _divergences(config: Config) -> Iterator[UsageError]:

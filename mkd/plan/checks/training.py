@@ -11,12 +11,9 @@ from mkd.errors import UsageError
 def check_length(config: Config) -> Iterator[UsageError]:
     """Check that the run has a step."""
     if config.training.train_iters < 1:
-        yield UsageError(
-            f"train-iters is {config.training.train_iters}",
-            "a run needs at least one step",
-            "give --train-iters N",
-            code="train-iters-missing",
-        )
+        what = f"train-iters is {config.training.train_iters}"
+        why = "a run needs at least one step"
+        yield UsageError(what, why, "give --train-iters N", code="train-iters-missing")
 
 
 def check_schedule(config: Config) -> Iterator[UsageError]:
@@ -24,54 +21,35 @@ def check_schedule(config: Config) -> Iterator[UsageError]:
     settings = config.optimizer
     decay_iters = settings.lr_decay_iters or config.training.train_iters
     if settings.min_lr > settings.lr >= 0:
-        yield UsageError(
-            f"min-lr {settings.min_lr} is above lr {settings.lr}",
-            "lr decays down to min-lr",
-            "lower --min-lr",
-            code="min-lr-above-lr",
-        )
+        what = f"min-lr {settings.min_lr} is above lr {settings.lr}"
+        yield UsageError(what, "lr decays down to min-lr", "lower --min-lr", code="min-lr-above-lr")
     if settings.lr_warmup_iters and settings.lr_warmup_fraction is not None:
-        yield UsageError(
-            f"lr-warmup-iters {settings.lr_warmup_iters} and lr-warmup-fraction "
-            f"{settings.lr_warmup_fraction} exclude "
-            "each other",
-            "both set the length of the warm-up",
-            "give one of them",
-            code="warmup-given-twice",
-        )
+        iters, fraction = settings.lr_warmup_iters, settings.lr_warmup_fraction
+        what = f"lr-warmup-iters {iters} and lr-warmup-fraction {fraction} exclude each other"
+        why = "both set the length of the warm-up"
+        yield UsageError(what, why, "give one of them", code="warmup-given-twice")
     elif 0 < decay_iters <= settings.lr_warmup_iters:
-        yield UsageError(
-            f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations",
-            "the learning rate would never start to decay",
-            "lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters",
-            code="warmup-not-below-decay",
-        )
+        what = f"lr-warmup-iters {settings.lr_warmup_iters} is not below the {decay_iters} decay iterations"
+        why = "the learning rate would never start to decay"
+        do = "lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters"
+        yield UsageError(what, why, do, code="warmup-not-below-decay")
     if settings.lr_decay_style == "WSD" and settings.lr_wsd_decay_iters is None:
-        yield UsageError(
-            "lr-decay-style WSD needs lr-wsd-decay-iters",
-            "it is the length of the last phase",
-            "give --lr-wsd-decay-iters N",
-            code="wsd-without-decay-iters",
-        )
+        what = "lr-decay-style WSD needs lr-wsd-decay-iters"
+        why = "it is the length of the last phase"
+        yield UsageError(what, why, "give --lr-wsd-decay-iters N", code="wsd-without-decay-iters")
 
 
 def check_recomputation(config: Config) -> Iterator[UsageError]:
     """Check that full recomputation has all of its settings, and nothing else has them."""
     training = config.training
-    given = [
-        name for name in ("recompute_method", "recompute_num_layers") if getattr(training, name) is not None
-    ]
+    names = "recompute_method", "recompute_num_layers"
+    given = [name for name in names if getattr(training, name) is not None]
     if training.recompute_granularity == "full" and len(given) < 2:
-        yield UsageError(
-            "recompute-granularity full needs recompute-method and recompute-num-layers",
-            "they select the layers to recompute",
-            "add for example --recompute-method uniform --recompute-num-layers 1",
-            code="recompute-full-incomplete",
-        )
+        what = "recompute-granularity full needs recompute-method and recompute-num-layers"
+        do = "add for example --recompute-method uniform --recompute-num-layers 1"
+        yield UsageError(what, "they select the layers to recompute", do, code="recompute-full-incomplete")
     if training.recompute_granularity != "full" and given:
-        yield UsageError(
-            f"{' and '.join(given).replace('_', '-')} would have no effect",
-            "only recompute-granularity full recomputes whole layers",
-            "add --recompute-granularity full, or remove them",
-            code="setting-without-effect",
-        )
+        what = f"{' and '.join(given).replace('_', '-')} would have no effect"
+        why = "only recompute-granularity full recomputes whole layers"
+        do = "add --recompute-granularity full, or remove them"
+        yield UsageError(what, why, do, code="setting-without-effect")

@@ -1,0 +1,94 @@
+"""Check the settings of what a run reads and writes: data, tasks, checkpoints, reports.
+
+The code that reads files checks that they exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkd.config.schema import Config, LogConfig
+from mkd.config.split import EXAMPLE_SPLIT, parse_split
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.plan.checks.no_effect import no_effect
+
+_NEED_SAVE = ("save_interval", "save_retain_interval", "keep_checkpoints", "async_save")
+_NEED_PROFILE = ("profile_step_start", "profile_step_end", "profile_ranks")
+
+
+def check_data(config: Config) -> Iterator[MkdError]:
+    """Check that there is training data, and held-out data if evaluations are due."""
+    data, training = config.data, config.training
+    if not data.data_path:
+        yield UsageError("no training data is given", "", "give --data-path PATH", code="data-path-missing")
+    problems: list[MkdError] = []
+    split = collect_error(problems, lambda: parse_split(data.split))
+    yield from problems
+    if split is None or not training.evaluates:
+        return
+    if not (data.valid_data_path or split.validation or _eval_tasks(config)):
+        what = f"eval-interval {training.eval_interval} has no held-out data"
+        why = f"split {data.split} leaves none for validation, and there is no valid-data-path"
+        do = f"give --valid-data-path PATH, or --split {EXAMPLE_SPLIT}"
+        yield UsageError(what, why, do, code="held-out-data-missing")
+
+
+def check_tasks(config: Config) -> Iterator[UsageError]:
+    """Check that something runs the held-out tasks and reads their settings."""
+    if _eval_tasks(config) and not config.training.eval_interval:
+        given = [name for name in ("eval_multiple_choice", "eval_completions") if getattr(config.data, name)]
+        setting = " and ".join(given).replace("_", "-")
+        yield no_effect(setting, "nothing is evaluated without eval-interval", "add --eval-interval N")
+    if config.data.eval_num_fewshot and not config.data.eval_multiple_choice:
+        setting = f"eval-num-fewshot {config.data.eval_num_fewshot}"
+        why = "only multiple-choice questions have examples before them"
+        yield no_effect(setting, why, "add --eval-multiple-choice FILE")
+
+
+def check_folders(config: Config) -> Iterator[UsageError]:
+    """Check that --save and --load are given where other settings rely on them."""
+    checkpoint = config.checkpoint
+    for name in _NEED_SAVE:
+        value = getattr(checkpoint, name)
+        if value and not checkpoint.save:
+            what = f"{name.replace('_', '-')} {value} has no folder"
+            yield UsageError(what, "", "give --save DIR", code="save-missing")
+    if checkpoint.accept_change and not checkpoint.load:
+        why = "a run is compared only with the checkpoint that it resumes from"
+        yield no_effect("accept-change", why, "add --load DIR")
+    if checkpoint.ckpt_step is not None and not (checkpoint.load or config.student.load):
+        what = f"ckpt-step {checkpoint.ckpt_step} has no folder"
+        yield UsageError(what, "", "give --load DIR", code="ckpt-step-without-load")
+
+
+def check_log(config: Config) -> Iterator[UsageError]:
+    """Check that the settings of W&B and of profiling fit each other and have an effect."""
+    log, default = config.log, LogConfig()
+    if log.wandb_entity and not log.wandb_project:
+        setting = f"wandb-entity {log.wandb_entity}"
+        yield no_effect(setting, "wandb-project is not given", "add --wandb-project")
+    if log.use_pytorch_profiler and not log.profile:
+        yield no_effect("use-pytorch-profiler", "nothing is profiled without profile", "add --profile")
+    if not (log.profile or log.record_memory_history):
+        for name in _NEED_PROFILE:
+            if getattr(log, name) != getattr(default, name):
+                setting = name.replace("_", "-")
+                yield no_effect(setting, "nothing is profiled without profile", "add --profile")
+        return
+    first, last = log.profile_step_start, log.profile_step_end
+    if last <= first:
+        what = f"profile-step-end {last} is not above profile-step-start {first}"
+        why = "the profile covers the steps after profile-step-start, up to profile-step-end"
+        yield UsageError(what, why, f"use --profile-step-end {first + 2}", code="profile-steps-empty")
+    elif config.training.train_iters <= first:
+        setting = f"profile-step-start {first}"
+        yield no_effect(setting, f"the run ends at {config.training.train_iters}", "lower it")
+    wrong = [rank for rank in log.profile_ranks if not rank.isdigit()]
+    if wrong or not log.profile_ranks:
+        what = f"profile-ranks {' '.join(wrong)} are not ranks" if wrong else "profile-ranks is empty"
+        do = "use for example --profile-ranks 0 1"
+        yield UsageError(what, "ranks are whole numbers from 0", do, code="profile-ranks-not-valid")
+
+
+def _eval_tasks(config: Config) -> tuple[str, ...]:
+    return config.data.eval_multiple_choice + config.data.eval_completions
