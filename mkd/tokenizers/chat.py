@@ -149,10 +149,7 @@ def _turn_span(
 
 
 def _end_of_turn_length(hf: Any, after: str) -> int:
-    """Count the characters from the end of a turn's content through the control token that closes it.
-
-    The count is 0 without such a token.
-    """
+    """Count characters from the end of the content through the control token that closes it, if any."""
     blank = len(after) - len(after.lstrip())
     tokens = (token.content for token in hf.added_tokens_decoder.values())
     closing = max((token for token in tokens if after.startswith(token, blank)), key=len, default=None)
@@ -160,10 +157,7 @@ def _end_of_turn_length(hf: Any, after: str) -> int:
 
 
 def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return 1 for the tokens between the first and the last that touch a span, else 0.
-
-    So offsets may exclude blanks.
-    """
+    """Return 1 for tokens between the first and the last that touch a span (offsets may exclude blanks)."""
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:

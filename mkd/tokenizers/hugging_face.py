@@ -42,10 +42,7 @@ class _Style:
 
     @classmethod
     def from_parsed(cls, tokenizer: Mapping[str, Any]) -> _Style:
-        """Return the style of a parsed tokenizer.json, told by its decoder.
-
-        Raises UsageError for any other style.
-        """
+        """Return the style that the decoder of a tokenizer.json shows. Raises UsageError for another."""
         decoder = tokenizer["decoder"] or {"type": "none"}
         steps = decoder.get("decoders", [decoder])
         types = [step["type"] for step in steps]

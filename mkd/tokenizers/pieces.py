@@ -28,19 +28,13 @@ def characters_of_bytes() -> dict[int, str]:
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE.
-
-    A string with other characters is read as its UTF-8 bytes.
-    """
+    """Return the bytes of a token of byte-level BPE; of a string with other characters, its UTF-8 bytes."""
     table = byte_characters()
     return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
 
 
 def metaspace_bytes(piece: str, is_byte: bool) -> bytes:
-    """Return the bytes of a token in SentencePiece's writing.
-
-    With `is_byte` the token is one byte, written <0xNN>.
-    """
+    """Return the bytes of a SentencePiece token; with `is_byte` it is one byte, written <0xNN>."""
     return bytes.fromhex(piece[3:5]) if is_byte else piece.replace(METASPACE, " ").encode()
 
 

@@ -21,10 +21,7 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The parts of an encoding that its rank file lacks.
-
-    Source: tiktoken_ext/openai_public.py of tiktoken 0.14.
-    """
+    """What a rank file lacks; source: tiktoken_ext/openai_public.py of tiktoken 0.14."""
 
     pattern: str
     special: Mapping[str, int]

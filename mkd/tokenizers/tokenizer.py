@@ -15,10 +15,7 @@ from mkd.tokenizers.spans import EncodedText
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
-
-    Instances are picklable, so that worker processes get exactly the same tokenizer.
-    """
+    """Text to ids and back; picklable, so that worker processes get exactly the same tokenizer."""
 
     eos_id: int | None  # None if the tokenizer has no end-of-sequence token
     pad_id: int  # the id that fills packs: the tokenizer's padding token, else EOS, else 0
@@ -84,10 +81,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, int]:
-        """Role -> id for the existing ones of "bos", "eos", "pad", "unk" and "end_of_turn".
-
-        The last one closes an assistant turn.
-        """
+        """Role -> id: "bos", "eos", "pad", "unk", and "end_of_turn", which closes an assistant turn."""
 
     @property
     @abstractmethod
@@ -96,10 +90,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        """Yield ids that `fragment` may become in the middle of a text, likeliest first.
-
-        `spell` checks them.
-        """
+        """Yield ids that `fragment` may become inside a text, likeliest first; `spell` checks them."""
 
     def spell(self, fragment: bytes) -> tuple[int, ...] | None:
         """Return the ids that `fragment` becomes in the middle of a text.

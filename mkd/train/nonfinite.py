@@ -42,10 +42,7 @@ class Finding:
 
 @dataclass
 class NonFinitePolicy:
-    """Checks every step.
-
-    If a step was not finite, all ranks have already agreed on that and skipped its update.
-    """
+    """Checks every step; all ranks have already agreed on a step that was not finite, and skipped it."""
 
     engine: Engine
     dataset: BlendedDataset
@@ -168,10 +165,7 @@ def shown(samples: Iterable[int]) -> str:
 
 
 def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
-    """Return the documents that each sample has parts of, for JSON.
-
-    The form is {sample: {prefix of a corpus: numbers of the documents}}.
-    """
+    """Return {sample: {prefix of a corpus: numbers of the documents that it has parts of}}, for JSON."""
     return {str(sample): dataset.documents_of(sample) for sample in sorted(samples)}
 
 

@@ -79,10 +79,7 @@ def _one_or_list(functions: list):
 
 
 def _finalize(model, num_tokens, **kwargs) -> None:
-    """Run Megatron's gradient reductions without dividing by tokens.
-
-    The objective has already divided.
-    """
+    """Reduce gradients as Megatron does, without dividing by tokens: the objective has divided."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -95,10 +92,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule.
-
-    The schedule counts updates and so ignores batch sizes.
-    """
+    """AdamW over the student, and its learning-rate schedule, which counts updates."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -141,10 +135,7 @@ class StudentOptimizer:
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:
-        """Check the gradients that the norm leaves out because another rank counts them.
-
-        These are replicas and tied embeddings.
-        """
+        """Check gradients that the norm leaves to another rank: replicas and tied embeddings."""
         norms: list[Tensor] = []
         for inner in self.optimizer.chained_optimizers:
             counted = {id(gradient) for gradient in inner.get_main_grads_for_grad_norm()}

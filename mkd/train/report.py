@@ -140,10 +140,7 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        """Write the record and print the line.
-
-        The record has every loss key, with null for losses that this run does not compute.
-        """
+        """Write the record, with null for losses that this run does not compute, and print the line."""
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
         if self.context.rank == 0:

@@ -25,18 +25,12 @@ LOG = logging.getLogger("mkd")
 
 @dataclass
 class SpikeDetector:
-    """Compares losses with the median and the median absolute deviation of the last ones.
-
-    A few spikes hardly change either.
-    """
+    """Compares losses with the median and median absolute deviation of the last ones, robust to spikes."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, loss: float) -> float | None:
-        """Return `loss` / median of the earlier steps if this step is a spike.
-
-        Return None if it is not, or if `loss` is not finite.
-        """
+        """Return `loss` / median of the earlier steps if this step is a spike, else None."""
         if not math.isfinite(loss):
             return None
         ratio = self._ratio(loss) if len(self.losses) >= MIN_STEPS else None
@@ -59,10 +53,7 @@ class SpikeWatch:
     detector: SpikeDetector = field(default_factory=SpikeDetector)
 
     def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
-        """Return True if the loss of this step stands out.
-
-        `samples` returns the samples of all ranks and is called only then.
-        """
+        """Return True if the loss stands out; only then call `samples`, for the samples of all ranks."""
         sums = result.sums.token_sums()
         loss = sums["loss"] / max(1, sums["num_loss_tokens"])
         ratio = self.detector.add(loss) if result.is_applied else None

@@ -68,10 +68,7 @@ class _Entries:
     def of(
         cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall
     ) -> _Entries:
-        """Take the entries out of the logits.
-
-        No probability stays in their place, so sums over the others lose nothing.
-        """
+        """Take the entries out of the logits, so that sums over the others lose nothing."""
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
         found = call.scaled(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)

@@ -105,10 +105,7 @@ def fused_chunk_kd(
 
 
 def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
-    """Return the module of passes over the logits of these hidden states.
-
-    It is the one for Triton if Triton has the divergence, else that for torch.
-    """
+    """Return the module of passes over these logits: for Triton if it has the divergence, else for torch."""
     if use_triton(hidden, settings.divergence):
         from mkd.xtoken import chunk_triton_passes
 
@@ -155,20 +152,14 @@ class _Head:
     loss_gradient: Tensor | None
 
     def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
-        """Return values [c] without the weights.
-
-        With `scale` overwrite the student's logits with scale * dL/d(z/T).
-        """
+        """Return values [c] without weights; with `scale` overwrite the student's logits (see `chains`)."""
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
         return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
-        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z.
-
-        Return None in evaluation.
-        """
+        """Return d(loss) / d(value) / T, [c]: a gradient by z / T becomes one by z. None in evaluation."""
         if not self.with_gradient:
             return None
         scale = weights * (self.call.settings.scale / self.call.settings.temperature)

@@ -70,10 +70,7 @@ class LossCall:
         return logits if self.settings.temperature == 1.0 else logits / self.settings.temperature
 
     def gather(self, **local: Tensor) -> dict[str, Tensor]:
-        """Return each tensor with a first dimension of ranks: one all-gather over the tensor-parallel group.
-
-        There is no backward.
-        """
+        """Return each tensor with a first dimension of ranks, by one all-gather; no backward."""
         shapes = {name: tensor.shape for name, tensor in local.items()}
         flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])
         gathered = gather_statistics(flat[None], self.tp_group)[:, 0]
@@ -110,25 +107,16 @@ def at_columns(values: Tensor, columns: Tensor) -> Tensor:
 
 
 def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ln of the shares of exp(inside) and of exp(outside) in their sum.
-
-    Both are exact where they are small.
-    """
+    """Return ln of the shares of exp(inside) and exp(outside) in their sum, exact where they are small."""
     softplus = torch.nn.functional.softplus
     return -softplus(outside - inside), -softplus(inside - outside)
 
 
 def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
-    """Return ln(1 - e^b + e^b r), [c].
-
-    `chain` is b, ln p of the other tokens, and `outside` is ln r, the rest of the base row.
-    """
+    """Return ln(1 - e^b + e^b r), [c]; `chain` is b, ln p of the other tokens, and `outside` ln r."""
     return torch.logaddexp((-torch.expm1(chain)).log(), chain + outside).clamp(min=FLOOR)
 
 
 def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
-    """Overwrite logits [n, w] with gradient [n, w] * scale [n], exactly 0 where scale is 0.
-
-    The gradient is fp32 or fp64, and is overwritten too.
-    """
+    """Overwrite logits [n, w] with gradient [n, w] * scale [n], 0 where scale is 0; gradient changes too."""
     logits.copy_(clear_rows(gradient.mul_(scale[:, None]), scale == 0))

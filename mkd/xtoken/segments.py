@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def sum_segments(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending.
-
-    An index without values gets 0.
-    """
+    """Return [size, ...]: the sum, or 0, of the `values` [n, ...] of each `index` [n] int64, ascending."""
     return _reduced("sum", _lengths(index, size), values, 0.0)
 
 

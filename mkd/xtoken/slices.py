@@ -105,10 +105,7 @@ class ChunkSlice:
 
 
 def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
-    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side.
-
-    Each range has at least one chunk.
-    """
+    """Yield ranges of at least one chunk, of one kind, with at most `most_rows` tokens on either side."""
     offsets = batch.student.host_offsets, batch.teacher.host_offsets
     for kind in KINDS:
         first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))

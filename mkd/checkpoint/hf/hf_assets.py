@@ -27,10 +27,7 @@ TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 @dataclass(frozen=True)
 class HFAssets:
-    """Sources of the small files of a written model.
-
-    The tokenizer may come from another folder than the configuration.
-    """
+    """Sources of the small files of a written model; its tokenizer may come from another folder."""
 
     model: Path  # folder with config.json
     # Folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer.

@@ -76,10 +76,7 @@ class TensorMap:
         }
 
     def fits(self, shard_shape: tuple[int, ...], tp_size: int) -> bool:
-        """Return True if the ranks hold all blocks of the parameter, and only whole ones.
-
-        Each of `tp_size` ranks has a parameter of `shard_shape`.
-        """
+        """Return True if shards of `shard_shape` on `tp_size` ranks hold all blocks, and only whole ones."""
         if self.entry.stacks_experts:
             if not shard_shape or not shard_shape[0] or self.num_experts % shard_shape[0]:
                 return False
@@ -179,10 +176,7 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of a complete checkpoint, in model order.
-
-    A tied head is not listed.
-    """
+    """Return name -> shape of every tensor of a checkpoint, in model order, without a tied head."""
     embedding, norm, head = MODEL_TABLE.values()
     maps = [bind(shape, embedding)]
     for index, layer in enumerate(shape.layers):

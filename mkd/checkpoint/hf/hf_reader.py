@@ -93,20 +93,14 @@ class HFCheckpoint:
         self.headers = self._read_headers(weight_map)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Return the slice `start .. start + length` along `dim` of a tensor.
-
-        The result is on the CPU, in the dtype on disk.
-        """
+        """Return the slice [start, start + length) of dimension `dim`, on the CPU in the dtype on disk."""
         data = self._files[self.headers[tensor].file].get_slice(tensor)
         part = data[(slice(None),) * dim + (slice(start, start + length),)]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Return the index: tensor name -> file name.
-
-        Return None for a single file, which takes precedence as in transformers.
-        """
+        """Return tensor name -> file name; None for a single file, which takes precedence over an index."""
         if (self.directory / SINGLE_FILE).exists():
             return None
         if not (self.directory / INDEX_FILE).exists():
@@ -314,10 +308,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 def map_part(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
-    """Return the map of every parameter of a model part.
-
-    Raises `CheckpointError`s for parameters and tensors that have no counterpart.
-    """
+    """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
     maps = {name: find_map(shape, name, first_layer) for name in parameters}
     problems = [
         CheckpointError(

@@ -67,10 +67,7 @@ class ExportPlan:
 
 
 def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_000_000_000) -> ExportPlan:
-    """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data.
-
-    A larger tensor gets its own file.
-    """
+    """Cut the tensors, in order, into files of at most `max_shard_bytes`; a larger one has its own file."""
     if dtype not in DTYPE_NAMES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
         raise UsageError(
@@ -95,10 +92,7 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
-    """Write every shard under a partial name.
-
-    `tensors` are on the CPU, in the plan's order, shapes and dtype.
-    """
+    """Write all shards under partial names; `tensors` are on the CPU, in the plan's order and dtype."""
     stream = iter(tensors)
     for shard in plan.shards:
         with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:

@@ -109,10 +109,7 @@ class _Sources:
             )
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the whole tensor on global rank 0 (CPU), None elsewhere.
-
-        Collective over the first replica's ranks.
-        """
+        """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica."""
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
         dim = tensor_map.entry.rule.dim

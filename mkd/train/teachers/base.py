@@ -1,7 +1,4 @@
-"""The interface of a teacher: one term of the loss.
-
-`loss` compares the student with the teacher on one micro-batch of the last stage.
-"""
+"""The interface of a teacher: a term of the loss that compares it with the student."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ class Term(Protocol):
     factor: float  # in the loss
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of rows that the loss of a micro-batch sums over.
-
-        It counts the rows on all context-parallel ranks.
-        """
+        """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together."""
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.

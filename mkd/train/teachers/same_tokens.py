@@ -49,10 +49,7 @@ class SameTokens:
 
     @classmethod
     def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:
-        """Return one teacher that is the weighted mean of the probabilities of `teachers`.
-
-        It is compared with the student as the first of them is.
-        """
+        """Return the weighted mean of the teachers' probabilities as one, compared as the first is."""
         indices = tuple(index for one in teachers for index in one.indices)
         shares = tuple(one.share for one in teachers)
         return cls("average", 1.0, indices, teachers[0].divergence, shares)

@@ -76,10 +76,7 @@ def align_completion(
 def _common_parts(
     messages: Sequence[Mapping], sides: Sequence[tuple[EncodedChat, Turn]], reasoning: bool
 ) -> list[tuple[str, list[int]]]:
-    """Return the parts of an assistant message that both sides render, in order.
-
-    Each part comes with its first bytes there.
-    """
+    """Return the parts of a message that both sides render, in order, each with its first bytes there."""
     number = sides[0][1].message
     for parts in _candidates(messages[number], reasoning):
         places = [_find(side.data, turn, parts) for side, turn in sides]
@@ -116,10 +113,7 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Return the byte of `data` where each part starts inside the turn.
-
-    Return None unless all parts come, in order.
-    """
+    """Return the byte where each part starts inside the turn; None unless all parts come, in order."""
     *thought, answer = (part.encode() for part in parts)
     end = data.rfind(answer, turn.start, turn.content_end)
     if end < 0 or not thought:

@@ -50,10 +50,7 @@ def align(
 
 
 def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.ndarray]:
-    """Return the function (student, teacher) -> chunks of a mode, for tokens of `text`.
-
-    Raises UsageError for an unknown mode.
-    """
+    """Return a mode's function (student, teacher) -> chunks of `text`. Raises UsageError for other modes."""
     if mode not in MODES:
         raise UsageError(
             f"alignment mode {mode} is not known",

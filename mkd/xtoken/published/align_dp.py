@@ -70,10 +70,7 @@ def align_dp(
     compile: bool = True,
     max_cells: int = MAX_CELLS,
 ) -> np.ndarray:
-    """Return chunks [c, 4] int64 as `align_spans` does.
-
-    Stretches where the two sides spell different texts are skipped.
-    """
+    """Return chunks [c, 4] int64 as `align_spans`, without stretches that spell different texts."""
     ours, theirs = _Units.from_encoded(student, data), _Units.from_encoded(teacher, data)
     search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
     blocks = [block for stretch in _between_anchors(ours, theirs) for block in search(stretch)]
@@ -83,10 +80,7 @@ def align_dp(
 
 
 def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
-    """Yield the stretches between anchors, and the middle token of each anchor, in order and without gaps.
-
-    Anchors that cross another one do not count.
-    """
+    """Yield the stretches between anchors that cross no other, and each anchor's middle token, in order."""
     counts = [Counter(side.trigrams) for side in (ours, theirs)]
     places = {gram: j for j, gram in enumerate(theirs.trigrams) if counts[0][gram] == counts[1][gram] == 1}
     pairs = np.array([(i, places[gram]) for i, gram in enumerate(ours.trigrams) if gram in places]).reshape(

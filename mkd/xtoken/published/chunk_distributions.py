@@ -73,10 +73,7 @@ def write_chain_gradient(
     piece: ChunkSlice,
     call: LossCall,
 ) -> None:
-    """Write (onehot - p) dL/db into the realised tokens' rows and `of_base` into the base rows.
-
-    Both are multiplied by `scale`.
-    """
+    """Write `of_base` into the base rows, (onehot - p) dL/db into the others, both times `scale`."""
     side, width, rank = piece.student, student.shape[1], call.vocabulary.rank
     result = call.scaled(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)
     result.mul_(-of_chain[side.chunks][:, None])

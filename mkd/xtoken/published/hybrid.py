@@ -85,10 +85,7 @@ class _Classes:
 
 
 def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
-    """Return True if both models have a rest.
-
-    A chain of several tokens always has one: the tokens that it did not become.
-    """
+    """Return True if both models have a rest, as a chain has: the tokens that it did not become."""
     vocabulary, paired = call.vocabulary, call.vocabulary.paired_student.shape[0]
     ours = vocabulary.num_student_rows > paired or not piece.student_is_single
     return ours and (vocabulary.num_teacher_rows > paired or not piece.teacher_is_single)

@@ -1,7 +1,4 @@
-"""uld, the L1 distance of sorted probabilities, which needs no relation of tokens.
-
-Source: Boizard et al. 2024 (arXiv 2402.12030).
-"""
+"""uld, the L1 distance of sorted probabilities (Boizard et al. 2024, arXiv 2402.12030)."""
 
 from __future__ import annotations
 

@@ -107,10 +107,7 @@ def _chunk_kinds(
 
 
 def _mark(size: int, starts: np.ndarray, ends: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return [size] int64: value i in the range [starts[i], ends[i]), DROPPED elsewhere.
-
-    Ranges are disjoint; [-1, -1) is empty.
-    """
+    """Return [size] int64: value i in [starts[i], ends[i]), which are disjoint, DROPPED elsewhere."""
     marked = np.full(size, DROPPED, np.int64)
     lengths = ends - starts
     places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)

@@ -28,10 +28,7 @@ class ClassMap:
 
 @dataclass(frozen=True)
 class Projection:
-    """Both models' probabilities on common classes.
-
-    The classes are the teacher's columns for `p_kl`, the student's for `prefix_kl`.
-    """
+    """Probabilities on common classes: the teacher's columns for `p_kl`, the student's for `prefix_kl`."""
 
     student: ClassMap
     teacher: ClassMap | None  # None: the teacher's columns are the classes
@@ -130,10 +127,7 @@ def _moved(value, device):
 def _pairs(
     slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of the hybrid losses' pairs.
-
-    These are the common tokens and, with a `relation`, its relaxed pairs too.
-    """
+    """Return the places of the hybrid losses' pairs: common tokens, with a `relation` relaxed pairs too."""
     if relation is not None:
         students, teachers = relation.pairs(relaxed=True)
         exist = (students < student_rows) & (teachers < len(slots.columns))
@@ -164,10 +158,7 @@ def _on_teacher(
 def _on_beginnings(
     slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
 ) -> Projection:
-    """Return the projection of each token on the common token it begins with.
-
-    Classes are the student's columns.
-    """
+    """Project each token on the common token that it begins with; classes are the student's columns."""
     common = np.flatnonzero(slots.common)
     maps = []
     for classes, places, real in (

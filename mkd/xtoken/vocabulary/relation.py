@@ -61,10 +61,7 @@ class VocabularyRelation:
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids ascending, teacher ids) int64 of the common tokens.
-
-        If `relaxed`, include the relaxed pairs.
-        """
+        """Return (student ids ascending, teacher ids) int64 of common tokens, with `relaxed` also others."""
         if not relaxed:
             return self.common_student, self.common_teacher
         students = np.concatenate([self.common_student, self.relaxed_student])
@@ -133,10 +130,7 @@ def _projection(
     by_teacher: Pieces,
     by_student: Pieces,
 ) -> SparseMatrix:
-    """Return the matrix of the chosen stages.
-
-    Exact map and special tokens come last, so that their rows stay pure.
-    """
+    """Return the chosen stages' matrix; exact map and special tokens come last, so their rows stay pure."""
     projection = _matrix_of({}, student, teacher)
     if "multi" in settings.stages:
         projection = multi_token_map(by_teacher, by_student)

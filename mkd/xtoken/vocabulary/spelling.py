@@ -42,10 +42,7 @@ class Pieces:
 
 
 def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces:
-    """Spell each fragment with `tokenizer` as in the middle of a text.
-
-    None, and a fragment that the tokenizer cannot write exactly, gives an empty sequence.
-    """
+    """Spell each fragment as in the middle of a text; empty for None and what `tokenizer` cannot write."""
     return Pieces.from_sequences(
         [(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments]
     )

@@ -83,10 +83,7 @@ def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int
 
 
 def _weighted_pieces(spelled: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (token, piece, weight) of the first MAX_PIECES pieces of every token.
-
-    The weights of a token sum to 1.
-    """
+    """Return (token, piece, weight) of each token's first MAX_PIECES pieces; its weights sum to 1."""
     tokens = np.repeat(np.arange(len(spelled)), spelled.lengths)
     places = np.arange(len(spelled.ids)) - spelled.offsets[tokens]
     used = places < MAX_PIECES

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
-from mkd.losses.stored.topk_reference import dense_topk_kd
+from tests.losses.stored.topk_reference import dense_topk_kd
 
 PADDED = 320  # columns of the head; on 4 ranks of 80 the last one starts at id 240
 TINY = 1e-30
