@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,7 @@ class Finding:
     """Knowledge of one rank, or of all ranks together, about a step that was not finite."""
 
     samples: frozenset[int]  # all samples of the step
-    # Model -> samples of the micro-batches with logits that were not finite.
-    culprits: dict[str, frozenset[int]]
+    culprits: dict[str, frozenset[int]]  # model -> samples of micro-batches whose logits were not finite
     gradients: tuple[str, ...]  # parameters whose gradient is not finite
 
 
@@ -66,7 +65,9 @@ class NonFinitePolicy:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        finding = merge(_gather(look(self.engine, result, microbatches)))
+        findings: list[Finding | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, look(self.engine, result, microbatches))
+        finding = merge(findings)
         ends = self.action == "abort" or self.skips_in_a_row > self.max_skips
         what = describe(iteration, result, finding)
         self._write(iteration, result, finding, "abort" if ends else "skip")
@@ -76,12 +77,8 @@ class NonFinitePolicy:
             raise NonFiniteError(what, WHY, DO, code="step-not-finite")
         else:
             what = f"{self.skips_in_a_row} steps in a row were not finite, the last is {what}"
-            raise NonFiniteError(
-                what,
-                f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them",
-                DO,
-                code="steps-not-finite",
-            )
+            why = f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them"
+            raise NonFiniteError(what, why, DO, code="steps-not-finite")
 
     def _write(self, iteration: int, result: StepResult, finding: Finding, action: str) -> None:
         if self.file is None:
@@ -96,8 +93,7 @@ class NonFinitePolicy:
             "sample_ids": sorted(finding.samples),
             "documents": documents_by_sample(self.dataset, finding.samples),
         }
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(self.file, record)
 
 
 def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]) -> Finding:
@@ -146,15 +142,10 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
     if finding.culprits:
         parts = [f"{name} in sample {shown(samples)}" for name, samples in finding.culprits.items()]
         return f"{step}; logits that are not finite: {', '.join(parts)}"
-    where = (
-        f" of {finding.gradients[0]} and {len(finding.gradients) - 1} more parameters"
-        if finding.gradients
-        else ""
-    )
-    return (
-        f"{step}; all logits are finite, the gradient{where} is not; samples of the step: "
-        f"{shown(finding.samples)}"
-    )
+    first, more = finding.gradients[:1], len(finding.gradients) - 1
+    where = f" of {first[0]} and {more} more parameters" if first else ""
+    samples = f"samples of the step: {shown(finding.samples)}"
+    return f"{step}; all logits are finite, the gradient{where} is not; {samples}"
 
 
 def shown(samples: Iterable[int]) -> str:
@@ -162,6 +153,12 @@ def shown(samples: Iterable[int]) -> str:
     samples = sorted(samples)
     text = ", ".join(map(str, samples[:MAX_SHOWN]))
     return text if len(samples) <= MAX_SHOWN else f"{text} and {len(samples) - MAX_SHOWN} more"
+
+
+def append_line(file: Path, record: Mapping) -> None:
+    """Append one line of JSON."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
 
 
 def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
@@ -179,9 +176,3 @@ def _bad_gradients(engine: Engine) -> list[str]:
             if gradient is not None and not torch.isfinite(gradient).all():
                 found.append(name)
     return found
-
-
-def _gather(finding: Finding) -> list[Finding]:
-    gathered: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, finding)
-    return gathered

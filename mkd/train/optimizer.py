@@ -55,7 +55,7 @@ def wrap_stages(
         _accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
-        first.no_sync_func = _one_or_list([stage.no_sync for stage in wrapped])
+        first.no_sync_func = [stage.no_sync for stage in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if len(wrapped) > 1:
             first.grad_sync_func = [stage.start_grad_sync for stage in wrapped]
     if parallel.overlap_param_gather and len(wrapped) > 1:
@@ -72,10 +72,6 @@ def _accumulate_inside_products(stage: DistillationStage) -> None:
     for module in stage.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-
-
-def _one_or_list(functions: list):
-    return functions[0] if len(functions) == 1 else functions
 
 
 def _finalize(model, num_tokens, **kwargs) -> None:
@@ -127,9 +123,7 @@ class StudentOptimizer:
                 return Update(grad_norm, agreed)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
-                clip_grad_by_total_norm_fp32(
-                    self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm
-                )
+                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), clip, grad_norm)
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return Update(grad_norm, agreed)
@@ -168,11 +162,8 @@ def build_optimizer(
         stages,
         use_gloo_process_groups=context.platform.is_cuda,
     )
-    residency = (
-        OptimizerResidency(optimizer, context.device)
-        if config.training.optimizer_residency == "host"
-        else None
-    )
+    on_host = config.training.optimizer_residency == "host"
+    residency = OptimizerResidency(optimizer, context.device) if on_host else None
     return StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency)
 
 

@@ -25,9 +25,8 @@ from mkd.plan.model_shape import ModelShape
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 
-_LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {
-    name: name for name in ("teacher_ce", "teacher_entropy", "top1_agreement")
-}
+_TEACHER_KEYS = ("teacher_ce", "teacher_entropy", "top1_agreement")
+_LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {name: name for name in _TEACHER_KEYS}
 """Sum (see `LossSums.token_sums`) -> metric key."""
 
 
@@ -50,8 +49,7 @@ class Reporter:
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
-    # Time of the interval's steps before this start; the time of their teachers is unknown.
-    _untimed_ms: float = 0.0
+    _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers' time is unknown
 
     def train(
         self,
@@ -148,13 +146,10 @@ class Reporter:
 
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Return the sums by metric key, without those that this run does not compute."""
-        absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
+        absent = set() if self.kd_ratio > 0 else {"kd", *_TEACHER_KEYS}
         absent |= set() if with_ce else {"ce"}
-        return {
-            _LOSS_KEYS.get(name, name): value
-            for name, value in sums.token_sums().items()
-            if name not in absent
-        }
+        present = ((name, value) for name, value in sums.token_sums().items() if name not in absent)
+        return {_LOSS_KEYS.get(name, name): value for name, value in present}
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return `gap_closed`; nothing without a teacher, or if the first evaluation is unknown."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from mkd.data.dataset import BlendedDataset
-from mkd.train.nonfinite import documents_by_sample, shown
+from mkd.train.nonfinite import append_line, documents_by_sample, shown
 from mkd.train.step import StepResult
 
 WINDOW = 64  # steps
@@ -62,11 +61,9 @@ class SpikeWatch:
         if self.file is not None:
             ids = samples()
             what = f"{loss:.6g} is {ratio:.1f} times the median of the steps before it"
-            LOG.warning(
-                "loss spike at iteration %d: %s; samples of the step: %s", iteration, what, shown(ids)
-            )
+            where = f"loss spike at iteration {iteration}"
+            LOG.warning("%s: %s; samples of the step: %s", where, what, shown(ids))
             record = {"iteration": iteration, "loss": loss, "ratio": ratio, "sample_ids": sorted(ids)}
             record["documents"] = documents_by_sample(self.dataset, ids)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_line(self.file, record)
         return True

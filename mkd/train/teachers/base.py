@@ -12,7 +12,7 @@ from torch import Tensor
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
-from mkd.losses import build_divergence
+from mkd.losses import KDOutput, build_divergence
 from mkd.losses.scores import TokenScores
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
@@ -94,11 +94,15 @@ class PackScores:
     covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
 
 
-def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
-    """Return the fields of `KDObjective` and `ChunkLossSettings` that configure the divergence.
+def token_sums(output: KDOutput, given: LossInput, weight: Tensor) -> TermSums:
+    """Return the sums of a teacher that is compared at every loss token, `weight` in all."""
+    teacher = dict(ce=output.teacher_ce, entropy=output.teacher_entropy, top1_agreement=output.top1_agreement)
+    counts = dict(weight=weight, rows=given.num_loss_tokens, tokens=weight, compared=weight)
+    return TermSums(student_ce=output.ce, kd=output.kd, **teacher, **counts)
 
-    A setting of `teacher` takes precedence over that of `kd`.
-    """
+
+def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
+    """Return the fields of `KDObjective` that configure the divergence, those of `teacher` first."""
     chosen = DivergenceSettings.from_config(kd, teacher)
     return dict(
         temperature=kd.kd_temperature if teacher.temperature is None else teacher.temperature,
