@@ -75,10 +75,8 @@ class LossCall:
         flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])
         gathered = gather_statistics(flat[None], self.tp_group)[:, 0]
         parts = gathered.split([math.prod(shape) for shape in shapes.values()], dim=1)
-        return {
-            name: part.reshape(len(part), *shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        named = zip(shapes.items(), parts, strict=True)
+        return {name: part.reshape(len(part), *shape) for (name, shape), part in named}
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum over the tensor-parallel group by one all-reduce, in place; no backward."""
@@ -99,11 +97,8 @@ def log_sum_exp(values: Tensor, columns: Tensor) -> Tensor:
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Return values[i, columns[i]], [n]; LOWEST if the column is another rank's (= w)."""
     width = values.shape[1]
-    return (
-        values.gather(1, columns.clamp(max=width - 1)[:, None])
-        .squeeze(1)
-        .masked_fill(columns == width, LOWEST)
-    )
+    found = values.gather(1, columns.clamp(max=width - 1)[:, None]).squeeze(1)
+    return found.masked_fill(columns == width, LOWEST)
 
 
 def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

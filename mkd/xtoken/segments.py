@@ -36,6 +36,5 @@ def _lengths(index: Tensor, size: int) -> Tensor:
 
 def _reduced(how: str, lengths: Tensor, values: Tensor, initial: float) -> Tensor:
     """Reduce segments; `unsafe` skips a check of the lengths, for which the host would wait."""
-    return torch.segment_reduce(
-        values.contiguous(), how, lengths=lengths, axis=0, unsafe=True, initial=initial
-    )
+    options = dict(lengths=lengths, axis=0, unsafe=True, initial=initial)
+    return torch.segment_reduce(values.contiguous(), how, **options)

@@ -56,9 +56,8 @@ class SideRows:
     def at_starts(self) -> SideRows:
         """Return the first token of each chunk alone."""
         index, none = torch.arange(len(self.starts), device=self.starts.device), self.others[:0]
-        return SideRows(
-            self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none
-        )
+        rows, places = self.hidden_rows[self.starts], self.places[self.starts]
+        return SideRows(rows, places, index, index, index, none, none)
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ class ChunkSlice:
 
     def at_starts(self) -> ChunkSlice:
         """Return the first tokens of each chunk alone."""
-        return replace(
-            self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts()
-        )
+        student, teacher = self.student.at_starts(), self.teacher.at_starts()
+        return replace(self, kind=ONE_TO_ONE, student=student, teacher=teacher)
 
     @classmethod
     def of(cls, batch: ChunkBatch, chunks: range, vocabulary: ChunkVocabulary) -> ChunkSlice:
@@ -110,9 +108,7 @@ def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
     for kind in KINDS:
         first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))
         while first < end:
-            fitting = (
-                int(np.searchsorted(side, side[first] + most_rows, side="right")) - 1 for side in offsets
-            )
-            last = min(end, max(first + 1, min(fitting)))
+            fitting = (np.searchsorted(side, side[first] + most_rows, side="right") for side in offsets)
+            last = min(end, max(first + 1, int(min(fitting)) - 1))
             yield range(first, last)
             first = last

@@ -38,11 +38,8 @@ def align_chat(
     for turns in zip(sides[0].turns, sides[1].turns, strict=True):
         both = list(zip(sides, turns, strict=True))
         for part, starts in _common_parts(messages, both, reasoning):
-            chunks.append(
-                aligner(mode, part)(
-                    *(_within(side, start, part) for side, start in zip(sides, starts, strict=True))
-                )
-            )
+            tokens = (_within(side, start, part) for side, start in zip(sides, starts, strict=True))
+            chunks.append(aligner(mode, part)(*tokens))
         closing = [_closing_token(side.encoded, turn) for side, turn in both]
         if None not in closing:
             chunks.append(np.array([[closing[0], closing[0] + 1, closing[1], closing[1] + 1]]))
