@@ -39,7 +39,7 @@ from mkd.checkpoint.folders import (
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, first_line
 from mkd.parallel.agreement import agree, attempt, on_rank_0
 from mkd.parallel.context import ParallelContext
 
@@ -150,37 +150,25 @@ class Save:
         apply_retention(self.directory, self.retention, position.iteration)
 
     def _explain(self, error: Exception) -> CheckpointError:
-        what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
+        failed = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
         kept = "earlier checkpoints are unchanged"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
-        make_room = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
+        do = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
-            return CheckpointError(
-                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
-                kept,
-                make_room,
-                code="save-disk-full",
-            )
+            what = f"{failed}: the disk is full ({free_gib:.2f} GiB are free)"
+            return CheckpointError(what, kept, do, code="save-disk-full")
         if errno.EDQUOT in met:
-            return CheckpointError(
-                f"{what}: the disk quota of this user or group is used up",
-                kept,
-                make_room,
-                code="save-quota-exceeded",
-            )
+            what = f"{failed}: the disk quota of this user or group is used up"
+            return CheckpointError(what, kept, do, code="save-quota-exceeded")
         if errno.EFBIG in met:
-            return CheckpointError(
-                f"{what}: a file would be larger than this process or its file system allows",
-                kept,
-                "raise the limit (ulimit -f shows that of a process) and restart with --load",
-                code="save-file-too-large",
-            )
-        cause = of_disk[0] if of_disk else error  # torch reports only that it could not write
-        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            what = f"{failed}: a file would be larger than this process or its file system allows"
+            do = "raise the limit (ulimit -f shows that of a process) and restart with --load"
+            return CheckpointError(what, kept, do, code="save-file-too-large")
+        cause = first_line(of_disk[0] if of_disk else error)  # torch reports only that it could not write
         do = "remove the cause and restart with --load"
-        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
+        return CheckpointError(f"{failed}: {cause} (rank {self.context.rank})", kept, do, code="save-failed")
 
     def _passed(self, moment: str) -> None:
         self.announce(moment, self.contents.position.iteration)

@@ -144,8 +144,8 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
         return f"{step}; logits that are not finite: {', '.join(parts)}"
     first, more = finding.gradients[:1], len(finding.gradients) - 1
     where = f" of {first[0]} and {more} more parameters" if first else ""
-    samples = f"samples of the step: {shown(finding.samples)}"
-    return f"{step}; all logits are finite, the gradient{where} is not; {samples}"
+    samples = shown(finding.samples)
+    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {samples}"
 
 
 def shown(samples: Iterable[int]) -> str:

@@ -107,9 +107,9 @@ def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
     """Return student id -> teacher id of the same role or bytes, one-to-one; roles are paired first."""
     ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
     if ours.keys().isdisjoint(theirs):
-        sizes = f"no two of {len(ours)} and {len(theirs)} are the same bytes"
+        sizes = len(ours), len(theirs)
         raise UsageError(
-            f"the tokenizers have no token in common: {sizes}",
+            f"the tokenizers have no token in common: no two of {sizes[0]} and {sizes[1]} are the same bytes",
             "probabilities cannot be compared: more likely a wrong path or a damaged file than a real pair",
             "check the tokenizers of student and teacher",
             code="no-common-token",

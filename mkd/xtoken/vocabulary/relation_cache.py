@@ -87,8 +87,8 @@ def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> Vocabul
         raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
     for name, expected in _identity(student, teacher).items():
         if meta.get(name) != expected:
-            found = f"its {name.replace('_', ' ')} is {meta.get(name)}"
-            raise _refused(path, f"{found}, and this run's is {expected}")
+            what, found = name.replace("_", " "), meta.get(name)
+            raise _refused(path, f"its {what} is {found}, and this run's is {expected}")
     try:
         relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
     except KeyError as error:
