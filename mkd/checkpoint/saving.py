@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,8 +66,7 @@ class Save:
     contents: Contents
     context: ParallelContext
     retention: Retention = Retention()
-    # Called with (moment of the save, iteration); see mkd.operations.phases.
-    announce: Callable[[str, int], None] = announce_nothing
+    announce: Callable[[str, int], None] = announce_nothing  # (moment, iteration), see operations.phases
     entries: dict[str, FileEntry] = field(default_factory=dict)  # one for each file of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
@@ -117,9 +117,8 @@ class Save:
 
     def _write(self) -> None:
         self._passed("before_shard")
-        self.entries, self.written = write_shards(
-            self.shards, self.partial, self.context.rank, lambda: self._passed("mid_shard")
-        )
+        on_item = partial(self._passed, "mid_shard")
+        self.entries, self.written = write_shards(self.shards, self.partial, self.context.rank, on_item)
         self._passed("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
@@ -133,10 +132,9 @@ class Save:
         if self.contents.assets is not None:
             self.contents.assets.copy_to(self.partial / HF_FOLDER)
         entries = {name: entry for files, _ in parts for name, entry in files.items()}
-        rest = {
-            path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()
-        }
-        entries |= seal(self.partial, sorted(rest - entries.keys()))
+        files = (path for path in self.partial.rglob("*") if path.is_file())
+        names = {path.relative_to(self.partial).as_posix() for path in files}
+        entries |= seal(self.partial, sorted(names - entries.keys()))
         self._passed("before_manifest")
         (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
         sync(self.partial / MANIFEST_FILE)

@@ -178,7 +178,7 @@ def test_broken_invariants():
         vocab_parallel_kd(student, teacher[:, :90], labels, mask, **settings)
     with pytest.raises(AssertionError, match="the teacher is frozen"):
         vocab_parallel_kd(student, teacher.clone().requires_grad_(), labels, mask, **settings)
-    with pytest.raises(AssertionError, match=r"labels \(63,\) do not fit"):
+    with pytest.raises(AssertionError, match="labels"):
         vocab_parallel_kd(student, teacher, labels[1:], mask, **settings)
-    with pytest.raises(AssertionError, match=r"loss_mask \(63,\) does not fit"):
+    with pytest.raises(AssertionError, match="loss_mask"):
         vocab_parallel_kd(student, teacher, labels, mask[1:], **settings)

@@ -50,8 +50,7 @@ class TensorMap:
     shape: ModelShape
     layer: LayerShape | None  # None outside the decoder layers
     entry: Entry
-    # Without {layer}; with {expert} if the expert depends on the rank.
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...]  # without {layer}; with {expert} if the expert depends on the rank
     num_experts: int = 1  # experts of all ranks that a stacked parameter holds
 
     @property
@@ -203,9 +202,7 @@ def bind(
 
 
 def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> int:
-    assert entry.rule.experts is not None, (
-        f"the rule of {entry.tensors} does not say how many experts there are"
-    )
+    assert entry.rule.experts is not None, f"the rule of {entry.tensors} has no number of experts"
     return entry.rule.experts(shape, layer)
 
 
