@@ -1,8 +1,14 @@
-"""Read the errors that a process has printed: their codes, and the text of the first one."""
+"""Read the codes and texts of errors that a process has printed, or that a block raises."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mkd.errors import MkdError
 
 _REPORT = re.compile(r"\berror(?:\[([a-z0-9-]+)\])?: ")
 
@@ -16,3 +22,12 @@ def reported_text(stderr: str) -> str:
     """Return the text after the first `error[CODE]: ` or `error: `; libraries may print warnings before."""
     found = _REPORT.search(stderr)
     return stderr[found.end() :] if found else ""
+
+
+@contextmanager
+def refused(code: str, kind: type[MkdError] = MkdError) -> Iterator[pytest.ExceptionInfo[MkdError]]:
+    """Check that the block raises the error with this code, which says what to do."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value.report()
+    assert caught.value.do, "an error says what to do"

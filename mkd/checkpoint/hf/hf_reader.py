@@ -293,7 +293,7 @@ def _is_safe_basename(file: object) -> bool:
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
     return CheckpointError(
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
-        "it must be the plain name of a .safetensors file in the same folder; a path could lead elsewhere",
+        "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere",
         "do not use this checkpoint unless you know who made it",
         code="hf-shard-outside-folder",
     )
