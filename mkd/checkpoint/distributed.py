@@ -28,15 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.folders import (
-    HF_FOLDER,
-    POINTER,
-    Retention,
-    TrainingPosition,
-    find_checkpoint,
-    position_of,
-    read_state,
-)
+from mkd.checkpoint.folders import Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import (
     give_first_state,
@@ -48,17 +40,6 @@ from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
 from mkd.errors import CheckpointError, first_line
 from mkd.parallel.context import ParallelContext
-
-__all__ = [
-    "HF_FOLDER",
-    "POINTER",
-    "TrainingPosition",
-    "TrainingState",
-    "find_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "start_save",
-]
 
 # State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.distributed import POINTER, TrainingPosition, TrainingState, save_checkpoint
+from mkd.checkpoint.distributed import TrainingState, save_checkpoint
+from mkd.checkpoint.folders import POINTER, TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.convert.models import DTYPES, build_context, load_from_hf

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.distributed import TrainingPosition
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.batch import PackedBatch
 from mkd.log.metrics import IntervalAverager
 from mkd.log.progress import evaluation_line, progress_line

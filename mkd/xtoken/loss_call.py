@@ -33,19 +33,18 @@ class LossCall:
     passes: ModuleType  # over logits: `chunk_torch_passes`, or on GPUs `chunk_triton_passes`
     tp_group: dist.ProcessGroup | None
 
+    # This rank's columns of the vocabulary's masks: [w_s], [w_t], [w_s] bool.
+
     @property
     def student_real(self) -> Tensor:
-        """This rank's columns of the mask, [w_s] bool."""
         return self.vocabulary.student_real[self.vocabulary.rank]
 
     @property
     def teacher_real(self) -> Tensor:
-        """This rank's columns of the mask, [w_t] bool."""
         return self.vocabulary.teacher_real[self.vocabulary.rank]
 
     @property
     def common(self) -> Tensor:
-        """This rank's columns of the mask, [w_s] bool."""
         return self.vocabulary.common[self.vocabulary.rank]
 
     @cached_property

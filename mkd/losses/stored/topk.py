@@ -33,14 +33,9 @@ def vocab_parallel_topk_kd(
     teacher_logprobs: Tensor | None,  # [..., k] float, log-probabilities of these ids at `temperature`
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
+    objective: KDObjective,  # its divergence counts as forward KL, its temperature is that of the export
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    student_vocab_size: int,
-    teacher_vocab_size: int | None = None,  # ids that the log-probabilities sum over (default: the student's)
-    kd_ratio: float = 0.5,
-    temperature: float = 1.0,
-    temperature_scaling: str = "squared",
-    with_ce_metric: bool = False,
     teacher_metrics: Tensor | None = None,  # [..., 2] float, the teacher's cross entropy and entropy
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
@@ -52,16 +47,8 @@ def vocab_parallel_topk_kd(
     temperature does not follow from them. CE is over the student's real ids at T = 1.
 
     Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels
-    hold. Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
+    hold. Raises UsageError for a missing teacher.
     """
-    objective = KDObjective(
-        kd_ratio=kd_ratio,
-        temperature=temperature,
-        temperature_scaling=temperature_scaling,
-        with_ce_metric=with_ce_metric,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
     ids, logprobs = _teacher_rows(objective, teacher_ids, teacher_logprobs, student_logits.shape[:-1])
     width = student_logits.shape[-1]
     mask = loss_mask.reshape(-1).to(compute_dtype(student_logits))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from torch import Tensor
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
-from mkd.losses import KDOutput, build_divergence
+from mkd.losses import KDObjective, KDOutput, build_divergence
 from mkd.losses.scores import TokenScores
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import TermSums
+
+build_objective = cache(KDObjective)  # once per run, not for every micro-batch
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
-from mkd.losses import HeadInput, KDObjective, KDOutput, fused_linear_kd
+from mkd.losses import HeadInput, KDOutput, fused_linear_kd
 from mkd.losses.scores import token_scores
 from mkd.train.sums import CROSS_ENTROPY, TermSums
-from mkd.train.teachers.base import LossInput, PackScores, token_sums
+from mkd.train.teachers.base import LossInput, PackScores, build_objective, token_sums
 from mkd.xtoken.segments import sum_by
 
 
@@ -83,9 +82,6 @@ class SameTokens:
         )
         covered = sum_by(packs, torch.ones(len(rows), device=rows.device), given.num_packs)
         return PackScores(scores, packs, covered)
-
-
-build_objective = cache(KDObjective)  # once per run, not for every micro-batch
 
 
 def head_pass(

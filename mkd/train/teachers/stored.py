@@ -15,7 +15,7 @@ from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.train.sums import TermSums
-from mkd.train.teachers.base import LossInput, token_sums
+from mkd.train.teachers.base import LossInput, build_objective, token_sums
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,15 @@ class Stored:
         """See `Term.loss`; autograd multiplies by `scale`. Collectives: those of `vocab_parallel_topk_kd`."""
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
+        settings = dict(kd_ratio=self.kd_ratio, with_ce_metric=self.with_ce_metric, **self.divergence)
         output = vocab_parallel_topk_kd(
             loss_row_logits(student, given.output.hidden, rows),
             stored.ids,
             stored.logprobs,
             batch.labels[0, rows],
             batch.loss_mask[0, rows],
+            build_objective(student.shape.vocab_size, stored.vocab_size, **settings),
             tp_group=given.context.tp_group,
-            student_vocab_size=student.shape.vocab_size,
-            teacher_vocab_size=stored.vocab_size,
-            kd_ratio=self.kd_ratio,
-            temperature=self.divergence["temperature"],
-            temperature_scaling=self.divergence["temperature_scaling"],
-            with_ce_metric=self.with_ce_metric,
             teacher_metrics=stored.metrics,
             overwrite_student_logits=True,
         )
