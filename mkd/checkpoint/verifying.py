@@ -78,7 +78,7 @@ def verify(
         if context.rank == 0:
             note(f"{folder} has no {MANIFEST_FILE}: its contents cannot be verified")
     else:
-        together(lambda: _check_share(folder, share_of(entries, context.rank, context.world_size)), _explain)
+        together(lambda: _check(folder, share_of(entries, context.rank, context.world_size)), _explain)
     on_rank_0(lambda: refuse_code(folder), _explain)
 
 
@@ -120,9 +120,8 @@ def _entries(folder: Path, needs_manifest: bool) -> dict[str, FileEntry] | None:
     return entries
 
 
-def _check_share(folder: Path, entries: dict[str, FileEntry]) -> None:
-    problem = check_contents(folder, entries)
-    if problem is not None:
+def _check(folder: Path, entries: dict[str, FileEntry]) -> None:
+    if (problem := check_contents(folder, entries)) is not None:
         raise _damaged(problem)
 
 

@@ -103,15 +103,12 @@ def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]
     cause if its own entropy is not finite. The student's are the cause if the cross entropy is not finite.
     Without a cross entropy the divergence from a finite teacher decides.
     """
-    culprits: dict[str, set[int]] = {}
+    culprits: dict[str, frozenset[int]] = {}
     for sample_ids, sums in result.reports:
         for name in blamed(sums):
-            culprits.setdefault(name, set()).update(sample_ids)
-    return Finding(
-        frozenset(one for batch in microbatches for one in batch.sample_ids),
-        {name: frozenset(samples) for name, samples in culprits.items()},
-        tuple(_bad_gradients(engine)),
-    )
+            culprits[name] = culprits.get(name, frozenset()).union(sample_ids)
+    samples = frozenset(one for batch in microbatches for one in batch.sample_ids)
+    return Finding(samples, culprits, tuple(_bad_gradients(engine)))
 
 
 def blamed(sums: LossSums) -> list[str]:

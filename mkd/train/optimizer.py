@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,16 +41,8 @@ def wrap_stages(
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
-    wrapped = [
-        DistributedDataParallel(
-            config=stage.config,
-            ddp_config=ddp_config,
-            module=stage,
-            disable_bucketing=index > 0,
-            pg_collection=context.groups,
-        )
-        for index, stage in enumerate(stages)
-    ]
+    wrap = partial(DistributedDataParallel, ddp_config=ddp_config, pg_collection=context.groups)
+    wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
     for stage in stages:
         stage.config.finalize_model_grads_func = _finalize
         _accumulate_inside_products(stage)

@@ -63,8 +63,8 @@ class Reporter:
         `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
         A step without an update adds only its time and its position.
         """
-        tokens = self.global_batch_size * self.seq_length
-        seconds = result.step_time_ms / 1000
+        seconds, tokens = result.step_time_ms / 1000, self.global_batch_size * self.seq_length
+        ranks_per_replica = self.context.world_size // self.context.dp_size
         if result.is_applied:
             earlier = self._losses and self._losses.named_as(result.sums)
             self._losses = earlier + result.sums if earlier else result.sums
@@ -77,7 +77,7 @@ class Reporter:
             learning_rate=result.learning_rate,
             step_time_ms=result.step_time_ms,
             tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
-            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / self._ranks_per_replica,
+            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
             skipped_iterations=int(not result.is_applied),
             **({"loss_spikes": 1} if is_spike else {}),
         )
@@ -173,10 +173,6 @@ class Reporter:
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return {"peak_memory_gib": peak.item()}
-
-    @property
-    def _ranks_per_replica(self) -> int:
-        return self.context.world_size // self.context.dp_size
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
         """Return the floating-point operations of all models on this rank's micro-batches."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.xtoken.chunks import KINDS, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+from mkd.xtoken.chunks import KINDS, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 
@@ -71,16 +71,6 @@ class ChunkSlice:
     pair_chunks: Tensor  # [p] int64, chunk of each pair of the supports
     pair_student: Tensor  # [p] int64, places
     pair_teacher: Tensor  # [p] int64, places
-
-    @property
-    def student_is_single(self) -> bool:
-        """True if each chunk is one token of the student."""
-        return self.kind in (ONE_TO_ONE, ONE_TO_MANY)
-
-    @property
-    def teacher_is_single(self) -> bool:
-        """True if each chunk is one token of the teacher."""
-        return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
 
     def at_starts(self) -> ChunkSlice:
         """Return the first tokens of each chunk alone."""

@@ -78,9 +78,8 @@ class TensorHeader:
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
-    Opening it reads headers only. `bytes_read` counts the tensor data handed out since. Raises
-    `CheckpointError` (several as one `ErrorList`) for a folder that is incomplete, damaged or not to be
-    trusted.
+    Opening it reads headers only; `bytes_read` counts the data handed out since. Raises `CheckpointError`s
+    for a folder that is incomplete, damaged or not to be trusted.
     """
 
     def __init__(self, directory: str | Path):
@@ -113,7 +112,7 @@ class HFCheckpoint:
             raise CheckpointError(what, why, "download it again", code="hf-index-not-valid") from None
         if not entries:
             raise CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
-        unsafe = [entry for entry in entries if not _is_safe_basename(entry[1])]
+        unsafe = [one for one in entries if not (isinstance(one[1], str) and SAFE_NAME.fullmatch(one[1]))]
         _raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
         return weight_map
 
@@ -284,10 +283,6 @@ def layer_of(tensor: str) -> int | None:
     """Return the layer index in a Hugging Face tensor name; None outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", tensor)
     return None if match is None else int(match.group(1))
-
-
-def _is_safe_basename(file: object) -> bool:
-    return isinstance(file, str) and SAFE_NAME.fullmatch(file) is not None
 
 
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_rest
 from mkd.xtoken.published.chunk_distributions import (
     ChunkDistribution,
@@ -80,8 +81,8 @@ class _Classes:
 def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
     """Return True if both models have a rest, as a chain has: the tokens that it did not become."""
     vocabulary, paired = call.vocabulary, call.vocabulary.paired_student.shape[0]
-    ours = vocabulary.num_student_rows > paired or not piece.student_is_single
-    return ours and (vocabulary.num_teacher_rows > paired or not piece.teacher_is_single)
+    ours = vocabulary.num_student_rows > paired or piece.kind not in (ONE_TO_ONE, ONE_TO_MANY)
+    return ours and (vocabulary.num_teacher_rows > paired or piece.kind not in (ONE_TO_ONE, MANY_TO_ONE))
 
 
 def _divergence_gradient(
