@@ -156,6 +156,11 @@ def collect_error(problems: list[MkdError], compute: Callable[[], T]) -> T | Non
         return None
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 

@@ -30,3 +30,12 @@ def reported_text(stderr: str) -> str:
     """Return the text after the first `error[CODE]: ` or `error: `; libraries may print warnings before."""
     found = _REPORT.search(stderr)
     return stderr[found.end() :] if found else ""
+
+
+@contextmanager
+def refused(code: str, kind: type[MkdError] = MkdError) -> Iterator[pytest.ExceptionInfo[MkdError]]:
+    """Check that the block raises the error with this code, which says what to do."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value.report()
+    assert caught.value.do, "an error says what to do"

@@ -28,15 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
-from mkd.checkpoint.folders import (
-    HF_FOLDER,
-    POINTER,
-    Retention,
-    TrainingPosition,
-    find_checkpoint,
-    position_of,
-    read_state,
-)
+from mkd.checkpoint.folders import Retention, TrainingPosition, position_of, read_state
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.optimizer_state import (
     give_first_state,
@@ -46,19 +38,8 @@ from mkd.checkpoint.optimizer_state import (
 )
 from mkd.checkpoint.saving import Contents, Save, announce_nothing
 from mkd.checkpoint.verifying import verify
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, first_line
 from mkd.parallel.context import ParallelContext
-
-__all__ = [
-    "HF_FOLDER",
-    "POINTER",
-    "TrainingPosition",
-    "TrainingState",
-    "find_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "start_save",
-]
 
 # State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"
@@ -71,8 +52,7 @@ class TrainingState:
 
     models: Sequence[MegatronModule]  # this rank's parts of the student, in virtual-stage order
     optimizer: MegatronOptimizer | None = None
-    # Not saved, because its count of updates follows from the position.
-    scheduler: OptimizerParamScheduler | None = None
+    scheduler: OptimizerParamScheduler | None = None  # not saved: its count follows from the position
 
 
 def save_checkpoint(
@@ -98,8 +78,7 @@ def start_save(
     context: ParallelContext,
     assets: HFAssets | None,
     *,
-    # Identity of the run: fingerprints and settings, compared when it resumes.
-    run_identity: Mapping[str, object] | None = None,
+    run_identity: Mapping[str, object] | None = None,  # fingerprints and settings, compared on resume
     open_interval: Mapping[str, object] | None = None,  # metrics of steps that no record has yet
     retention: Retention | None = None,  # None: every checkpoint stays
     copied: bool = False,
@@ -108,17 +87,12 @@ def start_save(
     """Capture the current state, `copied` if training continues before it is written. Collective."""
     if state.optimizer is not None:
         give_first_state(state.optimizer)
-    more = {
-        "layout": _layout(context),
-        "device": _device(context),
-        "optimizer": optimizer_kind(state.optimizer),
-        "precision": _precision(state),
-    }
+    more = {"layout": _layout(context), "device": context.device.type}
+    more |= {"optimizer": optimizer_kind(state.optimizer), "precision": _precision(state)}
     more |= run_identity or {}
     more |= {"open_interval": dict(open_interval)} if open_interval else {}
-    sharded = _sharded_state(state, context, is_loading=False) | {
-        "content_metadata": _content_metadata(context)
-    }
+    sharded = _sharded_state(state, context, is_loading=False)
+    sharded["content_metadata"] = _content_metadata(context)
     contents = Contents(position, more, assets)
     return Save(directory, contents, context, retention or Retention(), announce).start(sharded, copied)
 
@@ -144,26 +118,24 @@ def load_checkpoint(
         require_same_optimizer(folder, saved, state.optimizer, _precision(state))
         give_first_state(state.optimizer)
     wanted = _sharded_state(state, context, is_loading=True)
-    if saved.get("layout") != _layout(context) or saved.get("device", _device(context)) != _device(context):
+    device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
+    if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
     try:
-        strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(folder)), context.dp_cp_group
-        )
+        reader = get_default_load_sharded_strategy(str(folder))
+        strategy = FullyParallelLoadStrategyWrapper(reader, context.dp_cp_group)
         loaded = dist_checkpointing.load(wanted, str(folder), strategy)
     except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
         raise CheckpointError(
-            f"{folder} cannot be loaded: {_first_line(error)}",
+            f"{folder} cannot be loaded: {_cause(error)}",
             "the checkpoint is damaged, or belongs to a model of another shape",
             "choose another checkpoint with --ckpt-step, or check that --student-hf names the right model",
             code="checkpoint-not-loadable",
         ) from error
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
-        assert not [name for name in missing if not name.endswith(EXTRA_STATE)] and not unexpected, (
-            missing,
-            unexpected,
-        )
+        missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
+        assert not missing and not unexpected, (missing, unexpected)
     position = position_of(saved)
     if state.optimizer is not None:
         load_optimizer(state.optimizer, loaded["optimizer"])
@@ -174,27 +146,25 @@ def load_checkpoint(
     return position
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the cause in one line. torch wraps errors of ranks in a BaseException with their tracebacks."""
+def _cause(error: BaseException) -> str:
+    """Return the first line, of the first rank's error if torch has wrapped the errors of ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def _sharded_state(state: TrainingState, context: ParallelContext, is_loading: bool) -> dict:
     metadata = _content_metadata(context)
     models = [model.sharded_state_dict(metadata=metadata) for model in state.models]
     if is_loading:
-        models = [
-            {name: entry for name, entry in model.items() if not name.endswith(EXTRA_STATE)}
-            for model in models
-        ]
+        for model in models:
+            for name in [name for name in model if name.endswith(EXTRA_STATE)]:
+                del model[name]
     sharded = {f"model{index}": weights for index, weights in enumerate(models)}
     if state.optimizer is not None:
         named = dict(sharded) if len(models) > 1 else {"model": models[0]}
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(
-            named, is_loading=is_loading, metadata=metadata
-        )
+        read = state.optimizer.sharded_state_dict
+        sharded["optimizer"] = read(named, is_loading=is_loading, metadata=metadata)
         sharded["rng"] = _random_states(context)
     return sharded
 
@@ -206,11 +176,6 @@ def _layout(context: ParallelContext) -> dict[str, int]:
         "virtual_stages": context.virtual_stages,
         "data_parallel": context.dp_size,
     }
-
-
-def _device(context: ParallelContext) -> str:
-    """Return the kind of device: generators of CPUs and GPUs cannot read each other's states."""
-    return context.device.type
 
 
 def _precision(state: TrainingState) -> str:
@@ -233,14 +198,9 @@ def _random_states(context: ParallelContext) -> ShardedObject:
     if context.platform.is_cuda:
         states["cuda"] = torch.cuda.get_rng_state()
     own = [context.axes[name] for name in STATE_AXES]
-    copies = [axis for name, axis in context.axes.items() if name not in STATE_AXES]
-    return ShardedObject(
-        "rng",
-        states,
-        tuple(axis.size for axis in own),
-        tuple(axis.rank for axis in own),
-        replica_id=tuple(axis.rank for axis in copies),
-    )
+    shape, place = tuple(axis.size for axis in own), tuple(axis.rank for axis in own)
+    copy = tuple(axis.rank for name, axis in context.axes.items() if name not in STATE_AXES)
+    return ShardedObject("rng", states, shape, place, replica_id=copy)
 
 
 def _restore_random_states(states: dict) -> None:

@@ -27,6 +27,7 @@ COMMON_FILE = "common.pt"  # all content except tensors that is equal on all ran
 MEGATRON_FILE = "metadata.json"  # written by Megatron's own save when it is complete
 HF_FOLDER = "hf"
 PARTIAL, REPLACED, ABANDONED = ".partial", ".replaced", ".abandoned"
+ANOTHER = "choose another with --ckpt-step N"
 ITERATION_FOLDER = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
 
 
@@ -61,9 +62,8 @@ def iteration_folder(directory: Path, iteration: int) -> Path:
 
 def holds_checkpoints(directory: Path) -> bool:
     """Return True if `directory` is a checkpoint or contains any, intact or damaged."""
-    return any((directory / name).exists() for name in (MEGATRON_FILE, POINTER)) or bool(
-        saved_iterations(directory)
-    )
+    is_named = any((directory / name).exists() for name in (MEGATRON_FILE, POINTER))
+    return is_named or bool(saved_iterations(directory))
 
 
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
@@ -86,19 +86,11 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
         return None
     if not folder.exists():
         present = ", ".join(path.name for path in saved_iterations(directory)) or "no checkpoint"
-        raise CheckpointError(
-            f"there is no {folder}",
-            f"its folder has {present}",
-            "choose another with --ckpt-step N",
-            code="checkpoint-not-found",
-        )
+        what, why = f"there is no {folder}", f"its folder has {present}"
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-not-found")
     if not (folder / MEGATRON_FILE).exists():
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint",
-            f"its {MEGATRON_FILE} is missing",
-            "choose another with --ckpt-step N",
-            code="checkpoint-incomplete",
-        )
+        what, why = f"{folder} is not a complete checkpoint", f"its {MEGATRON_FILE} is missing"
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-incomplete")
     return folder
 
 
@@ -114,22 +106,16 @@ def read_pointer(directory: Path) -> int | None:
     try:
         text = pointer.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
-        if saved_iterations(directory):
-            raise CheckpointError(
-                f"{pointer} is missing",
-                "it names the checkpoint to continue from",
-                do,
-                code="checkpoint-pointer-missing",
-            ) from None
-        return None
+        if not saved_iterations(directory):
+            return None
+        what, why = f"{pointer} is missing", "it names the checkpoint to continue from"
+        raise CheckpointError(what, why, do, code="checkpoint-pointer-missing") from None
     except OSError as error:
-        raise CheckpointError(
-            f"{pointer} cannot be read: {error}", "", do, code="checkpoint-pointer-unreadable"
-        ) from None
+        what = f"{pointer} cannot be read: {error}"
+        raise CheckpointError(what, "", do, code="checkpoint-pointer-unreadable") from None
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(
-            f"{pointer} holds {text[:40]!r}, not an iteration", "", do, code="checkpoint-pointer-damaged"
-        )
+        what = f"{pointer} holds {text[:40]!r}, not an iteration"
+        raise CheckpointError(what, "", do, code="checkpoint-pointer-damaged")
     return int(text)
 
 
@@ -289,10 +275,6 @@ def read_state(folder: Path) -> dict:
     except FileNotFoundError:
         return first
     except ValueError as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}",
-            "",
-            "choose another with --ckpt-step N",
-            code="checkpoint-state-damaged",
-        ) from None
+        what = f"{path} is damaged: {error}"
+        raise CheckpointError(what, "", ANOTHER, code="checkpoint-state-damaged") from None
     return state

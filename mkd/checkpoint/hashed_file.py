@@ -37,10 +37,7 @@ class HashedFile:
         self.left: Future | None = None  # done when `leaving` is free and everything before it is written
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take all of `data`, which may change afterwards, and return its length.
-
-        Raises OSError if writing these or earlier bytes failed.
-        """
+        """Take all of `data`, which may change afterwards. Raises OSError if these or earlier bytes fail."""
         data = np.frombuffer(data, np.uint8)
         taken = 0
         while taken < len(data):

@@ -33,12 +33,9 @@ def require_same_optimizer(
     """Raise CheckpointError if the state `saved` has no optimizer, or one of another kind or precision."""
     saved_kind, kind = saved.get("optimizer"), optimizer_kind(optimizer)
     if saved_kind is None:
-        raise CheckpointError(
-            f"{folder} holds weights but no optimizer state",
-            "--load continues a training run",
-            "start a run from its weights with --student-load",
-            code="optimizer-state-missing",
-        )
+        what, why = f"{folder} holds weights but no optimizer state", "--load continues a training run"
+        do = "start a run from its weights with --student-load"
+        raise CheckpointError(what, why, do, code="optimizer-state-missing")
     if saved_kind != kind:
         raise CheckpointError(
             f"{folder} holds a {saved_kind} optimizer, this run has a {kind} one",
@@ -63,13 +60,11 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
         adam = inner.optimizer
         if not isinstance(adam, torch.optim.Optimizer) or adam.state:
             continue
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter] = {
-                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-                }
-                if _counts_by_parameter(adam):
-                    adam.state[parameter]["step"] = torch.tensor(0.0)
+        for parameter in (one for group in adam.param_groups for one in group["params"]):
+            state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            if _counts_by_parameter(adam):
+                state["step"] = torch.tensor(0.0)
+            adam.state[parameter] = state
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
@@ -81,23 +76,18 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     parameter therefore gets a copy.
     """
     (inner,) = optimizer.chained_optimizers
-    # Moments of the distributed optimizer. The replicated one has them in `state`.
-    moments = loaded.pop("param_state", None)
+    moments = loaded.pop("param_state", None)  # the replicated optimizer has them in `state`
     _count_as(inner.optimizer, loaded.get("optimizer", loaded))
-    settings = [
-        {name: value for name, value in group.items() if name not in STATE_KEYS}
-        for group in inner.param_groups
-    ]
+    settings = [dict(group) for group in inner.param_groups]
     inner.load_state_dict(loaded)
     for group, own in zip(inner.param_groups, settings, strict=True):
         for name in group.keys() - own.keys() - set(STATE_KEYS):
             del group[name]  # a setting of the other Adam
-        group.update(own)
+        group.update({name: value for name, value in own.items() if name not in STATE_KEYS})
     if moments is None:
         return
-    steps = {
-        parameter: state.pop("step") for parameter, state in inner.optimizer.state.items() if "step" in state
-    }
+    states = inner.optimizer.state.items()
+    steps = {parameter: state.pop("step") for parameter, state in states if "step" in state}
     inner.load_parameter_state_from_fully_reshardable(moments)
     for parameter, step in steps.items():
         inner.optimizer.state[parameter]["step"] = step.clone()

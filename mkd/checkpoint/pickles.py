@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mkd.checkpoint.folders import COMMON_FILE, MEGATRON_FILE
 from mkd.checkpoint.shards import METADATA_FILE
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, first_line
 
 ANOTHER = "choose another checkpoint with --ckpt-step N"
 DISTRUST = "do not use this checkpoint unless you know who made it"
@@ -64,34 +64,21 @@ def refuse_code(folder: Path) -> None:
     """Raise CheckpointError if a pickle is damaged or holds more than plain data. Runs no code."""
     register_safe_globals()
     if not (folder / MEGATRON_FILE).is_file():
-        what = f"{folder / MEGATRON_FILE} is missing"
-        raise CheckpointError(
-            what, "it says what kind of checkpoint this is", ANOTHER, code="checkpoint-metadata-missing"
-        )
+        what, why = f"{folder / MEGATRON_FILE} is missing", "it says what kind of checkpoint this is"
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-metadata-missing")
     metadata = read_metadata(folder)
     _check_torch_file(folder / COMMON_FILE, None)
     entries = getattr(metadata, "state_dict_metadata", None)
-    if (
-        not isinstance(metadata, Metadata)
-        or not isinstance(entries, dict)
-        or not isinstance(metadata.storage_data, dict)
-    ):
-        raise CheckpointError(
-            f"{folder / METADATA_FILE} is damaged",
-            "it does not describe a checkpoint",
-            ANOTHER,
-            code="checkpoint-metadata-damaged",
-        )
-    for index, place in metadata.storage_data.items():
+    places = getattr(metadata, "storage_data", None)
+    if not (isinstance(metadata, Metadata) and isinstance(entries, dict) and isinstance(places, dict)):
+        what, why = f"{folder / METADATA_FILE} is damaged", "it does not describe a checkpoint"
+        raise CheckpointError(what, why, ANOTHER, code="checkpoint-metadata-damaged")
+    for index, place in places.items():
         if isinstance(entries.get(index.fqn), BytesStorageMetadata):
             if Path(place.relative_path).name != place.relative_path:
                 what = f"{folder / METADATA_FILE} sends {index.fqn} to {place.relative_path!r}"
-                raise CheckpointError(
-                    what,
-                    "it must be the plain name of a file in the same folder",
-                    DISTRUST,
-                    code="checkpoint-file-outside-folder",
-                )
+                why = "it must be the plain name of a file in the same folder"
+                raise CheckpointError(what, why, DISTRUST, code="checkpoint-file-outside-folder")
             _check_torch_file(folder / place.relative_path, (place.offset, place.length))
 
 
@@ -133,10 +120,5 @@ def _refusal(path: Path, name: str) -> CheckpointError:
 
 
 def _damage(path: Path, error: Exception) -> CheckpointError:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return CheckpointError(
-        f"{path} cannot be read: {text}",
-        "the file is missing or damaged",
-        ANOTHER,
-        code="checkpoint-pickle-unreadable",
-    )
+    what, why = f"{path} cannot be read: {first_line(error)}", "the file is missing or damaged"
+    return CheckpointError(what, why, ANOTHER, code="checkpoint-pickle-unreadable")

@@ -42,12 +42,11 @@ def lock_folder(directory: Path, context: ParallelContext) -> WriterLock | None:
         directory.mkdir(parents=True, exist_ok=True)
         return WriterLock.take(directory)
 
-    return on_rank_0(
-        take,
-        lambda error: CheckpointError(
-            f"cannot write to {directory}: {error}", "", "choose another --save", code="save-not-writable"
-        ),
-    )
+    def explain(error: Exception) -> CheckpointError:
+        what, do = f"cannot write to {directory}: {error}", "choose another --save"
+        return CheckpointError(what, do=do, code="save-not-writable")
+
+    return on_rank_0(take, explain)
 
 
 @dataclass
@@ -77,11 +76,9 @@ class WriterLock:
                 is_held = error.errno in HELD or _is_writer(holder)
             if is_held:
                 raise _refusal(path, holder)
-            text = json.dumps(
-                {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": os.environ.get(SLURM_JOB)}
-            )
+            own = dict(host=socket.gethostname(), pid=os.getpid(), slurm_job=os.environ.get(SLURM_JOB))
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text.encode() + b"\n", 0)
+            os.pwrite(descriptor, json.dumps(own).encode() + b"\n", 0)
         except BaseException:
             os.close(descriptor)
             raise

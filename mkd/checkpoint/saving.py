@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from mkd.checkpoint.folders import (
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.manifest import MANIFEST_FILE, FileEntry, manifest_text, seal, sync
 from mkd.checkpoint.shards import Written, plan_shards, write_metadata, write_shards
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, first_line
 from mkd.parallel.agreement import agree, attempt, on_rank_0
 from mkd.parallel.context import ParallelContext
 
@@ -65,8 +66,7 @@ class Save:
     contents: Contents
     context: ParallelContext
     retention: Retention = Retention()
-    # Called with (moment of the save, iteration); see mkd.operations.phases.
-    announce: Callable[[str, int], None] = announce_nothing
+    announce: Callable[[str, int], None] = announce_nothing  # (moment, iteration), see operations.phases
     entries: dict[str, FileEntry] = field(default_factory=dict)  # one for each file of this rank
     written: list[Written] = field(default_factory=list)
     problem: CheckpointError | None = None
@@ -117,9 +117,8 @@ class Save:
 
     def _write(self) -> None:
         self._passed("before_shard")
-        self.entries, self.written = write_shards(
-            self.shards, self.partial, self.context.rank, lambda: self._passed("mid_shard")
-        )
+        on_item = partial(self._passed, "mid_shard")
+        self.entries, self.written = write_shards(self.shards, self.partial, self.context.rank, on_item)
         self._passed("after_shards")
 
     def _complete(self, parts: list[tuple[dict[str, FileEntry], list[Written]]]) -> None:
@@ -133,10 +132,9 @@ class Save:
         if self.contents.assets is not None:
             self.contents.assets.copy_to(self.partial / HF_FOLDER)
         entries = {name: entry for files, _ in parts for name, entry in files.items()}
-        rest = {
-            path.relative_to(self.partial).as_posix() for path in self.partial.rglob("*") if path.is_file()
-        }
-        entries |= seal(self.partial, sorted(rest - entries.keys()))
+        files = (path for path in self.partial.rglob("*") if path.is_file())
+        names = {path.relative_to(self.partial).as_posix() for path in files}
+        entries |= seal(self.partial, sorted(names - entries.keys()))
         self._passed("before_manifest")
         (self.partial / MANIFEST_FILE).write_text(manifest_text(entries), encoding="utf-8")
         sync(self.partial / MANIFEST_FILE)
@@ -150,37 +148,25 @@ class Save:
         apply_retention(self.directory, self.retention, position.iteration)
 
     def _explain(self, error: Exception) -> CheckpointError:
-        what = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
+        failed = f"iteration {self.contents.position.iteration} could not be saved in {self.directory}"
         kept = "earlier checkpoints are unchanged"
         of_disk = [cause for cause in _causes(error) if isinstance(cause, OSError)]
         met = {cause.errno for cause in of_disk}
-        make_room = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
+        do = "free some space and restart with --load; --keep-checkpoints K deletes old checkpoints"
         if errno.ENOSPC in met:
             free_gib = shutil.disk_usage(self.directory).free / 2**30
-            return CheckpointError(
-                f"{what}: the disk is full ({free_gib:.2f} GiB are free)",
-                kept,
-                make_room,
-                code="save-disk-full",
-            )
+            what = f"{failed}: the disk is full ({free_gib:.2f} GiB are free)"
+            return CheckpointError(what, kept, do, code="save-disk-full")
         if errno.EDQUOT in met:
-            return CheckpointError(
-                f"{what}: the disk quota of this user or group is used up",
-                kept,
-                make_room,
-                code="save-quota-exceeded",
-            )
+            what = f"{failed}: the disk quota of this user or group is used up"
+            return CheckpointError(what, kept, do, code="save-quota-exceeded")
         if errno.EFBIG in met:
-            return CheckpointError(
-                f"{what}: a file would be larger than this process or its file system allows",
-                kept,
-                "raise the limit (ulimit -f shows that of a process) and restart with --load",
-                code="save-file-too-large",
-            )
-        cause = of_disk[0] if of_disk else error  # torch reports only that it could not write
-        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            what = f"{failed}: a file would be larger than this process or its file system allows"
+            do = "raise the limit (ulimit -f shows that of a process) and restart with --load"
+            return CheckpointError(what, kept, do, code="save-file-too-large")
+        cause = first_line(of_disk[0] if of_disk else error)  # torch reports only that it could not write
         do = "remove the cause and restart with --load"
-        return CheckpointError(f"{what}: {text} (rank {self.context.rank})", kept, do, code="save-failed")
+        return CheckpointError(f"{failed}: {cause} (rank {self.context.rank})", kept, do, code="save-failed")
 
     def _passed(self, moment: str) -> None:
         self.announce(moment, self.contents.position.iteration)

@@ -72,9 +72,7 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
     resolved = ((item, planner.resolve_data(item)) for item in plan.items)
     items = [(item, data.detach() if isinstance(data, Tensor) else data) for item, data in resolved]
     if copied:
-        items = [
-            (item, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for item, data in items
-        ]
+        items = [(i, data.to("cpu", copy=True) if isinstance(data, Tensor) else data) for i, data in items]
     return Shards(items, metadata)
 
 
@@ -85,11 +83,8 @@ def write_shards(
     buckets = [bucket for bucket in _balanced(shards.items) if bucket]
     names = [SHARD_FILE.format(rank=rank, number=number) for number in range(len(buckets))]
     with ThreadPoolExecutor(MAX_FILES) as pool:
-        files = [
-            pool.submit(_write_file, folder / name, bucket, on_item)
-            for name, bucket in zip(names, buckets, strict=True)
-        ]
-    results = [file.result() for file in files]
+        paths = [folder / name for name in names]
+        results = list(pool.map(lambda path, bucket: _write_file(path, bucket, on_item), paths, buckets))
     entries = {name: entry for name, (entry, _) in zip(names, results, strict=True)}
     return entries, [one for _, written in results for one in written]
 

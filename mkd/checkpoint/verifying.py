@@ -22,7 +22,7 @@ from mkd.checkpoint.manifest import (
     share_of,
 )
 from mkd.checkpoint.pickles import refuse_code
-from mkd.errors import CheckpointError
+from mkd.errors import CheckpointError, first_line
 from mkd.parallel.agreement import on_rank_0, together
 from mkd.parallel.context import ParallelContext
 
@@ -36,7 +36,7 @@ def choose_checkpoint(
     back to the newest checkpoint that verifies and warn on rank 0. Raises CheckpointError on all ranks if
     there is none.
     """
-    warn = warn if context.rank == 0 else _silent
+    warn = warn if context.rank == 0 else lambda text: None
     if step is not None or (directory / MEGATRON_FILE).exists():
         folder = context.broadcast_object(on_rank_0(lambda: find_checkpoint(directory, step), _explain))
         verify(folder, context, warn)
@@ -55,14 +55,14 @@ def choose_checkpoint(
             warn(f"continuing from {folder}, and not from what the pointer names")
             return folder
         warn(f"{found.what}: it is passed over")
-    raise _everywhere(
-        CheckpointError(
-            f"{directory} holds no checkpoint that is whole: {problem.what}",
-            "files are missing or differ from what was saved",
-            "take --load away and choose another --save to start anew, or restore the folder from a copy",
-            code="checkpoint-none-whole",
-        )
+    error = CheckpointError(
+        f"{directory} holds no checkpoint that is whole: {problem.what}",
+        "files are missing or differ from what was saved",
+        "take --load away and choose another --save to start anew, or restore the folder from a copy",
+        code="checkpoint-none-whole",
     )
+    error.on_all_ranks = True
+    raise error
 
 
 def verify(
@@ -78,7 +78,7 @@ def verify(
         if context.rank == 0:
             note(f"{folder} has no {MANIFEST_FILE}: its contents cannot be verified")
     else:
-        together(lambda: _check_share(folder, share_of(entries, context.rank, context.world_size)), _explain)
+        together(lambda: _check(folder, share_of(entries, context.rank, context.world_size)), _explain)
     on_rank_0(lambda: refuse_code(folder), _explain)
 
 
@@ -95,11 +95,9 @@ def _problem(
 def _others(directory: Path, named: Path | None) -> list[Path]:
     """Return the checkpoints except `named`, latest first. Those after it, left by a rewind, come last."""
     folders = [folder for folder in saved_iterations(directory) if folder != named]
-    return (
-        folders
-        if named is None
-        else sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
-    )
+    if named is None:
+        return folders
+    return sorted(folders, key=lambda folder: folder.name.removesuffix(REPLACED) > named.name)
 
 
 def _named(directory: Path) -> tuple[Path | None, CheckpointError | None]:
@@ -122,29 +120,15 @@ def _entries(folder: Path, needs_manifest: bool) -> dict[str, FileEntry] | None:
     return entries
 
 
-def _check_share(folder: Path, entries: dict[str, FileEntry]) -> None:
-    problem = check_contents(folder, entries)
-    if problem is not None:
+def _check(folder: Path, entries: dict[str, FileEntry]) -> None:
+    if (problem := check_contents(folder, entries)) is not None:
         raise _damaged(problem)
 
 
 def _damaged(what: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        "the checkpoint is not what was saved",
-        "choose another with --ckpt-step N",
-        code="checkpoint-damaged",
-    )
+    why, do = "the checkpoint is not what was saved", "choose another with --ckpt-step N"
+    return CheckpointError(what, why, do, code="checkpoint-damaged")
 
 
 def _explain(error: Exception) -> CheckpointError:
-    return _damaged((str(error).strip() or type(error).__name__).splitlines()[0])
-
-
-def _everywhere(error: CheckpointError) -> CheckpointError:
-    error.on_all_ranks = True
-    return error
-
-
-def _silent(text: str) -> None:
-    pass
+    return _damaged(first_line(error))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.distributed import POINTER, TrainingPosition, TrainingState, save_checkpoint
+from mkd.checkpoint.distributed import TrainingState, save_checkpoint
+from mkd.checkpoint.folders import POINTER, TrainingPosition
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.convert.models import DTYPES, build_context, load_from_hf
@@ -26,12 +27,9 @@ def run(
     shape, checkpoint = ModelShape.from_hf_dir(folder), HFCheckpoint(folder)
     check_hf_checkpoint(shape, checkpoint)
     if (save / POINTER).exists():
-        raise CheckpointError(
-            f"{save} already holds checkpoints",
-            "a converted model is iteration 0, so the run in that folder would start over",
-            "choose an empty folder for --save",
-            code="convert-save-not-empty",
-        )
+        what, do = f"{save} already holds checkpoints", "choose an empty folder for --save"
+        why = "a converted model is iteration 0, so the run in that folder would start over"
+        raise CheckpointError(what, why, do, code="convert-save-not-empty")
     stored = {header.dtype for header in checkpoint.headers.values()}
     kept = torch.bfloat16 if stored == {"BF16"} else torch.float32
     weights = DTYPES[dtype] if dtype else kept
@@ -39,8 +37,6 @@ def run(
     state = TrainingState([load_from_hf(folder, shape, weights, context)])
     saved = save_checkpoint(save, state, TrainingPosition(), context, HFAssets.of(folder))
     if context.rank == 0:
-        print(
-            f"saved {shape.family}, {shape.num_layers} layers, {str(weights).removeprefix('torch.')}, "
-            f"to {saved}"
-        )
+        dtype = str(weights).removeprefix("torch.")
+        print(f"saved {shape.family}, {shape.num_layers} layers, {dtype}, to {saved}")
     context.leave()

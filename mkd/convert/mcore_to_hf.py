@@ -21,28 +21,21 @@ from mkd.plan.model_shape import ModelShape
 def locate(load: Path, step: int | None, reference_hf: str | None) -> tuple[Path, Path]:
     """Return (iteration folder, Hugging Face folder that describes the model).
 
-    Raises CheckpointError if either is missing, or if the reference describes another model than the
-    checkpoint.
+    Raises CheckpointError if either is missing, or if they describe different models.
     """
     folder = find_checkpoint(load, step)
     if folder is None:
-        raise CheckpointError(
-            f"--load {load} holds no checkpoint",
-            "neither the folder nor an iter_* folder in it is one",
-            "name a folder that --save has written to",
-            code="convert-checkpoint-missing",
-        )
+        what, do = f"--load {load} holds no checkpoint", "name a folder that --save has written to"
+        why = "neither the folder nor an iter_* folder in it is one"
+        raise CheckpointError(what, why, do, code="convert-checkpoint-missing")
     if reference_hf is not None:
         reference = resolve_hf(reference_hf)
         require_same_model(folder, ModelShape.from_hf_dir(reference))
         return folder, reference
     if not (folder / HF_FOLDER / "config.json").exists():
-        raise CheckpointError(
-            f"{folder} does not say what model it is",
-            f"it has no {HF_FOLDER}/config.json",
-            "name the Hugging Face folder of the model with --reference-hf",
-            code="convert-model-unknown",
-        )
+        what, why = f"{folder} does not say what model it is", f"it has no {HF_FOLDER}/config.json"
+        do = "name the Hugging Face folder of the model with --reference-hf"
+        raise CheckpointError(what, why, do, code="convert-model-unknown")
     return folder, folder / HF_FOLDER
 
 

@@ -38,9 +38,8 @@ def build_model(shape: ModelShape, dtype: torch.dtype, context: ParallelContext)
     """Build this rank's part of the model, weights uninitialised; layers divided as evenly as possible."""
     share, more = divmod(shape.num_layers, context.pp_size)
     layers = tuple(share + (stage < more) for stage in range(context.pp_size))
-    (model,) = build_model_parts(
-        shape, PipelineLayout(layers, context.pp_size), ModelOptions(dtype=dtype), context
-    )
+    layout = PipelineLayout(layers, context.pp_size)
+    (model,) = build_model_parts(shape, layout, ModelOptions(dtype=dtype), context)
     return model
 
 

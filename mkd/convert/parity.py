@@ -108,24 +108,16 @@ def run(
     checkpoint, and UsageError for counts below 1.
     """
     if num_tokens < 1 or num_documents < 1:
-        raise UsageError(
-            "--num-tokens and --num-documents must be at least 1",
-            "nothing would be compared",
-            "raise them",
-            code="parity-counts-below-one",
-        )
+        what = "--num-tokens and --num-documents must be at least 1"
+        raise UsageError(what, "nothing would be compared", "raise them", code="parity-counts-below-one")
     folder = resolve_hf(hf)
     context = ParallelContext.create(detect())
     model, other = mkd_model(folder, hf_b, load, ckpt_step, context)
     vocab_size = ModelShape.from_hf_dir(folder).vocab_size
     if model.shape.vocab_size != vocab_size:
         what = f"{folder} has {vocab_size} vocabulary rows, {other} has {model.shape.vocab_size}"
-        raise CheckpointError(
-            what,
-            "logits are compared id by id",
-            "compare two versions of the same model",
-            code="parity-vocabularies-differ",
-        )
+        why, do = "logits are compared id by id", "compare two versions of the same model"
+        raise CheckpointError(what, why, do, code="parity-vocabularies-differ")
     documents = random_documents(vocab_size, num_documents, num_tokens, seed)
     found = mkd_logits(model, documents, context.device)
     del model
@@ -134,9 +126,8 @@ def run(
         f"transformers on {folder}\nmkd on          {other}\n"
         f"positions       {len(found)}, vocabulary {vocab_size}, fp32"
     )
-    print(
-        f"max |dlogit|    {parity.max_logit_difference:.3e}, {parity.relative_difference:.3e} of max |logit|"
-    )
+    absolute, relative = parity.max_logit_difference, parity.relative_difference
+    print(f"max |dlogit|    {absolute:.3e}, {relative:.3e} of max |logit|")
     print(f"KL              {parity.kl:.3e} nats per token\ntop-1 agreement {parity.top1_agreement:.6f}")
     context.leave()
     if not (parity.relative_difference <= tolerance and parity.kl <= kl_tolerance):

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from megatron.core.utils import get_attr_wrapped_model
 
-from mkd.checkpoint.distributed import TrainingPosition
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.config.schema import Config
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.requests import encode_pairs

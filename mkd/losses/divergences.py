@@ -65,10 +65,7 @@ class Divergence(ABC):
 
     @abstractmethod
     def plain(self, log_t: Tensor, log_s: Tensor) -> Tensor:
-        """Return the divergence over the last dimension by its plain formula, differentiable by autograd.
-
-        Only the dense references use it, in float64.
-        """
+        """Return the divergence over the last dimension by its formula, by autograd: for references."""
 
     def mass_slope(self, log_t: Tensor, log_s: Tensor) -> Tensor:
         """Return s D, a new tensor, finite where s underflows."""
@@ -90,10 +87,7 @@ class Divergence(ABC):
         return torch.stack([part.sum(dim=1) for part in self.parts(log_t, log_s)])
 
     def from_terms(self, terms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (value [n], residual) from the summed terms.
-
-        The residual [n] is the number of each row that the gradient needs beside both softmaxes.
-        """
+        """Return (value [n], residual [n]) from summed terms; `gradient` needs the residual of each row."""
         return self.value(terms), self.mean_slope(terms)
 
     def gradient(
@@ -225,10 +219,7 @@ class JensenShannon(Divergence):
         return self.beta * plain_kl(log_t, log_q) + (1.0 - self.beta) * plain_kl(log_s, log_q)
 
     def terms(self, student: ShardRows, teacher: ShardRows) -> Tensor:
-        """Return this shard's part of KL(t || Q) and of KL(s || Q).
-
-        Only their sum over shards is cut off at 0.
-        """
+        """Return this shard's parts of KL(t || Q) and KL(s || Q); only their sums are cut off at 0."""
         log_s, log_t = student.log_probabilities(), teacher.log_probabilities()
         log_q = self._log_mixture(log_t, log_s)
         return torch.stack([_signed_kl_terms(log, log_q).sum(dim=1) for log in (log_t, log_s)])
@@ -357,31 +348,18 @@ def build_divergence(name: str, parameter: float | None = None) -> Divergence:
     Raises UsageError for an unknown name, a parameter that the divergence does not have, or one out of range.
     """
     if name not in DECLARATIONS:
-        known = ", ".join(sorted(DECLARATIONS))
-        raise UsageError(
-            f"kd-divergence is {name!r}",
-            "mkd has no such divergence",
-            f"choose one of: {known}",
-            code="kd-divergence-unknown",
-        )
+        what, do = f"kd-divergence is {name!r}", f"choose one of: {', '.join(sorted(DECLARATIONS))}"
+        raise UsageError(what, "mkd has no such divergence", do, code="kd-divergence-unknown")
     declared = DECLARATIONS[name].parameter
     if declared is None:
         if parameter is not None:
-            raise UsageError(
-                f"kd-divergence {name} is given the parameter {parameter}",
-                "it has none",
-                "remove it",
-                code="divergence-without-parameter",
-            )
+            what = f"kd-divergence {name} is given the parameter {parameter}"
+            raise UsageError(what, "it has none", "remove it", code="divergence-without-parameter")
         return IMPLEMENTATIONS[name]()
     parameter = declared.default if parameter is None else parameter
     if not declared.is_valid(parameter):
-        flag = f"kd-{declared.name.replace('_', '-')}"
-        raise UsageError(
-            f"{flag} is {parameter}",
-            declared.help,
-            f"choose a value {declared.valid}",
-            code="divergence-parameter-out-of-range",
-        )
+        what = f"kd-{declared.name.replace('_', '-')} is {parameter}"
+        do = f"choose a value {declared.valid}"
+        raise UsageError(what, declared.help, do, code="divergence-parameter-out-of-range")
     resolved = DivergenceSettings(name, parameter).resolved()
     return build_divergence(resolved.name) if resolved.name != name else IMPLEMENTATIONS[name](parameter)

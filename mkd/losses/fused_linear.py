@@ -15,10 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,6 +24,8 @@ from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
 from mkd.plan.head import head_block_rows
+
+_Rows = tuple[Tensor, Tensor | None, Tensor, Tensor]  # logits [n, w] of both models, labels and mask [n]
 
 
 class HeadInput(NamedTuple):
@@ -38,8 +37,7 @@ class HeadInput(NamedTuple):
 
 def fused_linear_kd(
     student: HeadInput,
-    # Frozen; heads as wide as the student's. Several count as one; none if kd_ratio is 0.
-    teachers: Sequence[HeadInput],
+    teachers: Sequence[HeadInput],  # frozen, heads as wide as the student's; several count as one
     labels: Tensor,  # [t] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [t] float or bool, weight of each row
     objective: KDObjective,  # of several teachers: with the smallest of their vocabularies
@@ -75,43 +73,37 @@ def fused_linear_kd(
     shard = VocabShard.of_group(width, tp_group, objective)
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
     block_rows = block_rows or head_block_rows(rows, width, dtype.itemsize, labels.is_cuda)
-    head = _Head(
-        objective, shard, tp_group, _blocks(rows, block_rows), torch.is_grad_enabled(), loss_gradient, dtype
-    )
+    blocks, with_gradient = _blocks(rows, block_rows), torch.is_grad_enabled()
+    head = _Head(objective, shard, tp_group, blocks, with_gradient, loss_gradient, dtype)
     hidden = whole_sequence(student.hidden, tp_group, sequence_parallel)
     whole = _whole_teachers(teachers, tp_group, sequence_parallel) if objective.uses_teacher else []
     if whole:
         assert [len(one.weight) for one in whole] == [width] * len(teacher_shares), "heads of one width"
-    assert hidden.shape[:1] == labels.shape == loss_mask.shape, (
-        "hidden states, labels and mask have one length"
-    )
+    assert hidden.shape[:1] == labels.shape == loss_mask.shape, "one length of hidden states, labels, mask"
     tensors = hidden, student.weight, labels, loss_mask.to(compute_dtype(hidden)), loss_rows
     loss, sums = _FusedLinearKD.apply(*tensors, whole, teacher_shares, head)
     return KDOutput(loss=loss, **sums)
 
 
 def whole_sequence(hidden: Tensor, tp_group: dist.ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Return [t, h] on every rank.
-
-    Backward: reduce-scatter over the sequence, or all-reduce SUM if nothing was split.
-    """
+    """Return [t, h] on every rank; backward: reduce-scatter, or all-reduce SUM if nothing was split."""
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return hidden
     if sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
-    return copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+        gather = tensor_parallel.gather_from_sequence_parallel_region
+        return gather(hidden, tensor_parallel_output_grad=True, group=tp_group)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=tp_group)
 
 
 @torch.no_grad()
 def _whole_teachers(
     teachers: Sequence[HeadInput], tp_group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> list[HeadInput]:
-    """Return the teachers with the hidden states of the whole sequence."""
     return [one._replace(hidden=whole_sequence(one.hidden, tp_group, sequence_parallel)) for one in teachers]
 
 
 def _blocks(rows: int, size: int) -> list[slice]:
-    """Return slices of `size` rows that cover all rows: at least one slice, empty if there is no row."""
+    """Return slices of `size` rows that cover all rows: at least one, empty if there is no row."""
     return [slice(first, min(first + size, rows)) for first in range(0, max(rows, 1), size)]
 
 
@@ -127,37 +119,22 @@ class _Head:
     loss_gradient: Tensor | None
     logits_dtype: torch.dtype
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return head_logits(hidden, weight, self.logits_dtype)
-
     def teacher_logits(
         self, teachers: Sequence[HeadInput], shares: Sequence[float], rows: Tensor | slice
     ) -> Tensor | None:
         """Return the logits [n, w] of the teacher, or of several as one; None without a teacher."""
-        logits = (self.logits(one.hidden[rows], one.weight) for one in teachers)
+        logits = (head_logits(one.hidden[rows], one.weight, self.logits_dtype) for one in teachers)
         if len(teachers) < 2:
             return next(logits, None)
         return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
 
-    def row_losses(
-        self, student: Tensor, teacher: Tensor | None, labels: Tensor, mask: Tensor
-    ) -> MergedStatistics:
-        return row_losses(student, teacher, labels, mask, self.shard, self.objective, self.tp_group)
-
-    def logit_gradient(
-        self,
-        dtype: torch.dtype,
-        student: Tensor,
-        teacher: Tensor | None,
-        labels: Tensor,
-        mask: Tensor,
-        merged: MergedStatistics,
-    ) -> Tensor:
+    def logit_gradient(self, dtype: torch.dtype, rows: _Rows, merged: MergedStatistics) -> Tensor:
         """Return the gradient [n, w] in `dtype`, written over the student's logits if they have it."""
+        student, _, _, mask = rows
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
         weight = mask if self.loss_gradient is None else mask * self.loss_gradient
         write_gradient = passes_for(student, self.objective).write_gradient
-        write_gradient(result, student, teacher, labels, mask, weight, merged, self.shard, self.objective)
+        write_gradient(result, *rows, weight, merged, self.shard, self.objective)
         return result
 
 
@@ -175,9 +152,8 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, compacted: bool, into_main_grad: bool):
         self.weight = weight
-        self.in_main_grad = (
-            into_main_grad and weight.requires_grad and getattr(weight, "main_grad", None) is not None
-        )
+        has_main_grad = getattr(weight, "main_grad", None) is not None
+        self.in_main_grad = into_main_grad and weight.requires_grad and has_main_grad
         self.hidden = (torch.zeros_like if compacted else torch.empty_like)(hidden)
         self.of_weight = None
         if self.in_main_grad:
@@ -192,9 +168,9 @@ class HeadGradients:
             add_product(self.of_weight, logit_gradient.t(), hidden)
 
     def finish(self, loss_gradient: Tensor, announced: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients (of hidden states, of the weight) for autograd.
+        """Return the gradients (of hidden states, of the weight), times `loss_gradient`.
 
-        They are multiplied by `loss_gradient` here, unless it was `announced` and they contain it already.
+        They contain it already if it was `announced`.
         """
         hidden, weight = self.hidden, self.for_weight()
         if announced is None:
@@ -205,10 +181,7 @@ class HeadGradients:
         return hidden, weight if weight is None else weight.to(self.weight.dtype)
 
     def for_weight(self) -> Tensor | None:
-        """Return the weight's gradient for autograd.
-
-        Megatron's DDP wants a tensor even for a weight whose gradient it has already.
-        """
+        """Return the weight's gradient for autograd; DDP wants a tensor even if it has the gradient."""
         if not self.in_main_grad:
             return self.of_weight
         if getattr(self.weight, "zero_out_wgrad", False):
@@ -277,11 +250,7 @@ def _centred(
 
 
 class _FusedLinearKD(torch.autograd.Function):
-    """The fused loss as one autograd node.
-
-    Arguments: [t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], shares, _Head. Results: (loss, other
-    fields of `KDOutput`).
-    """
+    """([t, h_s], [w, h_s], [t], [t], [n] | None, [HeadInput], ...) -> (loss, rest of `KDOutput`)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_mask, loss_rows, teachers, shares, head):
@@ -291,18 +260,16 @@ class _FusedLinearKD(torch.autograd.Function):
         loss, sums = 0.0, {}
         for block in head.blocks:
             rows = block if loss_rows is None else loss_rows[block]
-            own, label, mask = hidden[rows], labels[rows], loss_mask[rows]
-            student = head.logits(own, weight)
-            teacher = head.teacher_logits(teachers, shares, rows)
-            merged = head.row_losses(student, teacher, label, mask)
-            block_loss, block_sums = weighted_sums(merged, mask, head.objective)
+            own = hidden[rows]
+            student = head_logits(own, weight, head.logits_dtype)
+            data = student, head.teacher_logits(teachers, shares, rows), labels[rows], loss_mask[rows]
+            merged = row_losses(*data, head.shard, head.objective, head.tp_group)
+            block_loss, block_sums = weighted_sums(merged, data[-1], head.objective)
             loss = loss + block_loss
             sums = {name: None if v is None else v + sums.get(name, 0) for name, v in block_sums.items()}
             if gradients is not None:
-                gradient = head.logit_gradient(hidden.dtype, student, teacher, label, mask, merged)
-                gradients.add(rows, own, gradient)
-                del gradient
-            del student, teacher  # before the next block's logits are made
+                gradients.add(rows, own, head.logit_gradient(hidden.dtype, data, merged))
+            del student, data  # before the next block's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return loss, sums
 

@@ -28,18 +28,12 @@ class KDOutput:
     """
 
     loss: Tensor
-    # cross entropy of the student over its real vocabulary, T = 1, nats
-    ce: Tensor | None
-    # divergence over the shared ids, times the temperature scaling
-    kd: Tensor | None
-    # cross entropy of the teacher over the shared ids, T = 1, nats; inf if the teacher lacks a label
-    teacher_ce: Tensor | None
-    # entropy of the teacher over the shared ids, T = 1, nats
-    teacher_entropy: Tensor | None
-    # number of rows where the teacher's first maximum is a maximum of the student, shared ids
-    top1_agreement: Tensor | None
-    # int64, rows with a non-zero mask
-    num_loss_tokens: Tensor
+    ce: Tensor | None  # the student's cross entropy over its real vocabulary, T = 1, nats
+    kd: Tensor | None  # divergence over the shared ids, times the temperature scaling
+    teacher_ce: Tensor | None  # over the shared ids, T = 1, nats; inf if the teacher lacks a label
+    teacher_entropy: Tensor | None  # over the shared ids, T = 1, nats
+    top1_agreement: Tensor | None  # rows whose first maximum of the teacher is one of the student
+    num_loss_tokens: Tensor  # int64, rows with a non-zero mask
 
 
 @dataclass(frozen=True)
@@ -107,26 +101,16 @@ class KDObjective:
     @property
     def ce_reads_kd_softmax(self) -> bool:
         """True if CE and KD read the same softmax of the student: same temperature, same columns."""
-        return (
-            self.uses_teacher and self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
-        )
+        is_same = self.temperature == 1.0 and self.student_vocab_size == self.num_shared_ids
+        return self.uses_teacher and is_same
 
     @cached_property
     def statistic_names(self) -> tuple[str, ...]:
-        """Names of the [k, n] statistics that a shard contributes (k <= 13), in order.
-
-        See `mkd/losses/statistics.py`.
-        """
+        """Names of the [k, n] statistics of a shard (k <= 13), in order; see `mkd/losses/statistics.py`."""
         names: tuple[str, ...] = ()
         if self.uses_teacher:
-            names += (
-                "student_max",
-                "student_sum",
-                "teacher_max",
-                "teacher_sum",
-                *self.divergence.cross_names,
-            )
-            names += ("plain_sum",) * (self.temperature != 1.0)
+            names += ("student_max", "student_sum", "teacher_max", "teacher_sum")
+            names += self.divergence.cross_names + ("plain_sum",) * (self.temperature != 1.0)
             names += ("plain_mean", "teacher_label", "student_at_teacher_top")
         if self.measures_ce:
             names += () if self.ce_reads_kd_softmax else ("ce_max", "ce_sum")
@@ -144,13 +128,8 @@ def require_temperature(name: str, temperature: float, scaling: str) -> None:
             code="kd-temperature-out-of-range",
         )
     if scaling not in TEMPERATURE_SCALINGS:
-        known = ", ".join(sorted(TEMPERATURE_SCALINGS))
-        raise UsageError(
-            f"{name}-scaling is {scaling!r}",
-            "mkd has no such rule",
-            f"choose one of: {known}",
-            code="kd-rule-unknown",
-        )
+        do = f"choose one of: {', '.join(sorted(TEMPERATURE_SCALINGS))}"
+        raise UsageError(f"{name}-scaling is {scaling!r}", "mkd has no such rule", do, code="kd-rule-unknown")
 
 
 def require_columns(name: str, vocab_size: int, columns: int) -> None:

@@ -40,8 +40,7 @@ def token_scores(
     vocab_size: int | None = None,  # number of real columns, the first ones of all ranks ...
     real: Tensor | None = None,  # ... or [w] bool: the real columns of this rank
     sequence_parallel: bool = False,
-    # [t, h] -> [t', h], rows of other context-parallel ranks
-    exchange: Callable[[Tensor], Tensor] | None = None,
+    exchange: Callable[[Tensor], Tensor] | None = None,  # [t, h] -> [t', h], with rows of other CP ranks
 ) -> TokenScores:
     """Score tokens from hidden states x a vocabulary-parallel LM head, block by block.
 
@@ -61,10 +60,8 @@ def token_scores(
     parts = []
     for start in range(0, max(len(rows), 1), size):
         block = slice(start, start + size)
-        logits = head_logits(hidden[rows[block]], weight, compute_dtype(hidden)).masked_fill_(
-            ~real, -torch.inf
-        )
-        parts.append(_scores(logits, labels[block] - first, tp_group))
+        logits = head_logits(hidden[rows[block]], weight, compute_dtype(hidden))
+        parts.append(_scores(logits.masked_fill_(~real, -torch.inf), labels[block] - first, tp_group))
     return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

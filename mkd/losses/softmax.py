@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Replaces minus infinity where a difference of two such values must stay finite.
-LOWEST = -1e30
+LOWEST = -1e30  # minus infinity where a difference of two such values must stay finite
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
@@ -46,9 +45,8 @@ class ShardSoftmax:
     def of(cls, logits: Tensor, temperature: float) -> ShardSoftmax:
         probabilities = local_softmax(logits, temperature)
         # The largest term of the sum is exp(0) = 1, hence the sum is 1 / the largest probability.
-        return cls(
-            logits, temperature, probabilities, logits.amax(dim=1), probabilities.amax(dim=1).reciprocal()
-        )
+        total = probabilities.amax(dim=1).reciprocal()
+        return cls(logits, temperature, probabilities, logits.amax(dim=1), total)
 
     def centred(self) -> Tensor:
         """Return (logits - maximum) / temperature, [n, c], a new tensor."""
@@ -80,10 +78,7 @@ class Normaliser:
         return cls(maximum, total.log(), mass / total, shift)
 
     def mean_centred(self, local_means: Tensor) -> Tensor:
-        """Return the mean of (z - maximum) / T under the softmax, [n].
-
-        `local_means` [tp, n] are the means of each shard's centred logits.
-        """
+        """Return the mean of (z - maximum) / T, [n], from each shard's mean of centred logits [tp, n]."""
         return (self.share * (local_means + self.shift)).sum(dim=0)
 
     def of_rank(self, rank: int) -> RowSoftmax:
@@ -99,9 +94,8 @@ class RowSoftmax:
     share: Tensor | None  # probability mass of this shard; None: 1, or not needed
 
     def rows(self, rows: slice) -> RowSoftmax:
-        return RowSoftmax(
-            self.maximum[rows], self.log_sum[rows], None if self.share is None else self.share[rows]
-        )
+        share = None if self.share is None else self.share[rows]
+        return RowSoftmax(self.maximum[rows], self.log_sum[rows], share)
 
 
 @dataclass(frozen=True)

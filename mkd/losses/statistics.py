@@ -19,10 +19,7 @@ from mkd.losses.softmax import Normaliser, RowSoftmax
 
 @dataclass(frozen=True)
 class MergedStatistics:
-    """Row values of the whole vocabulary, all [n] in the compute dtype.
-
-    A field is None if the objective does not need it.
-    """
+    """Row values of the whole vocabulary, all [n] in the compute dtype; None: not needed."""
 
     ce: Tensor | None = None
     kd: Tensor | None = None  # without the temperature scaling
@@ -76,10 +73,7 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
 
 
 def add_terms(merged: MergedStatistics, terms: Tensor, objective: KDObjective) -> MergedStatistics:
-    """Return `merged` with the value of a divergence that needed a second pass.
-
-    `terms` [k, n] are summed over shards.
-    """
+    """Return `merged` with the divergence from the `terms` [k, n] of a second pass, summed over shards."""
     kd, residual = objective.divergence.from_terms(terms)
     return replace(merged, kd=kd, residual=residual)
 

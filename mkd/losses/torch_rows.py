@@ -13,6 +13,8 @@ enough.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from torch import Tensor
@@ -57,12 +59,7 @@ def divergence_terms(
     """Compute this shard's part [k, n] of the terms of a divergence that needs both whole softmaxes."""
     blocks = []
     for rows in row_blocks(student):
-        part = merged.rows(rows)
-        columns = [real_columns(logits[rows], shard.shared) for logits in (student, teacher)]
-        models = [
-            ShardRows(logits, objective.temperature, row)
-            for logits, row in zip(columns, (part.student, part.teacher), strict=True)
-        ]
+        models = _both_models(student[rows], teacher[rows], merged.rows(rows), shard, objective)
         blocks.append(objective.divergence.terms(*models))
     terms = torch.cat(blocks, dim=1)
     return terms if shard.shared else torch.zeros_like(terms)
@@ -79,31 +76,18 @@ def write_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
-    """Write d loss / d student logits into every column of `result`.
-
-    Padding columns and rows of mask 0 get zero.
-    """
+    """Write d loss / d student logits into `result`: zero in padding columns and rows of mask 0."""
     no_loss = loss_mask == 0
     for rows in row_blocks(student):
-        block = _gradient(
-            student[rows],
-            _rows(teacher, rows),
-            labels[rows],
-            merged.rows(rows),
-            row_weight[rows],
-            shard,
-            objective,
-        )
+        own = student[rows], _rows(teacher, rows), labels[rows], merged.rows(rows), row_weight[rows]
+        block = _gradient(*own, shard, objective)
         # A weight of zero is not enough: a masked row may hold NaN.
         result[rows, : block.shape[1]] = clear_rows(block, no_loss[rows])
         result[rows, block.shape[1] :] = 0.0
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Return slices that cover the rows of [n, w], each of about the device's block size.
-
-    There is at least one slice.
-    """
+    """Return slices, at least one, that cover the rows of [n, w], each of about the block size."""
     budget = CPU_BLOCK_BYTES if logits.device.type == "cpu" else ACCELERATOR_BLOCK_BYTES
     height = max(1, budget // (logits.shape[1] * compute_dtype(logits).itemsize))
     return [slice(first, first + height) for first in range(0, max(1, logits.shape[0]), height)]
@@ -186,12 +170,17 @@ def _foreign_labels(labels: Tensor, start: int, count: int) -> tuple[Tensor, Ten
 
 
 def _label_logit(logits: Tensor, labels: Tensor, start: int, count: int) -> Tensor:
-    """Return the label's logit if this shard owns the label, else -inf.
-
-    The maximum over ranks finds the owner.
-    """
+    """Return the label's logit, -inf if another shard owns it: the maximum over ranks finds the owner."""
     outside, index = _foreign_labels(labels, start, count)
     return logits.gather(1, index[:, None]).squeeze(1).masked_fill(outside, float("-inf"))
+
+
+def _both_models(
+    student: Tensor, teacher: Tensor, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
+) -> Iterator[ShardRows]:
+    """Yield the shared columns of the student and of the teacher."""
+    for logits, row in ((student, merged.student), (teacher, merged.teacher)):
+        yield ShardRows(real_columns(logits, shard.shared), objective.temperature, row)
 
 
 def _gradient(
@@ -203,25 +192,18 @@ def _gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Return the gradient on the first columns, in the compute dtype.
-
-    The gradient of every column beyond the returned ones is zero. Row by row: w [(1-r) (softmax(z_s) - 1[y])
-    + r s(T)/T dD/da].
-    """
+    """Return w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da] in the compute dtype; columns beyond it: 0."""
     probabilities = result = None
     if objective.uses_teacher and shard.shared:
-        own = ShardRows(real_columns(student, shard.shared), objective.temperature, merged.student)
-        target = ShardRows(real_columns(teacher, shard.shared), objective.temperature, merged.teacher)
+        own, target = _both_models(student, teacher, merged, shard, objective)
         probabilities = own.probabilities()
         weight = row_weight * (objective.kd_ratio * objective.scale / objective.temperature)
-        result = objective.divergence.gradient(own, target, probabilities, merged.residual).mul_(
-            weight[:, None]
-        )
+        result = objective.divergence.gradient(own, target, probabilities, merged.residual)
+        result.mul_(weight[:, None])
     if objective.uses_ce and shard.student:
         if not objective.ce_reads_kd_softmax:
-            probabilities = ShardRows(
-                real_columns(student, shard.student), 1.0, merged.student_plain
-            ).probabilities()
+            columns = real_columns(student, shard.student)
+            probabilities = ShardRows(columns, 1.0, merged.student_plain).probabilities()
         ce = _ce_gradient(probabilities, labels, shard, row_weight * (1.0 - objective.kd_ratio))
         if result is not None:
             ce[:, : shard.shared].add_(result)
@@ -230,10 +212,7 @@ def _gradient(
 
 
 def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:
-    """Return weight * (softmax - one-hot) by Megatron's helpers.
-
-    It is written over `probabilities` [n, shard.student].
-    """
+    """Return weight * (softmax - one-hot), written over `probabilities` [n, shard.student]."""
     outside, index = _foreign_labels(labels, shard.start, shard.student)
     helper = VocabParallelCrossEntropy
     flat, row_index, one_hot, operand = helper.prepare_gradient_calculation_operands(probabilities, outside)

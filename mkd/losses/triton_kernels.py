@@ -86,10 +86,7 @@ def _store_kd_statistics(
     out, n, state, student, teacher, label, shared, lane, inverse_temperature,
     HOT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge the lanes of a row and store the divergence's statistics.
-
-    Return the place of the next statistic.
-    """
+    """Merge a row's lanes, store the divergence's statistics, return the place of the next one."""
     m_s, s_s, m_t, s_t, c_t, c_s, _, plain_t, mean_t, top = state
     if not HOT:
         plain_t = s_t

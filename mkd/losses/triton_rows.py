@@ -18,21 +18,14 @@ from mkd.losses.triton_divergences import KL, Formula, formula_of
 from mkd.losses.triton_kernels import gradient_kernel, statistics_kernel, terms_kernel
 from mkd.losses.triton_merge import merge_kernel
 
-LANES, WIDTH, WARPS = 512, 8, 8  # a row is read in tiles of LANES x WIDTH columns by 32 x WARPS threads
-GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+TILE = dict(LANES=512, WIDTH=8, num_warps=8)  # a row is read in tiles of LANES x WIDTH columns
+GRADIENT_BLOCK = 4096  # columns
+BLOCK = dict(BLOCK=GRADIENT_BLOCK, num_warps=8)
 MERGE_BLOCK = 128  # rows
 
 MERGED = (
-    *(
-        "student_max",
-        "student_log_sum",
-        "teacher_max",
-        "teacher_log_sum",
-        "residual",
-        "plain_max",
-        "plain_log_sum",
-    ),
-    *("ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement"),
+    *("student_max", "student_log_sum", "teacher_max", "teacher_log_sum", "residual"),
+    *("plain_max", "plain_log_sum", "ce", "kd", "teacher_ce", "teacher_entropy", "top1_agreement"),
 )
 """Names of the rows that `merge_kernel` writes."""
 
@@ -51,25 +44,10 @@ def local_statistics(
     if n:
         student = _unit_stride(student)
         teacher = student if teacher is None else _unit_stride(teacher)
-        statistics_kernel[(n,)](
-            student,
-            teacher,
-            labels,
-            loss_mask,
-            result,
-            student.stride(0),
-            teacher.stride(0),
-            n,
-            student.shape[1],
-            shard.start,
-            shard.shared,
-            shard.student,
-            1.0 / objective.temperature,
-            **_switches(objective),
-            LANES=LANES,
-            WIDTH=WIDTH,
-            num_warps=WARPS,
-        )
+        tensors = student, teacher, labels, loss_mask, result
+        sizes = student.stride(0), teacher.stride(0), n, student.shape[1]
+        numbers = shard.start, shard.shared, shard.student, 1.0 / objective.temperature
+        statistics_kernel[(n,)](*tensors, *sizes, *numbers, **_switches(objective), **TILE)
     return result
 
 
@@ -79,18 +57,9 @@ def merge_statistics(gathered: Tensor, shard: VocabShard, objective: KDObjective
     result = torch.empty(len(MERGED), n, dtype=torch.float32, device=gathered.device)
     formula, divergence = _formula(objective), objective.divergence
     if n:
-        merge_kernel[(triton.cdiv(n, MERGE_BLOCK),)](
-            gathered,
-            result,
-            k,
-            n,
-            1.0 / objective.temperature,
-            formula.first,
-            formula.second,
-            **_switches(objective),
-            TP=tp,
-            BLOCK=MERGE_BLOCK,
-        )
+        numbers = k, n, 1.0 / objective.temperature, formula.first, formula.second
+        grid = (triton.cdiv(n, MERGE_BLOCK),)
+        merge_kernel[grid](gathered, result, *numbers, **_switches(objective), TP=tp, BLOCK=MERGE_BLOCK)
     row = dict(zip(MERGED, result.unbind(), strict=True))
     kd = ce = {}
     if objective.uses_teacher:
@@ -136,25 +105,10 @@ def divergence_terms(
     result = torch.empty(2, n, dtype=torch.float32, device=student.device)
     if n:
         student, teacher = _unit_stride(student), _unit_stride(teacher)
-        terms_kernel[(n,)](
-            student,
-            teacher,
-            loss_mask,
-            result,
-            *(merged.student.maximum, merged.student.log_sum, merged.teacher.maximum, merged.teacher.log_sum),
-            student.stride(0),
-            teacher.stride(0),
-            n,
-            student.shape[1],
-            shard.shared,
-            1.0 / objective.temperature,
-            formula.first,
-            formula.second,
-            KIND=formula.kind,
-            LANES=LANES,
-            WIDTH=WIDTH,
-            num_warps=WARPS,
-        )
+        tensors = student, teacher, loss_mask, result, *_normalisers(merged)
+        sizes = student.stride(0), teacher.stride(0), n, student.shape[1], shard.shared
+        numbers = 1.0 / objective.temperature, formula.first, formula.second
+        terms_kernel[(n,)](*tensors, *sizes, *numbers, KIND=formula.kind, **TILE)
     return result
 
 
@@ -176,38 +130,25 @@ def write_gradient(
     source = _unit_stride(student)
     teacher = source if teacher is None else _unit_stride(teacher)
     unused = row_weight
-    kd, ce = objective.uses_teacher, objective.uses_ce
-    formula = _formula(objective)
-    own, target, plain = merged.student, merged.teacher, merged.student_plain
+    kd, ce, temperature = objective.uses_teacher, objective.uses_ce, objective.temperature
+    formula, plain = _formula(objective), merged.student_plain
+    of_kd = _normalisers(merged) if kd else (unused,) * 4
+    of_ce = (plain.maximum, plain.log_sum) if ce else (unused,) * 2
+    residual = unused if merged.residual is None else merged.residual
+    tensors = source, teacher, result, labels, loss_mask, row_weight, *of_kd, residual, *of_ce
+    sizes = source.stride(0), teacher.stride(0), result.stride(0), width
+    columns = shard.start, shard.shared, shard.student
+    kd_weight, ce_weight = objective.kd_ratio * objective.scale / temperature, 1.0 - objective.kd_ratio
+    numbers = 1.0 / temperature, kd_weight, ce_weight, formula.first, formula.second
+    switches = dict(HAS_KD=kd, HAS_CE=ce, OWN_CE_SOFTMAX=ce and not objective.ce_reads_kd_softmax)
     gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
-        source,
-        teacher,
-        result,
-        labels,
-        loss_mask,
-        row_weight,
-        *((own.maximum, own.log_sum, target.maximum, target.log_sum) if kd else (unused,) * 4),
-        merged.residual if merged.residual is not None else unused,
-        *((plain.maximum, plain.log_sum) if ce else (unused,) * 2),
-        source.stride(0),
-        teacher.stride(0),
-        result.stride(0),
-        width,
-        shard.start,
-        shard.shared,
-        shard.student,
-        1.0 / objective.temperature,
-        objective.kd_ratio * objective.scale / objective.temperature,
-        1.0 - objective.kd_ratio,
-        formula.first,
-        formula.second,
-        HAS_KD=kd,
-        HAS_CE=ce,
-        OWN_CE_SOFTMAX=ce and not objective.ce_reads_kd_softmax,
-        **formula.switches,
-        BLOCK=GRADIENT_BLOCK,
-        num_warps=GRADIENT_WARPS,
+        *tensors, *sizes, *columns, *numbers, **switches, **formula.switches, **BLOCK
     )
+
+
+def _normalisers(merged: MergedStatistics) -> tuple[Tensor, ...]:
+    own, target = merged.student, merged.teacher
+    return own.maximum, own.log_sum, target.maximum, target.log_sum
 
 
 def _unit_stride(logits: Tensor) -> Tensor:

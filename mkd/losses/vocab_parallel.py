@@ -40,8 +40,6 @@ def vocab_parallel_kd(
 ) -> KDOutput:
     """Sum `mask * [(1 - r) CE + r s(T) KD]` over rows, differentiable by the student's logits.
 
-    Sums for metrics are returned with it.
-
     CE is over the student's real ids at T = 1. KD is over the ids that both models have, the first
     `min(student_vocab_size, teacher_vocab_size)`, both distributions renormalised there. The sizes are REAL
     rows; columns beyond are padding: never read, gradient zero. Both models are padded to one width, so that
@@ -62,39 +60,25 @@ def vocab_parallel_kd(
     teacher = teacher_logits if objective.uses_teacher else None
     _check_shapes(student_logits, teacher, labels, loss_mask)
     width = student_logits.shape[-1]
-    loss, sums = _VocabParallelKD.apply(
-        student_logits.reshape(-1, width),
-        None if teacher is None else teacher.reshape(-1, width),
-        labels.reshape(-1),
-        loss_mask.reshape(-1).to(compute_dtype(student_logits)),
-        VocabShard.of_group(width, tp_group, objective),
-        objective,
-        tp_group,
-        overwrite_student_logits,
-    )
+    logits = student_logits.reshape(-1, width), None if teacher is None else teacher.reshape(-1, width)
+    rows = labels.reshape(-1), loss_mask.reshape(-1).to(compute_dtype(student_logits))
+    settings = VocabShard.of_group(width, tp_group, objective), objective, tp_group, overwrite_student_logits
+    loss, sums = _VocabParallelKD.apply(*logits, *rows, *settings)
     return KDOutput(loss=loss, **sums)
 
 
 def _check_shapes(student: Tensor, teacher: Tensor | None, labels: Tensor, loss_mask: Tensor) -> None:
     rows = student.shape[:-1]
-    assert labels.shape == rows, (
-        f"labels {tuple(labels.shape)} do not fit student logits {tuple(student.shape)}"
-    )
-    assert loss_mask.shape == rows, f"loss_mask {tuple(loss_mask.shape)} does not fit {tuple(student.shape)}"
+    assert labels.shape == rows, f"labels {labels.shape} do not fit student logits {student.shape}"
+    assert loss_mask.shape == rows, f"loss_mask {loss_mask.shape} does not fit {student.shape}"
     if teacher is not None:
-        assert teacher.shape == student.shape, (
-            f"teacher logits {tuple(teacher.shape)} and student logits {tuple(student.shape)} differ: "
-            "pad both LM heads to the same vocabulary width"
-        )
+        shapes = f"teacher logits {teacher.shape} and student logits {student.shape} differ"
+        assert teacher.shape == student.shape, f"{shapes}: pad both LM heads to the same vocabulary width"
         assert not teacher.requires_grad, "the teacher is frozen: compute its logits under no_grad"
 
 
 class _VocabParallelKD(torch.autograd.Function):
-    """The loss as one autograd node.
-
-    Arguments: [n, w], [n, w] | None, [n], [n], shard, objective, group, overwrite. Results: (loss, other
-    fields of `KDOutput`).
-    """
+    """([n, w], [n, w] | None, [n], [n], shard, objective, ...) -> (loss, other fields of `KDOutput`)."""
 
     @staticmethod
     def forward(ctx, student, teacher, labels, loss_mask, shard, objective, tp_group, overwrite):
@@ -140,10 +124,7 @@ def row_losses(
 
 
 def passes_for(logits: Tensor, objective: KDObjective) -> ModuleType:
-    """Return the module of passes to use: `torch_rows`, or `triton_rows`.
-
-    Both have `local_statistics`, `merge_statistics`, `divergence_terms` and `write_gradient`.
-    """
+    """Return the module of passes to use, which have the same functions: `torch_rows` or `triton_rows`."""
     if use_triton(logits, objective.divergence if objective.uses_teacher else None):
         from mkd.losses import triton_rows
 

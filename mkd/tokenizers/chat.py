@@ -44,17 +44,15 @@ def encode_chat(hf: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[list[in
     end-of-turn token. Raises DataError if the template refuses the conversation, or if its assistant turns
     cannot be found.
     """
-    text = _render(hf, messages)
-    encoding = _encode_rendered(hf, text)
-    turns = _find_turns(hf, messages, text)
-    spans = [span for span in turns.values() if span is not None]
-    if len(spans) == len(turns):
-        return encoding.ids, _mask_of_spans(encoding.offsets, [(start, end) for start, _, end in spans])
-    if _has_generation_marks(hf):
+    _, encoding, turns, hidden = _render_turns(hf, messages)
+    if hidden is None:
+        spans = [(start, end) for start, _, end in turns.values()]
+        return encoding.ids, _mask_of_spans(encoding.offsets, spans)
+    if GENERATION_MARK.search(hf.get_chat_template()):
         marked = hf.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
         return encoding.ids, marked["assistant_masks"]
     raise DataError(
-        f"message {_first_hidden(turns)}: the assistant turn cannot be found in the rendered conversation",
+        f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
         "the chat template rewrites assistant turns, and has no {% generation %} marks around them",
         "add {% generation %} marks to the template, or write the record as prompt and completion",
         code="chat-turn-not-found",
@@ -69,14 +67,10 @@ def encode_turns(
     `pieces` are the bytes that each id spells, control tokens included. Raises DataError if the template
     refuses the conversation, or if its assistant turns cannot be found.
     """
-    text = _render(hf, messages)
-    encoding = _encode_rendered(hf, text)
-    turns = _find_turns(hf, messages, text)
-    spans = [span for span in turns.values() if span is not None]
-    if len(spans) < len(turns):
+    text, encoding, turns, hidden = _render_turns(hf, messages)
+    if hidden is not None:
         raise DataError(
-            f"message {_first_hidden(turns)}: "
-            "the assistant turn cannot be found in the rendered conversation",
+            f"message {hidden}: the assistant turn cannot be found in the rendered conversation",
             "the chat template rewrites assistant turns, so that the tokens of an answer are not known",
             "use a template that keeps them, or write the record as prompt and completion",
             code="chat-turn-not-found",
@@ -84,11 +78,10 @@ def encode_turns(
     data = utf8(text)
     in_text = np.ones(len(encoding.ids), dtype=bool)
     encoded = locate(encoding.ids, in_text, pieces, data, lambda: byte_offsets(text, encoding.offsets))
-    places = byte_offsets(text, [(span[i], span[i + 1]) for span in spans for i in (0, 1)]).reshape(-1, 4)
-    named = [
-        Turn(message, *place) for message, place in zip(turns, places[:, [0, 1, 3]].tolist(), strict=True)
-    ]
-    return EncodedChat(encoded, data, tuple(named))
+    pairs = [pair for start, end, last in turns.values() for pair in ((start, end), (end, last))]
+    places = byte_offsets(text, pairs).reshape(-1, 4)[:, [0, 1, 3]].tolist()
+    named = zip(turns, places, strict=True)
+    return EncodedChat(encoded, data, tuple(Turn(message, *place) for message, place in named))
 
 
 def end_of_turn(hf: Any) -> str | None:
@@ -102,22 +95,20 @@ def end_of_turn(hf: Any) -> str | None:
     return None if span is None else text[span[1] : span[2]].strip() or None
 
 
-def _encode_rendered(hf: Any, text: str) -> Any:
-    backend = hf.backend_tokenizer
+def _render_turns(
+    hf: Any, messages: Sequence[Mapping[str, Any]]
+) -> tuple[str, Any, dict[int, tuple[int, int, int]], int | None]:
+    """Return (rendered text, its encoding, assistant message -> its `_turn_span`, the first hidden turn).
+
+    A hidden turn is counted from 1; None: the template hides no turn.
+    """
+    text, backend = _render(hf, messages), hf.backend_tokenizer
     backend.encode_special_tokens = False  # control tokens in the template become control tokens
-    return backend.encode(text, add_special_tokens=False)
-
-
-def _find_turns(
-    hf: Any, messages: Sequence[Mapping[str, Any]], text: str
-) -> dict[int, tuple[int, int, int] | None]:
-    """Return number of each assistant message -> its place in the rendered `text`, as `_turn_span`."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-    return {turn: _turn_span(hf, messages, turn, text) for turn in turns}
-
-
-def _first_hidden(turns: Mapping[int, tuple[int, int, int] | None]) -> int:
-    return 1 + next(turn for turn, span in turns.items() if span is None)
+    encoding = backend.encode(text, add_special_tokens=False)
+    numbers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    turns = {number: _turn_span(hf, messages, number, text) for number in numbers}
+    hidden = next((number + 1 for number, span in turns.items() if span is None), None)
+    return text, encoding, {number: span for number, span in turns.items() if span is not None}, hidden
 
 
 def _turn_span(
@@ -149,10 +140,7 @@ def _turn_span(
 
 
 def _end_of_turn_length(hf: Any, after: str) -> int:
-    """Count the characters from the end of a turn's content through the control token that closes it.
-
-    The count is 0 without such a token.
-    """
+    """Count characters from the end of the content through the control token that closes it, if any."""
     blank = len(after) - len(after.lstrip())
     tokens = (token.content for token in hf.added_tokens_decoder.values())
     closing = max((token for token in tokens if after.startswith(token, blank)), key=len, default=None)
@@ -160,10 +148,7 @@ def _end_of_turn_length(hf: Any, after: str) -> int:
 
 
 def _mask_of_spans(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Return 1 for the tokens between the first and the last that touch a span, else 0.
-
-    So offsets may exclude blanks.
-    """
+    """Return 1 for tokens between the first and the last that touch a span (offsets may exclude blanks)."""
     starts, ends = np.asarray(list(offsets), dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
@@ -183,10 +168,9 @@ def _generation_prompt(hf: Any, messages: Sequence[Mapping[str, Any]]) -> str | 
 
 
 def _render(hf: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    options = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
     try:
-        return hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return hf.apply_chat_template(list(messages), **options)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the chat template refuses the conversation: {error}",
@@ -194,7 +178,3 @@ def _render(hf: Any, messages: Sequence[Mapping[str, Any]], add_generation_promp
             "check the roles and their order against the template of the model",
             code="chat-template-refuses",
         ) from error
-
-
-def _has_generation_marks(hf: Any) -> bool:
-    return bool(GENERATION_MARK.search(hf.get_chat_template()))

@@ -20,6 +20,7 @@ from mkd.tokenizers.pieces import (
     byte_level_bytes,
     characters_of_bytes,
     metaspace_bytes,
+    spell_runs,
     split_valid,
 )
 from mkd.tokenizers.spans import EncodedText, byte_offsets, locate, utf8
@@ -42,10 +43,7 @@ class _Style:
 
     @classmethod
     def from_parsed(cls, tokenizer: Mapping[str, Any]) -> _Style:
-        """Return the style of a parsed tokenizer.json, told by its decoder.
-
-        Raises UsageError for any other style.
-        """
+        """Return the style that the decoder of a tokenizer.json shows. Raises UsageError for another."""
         decoder = tokenizer["decoder"] or {"type": "none"}
         steps = decoder.get("decoders", [decoder])
         types = [step["type"] for step in steps]
@@ -55,8 +53,7 @@ class _Style:
         if "ByteLevel" not in types and not metaspace:
             raise UsageError(
                 f"the bytes of the tokenizer's tokens are not known: its decoder is {' + '.join(types)}",
-                "texts of two tokenizers are aligned by bytes, "
-                "which byte-level BPE and SentencePiece vocabularies give",
+                "texts are aligned by bytes, which byte-level BPE and SentencePiece vocabularies give",
                 "use models with such a tokenizer",
                 code="token-bytes-unknown",
             )
@@ -70,10 +67,10 @@ class _Style:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A fast transformers tokenizer, called through its Rust backend.
+    """A fast transformers tokenizer.
 
-    A single text then starts no thread pool, after which every fork of a data loader worker would print a
-    warning.
+    It is called through its Rust backend: one text then starts no thread pool, about which each fork of a
+    worker would warn.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -117,10 +114,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def token_bytes(self) -> tuple[bytes | None, ...]:
         added = self._backend.get_added_tokens_decoder()
-        silent = {i for i, token in added.items() if token.special} | {
-            *self._hf.all_special_ids,
-            self.roles.get("unk"),
-        }
+        silent = {i for i, token in added.items() if token.special}
+        silent |= {*self._hf.all_special_ids, self.roles.get("unk")}
         return tuple(None if i in silent else piece for i, piece in enumerate(self._pieces))
 
     @cached_property
@@ -143,12 +138,9 @@ class HuggingFaceTokenizer(Tokenizer):
             yield self.encode_continuation(runs[0])
         if self._style.byte_level:
             table = characters_of_bytes()
-            yield [
-                token.id for token in self._backend.model.tokenize("".join(table[byte] for byte in fragment))
-            ]
-        elif all(isinstance(run, str) or run in self._byte_ids for run in runs):
-            parts = [self._spell_run(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs]
-            yield [i for part in parts for i in part]
+            yield self._model_ids("".join(table[byte] for byte in fragment))
+        elif (spelled := spell_runs(runs, self._spell_run, self._byte_ids)) is not None:
+            yield spelled
 
     @cached_property
     def fingerprint(self) -> str:
@@ -181,7 +173,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return {piece: i for piece, i in named if piece is not None}
 
     def _spell_run(self, text: str) -> list[int]:
-        return [token.id for token in self._backend.model.tokenize(text.replace(" ", METASPACE))]
+        return self._model_ids(text.replace(" ", METASPACE))
+
+    def _model_ids(self, text: str) -> list[int]:
+        return [token.id for token in self._backend.model.tokenize(text)]
 
     def _encode(self, text: str, add_special_tokens: bool) -> Any:
         self._backend.encode_special_tokens = True  # control tokens in the text are plain text
@@ -214,8 +209,7 @@ def require_fast(hf: Any, name: str) -> Any:
     if not hf.is_fast:
         raise UsageError(
             f"{name}: {type(hf).__name__} is not a fast tokenizer",
-            "loss masks of conversations need the character offsets "
-            "that only tokenizer.json based tokenizers give",
+            "loss masks of conversations need the character offsets that only tokenizer.json gives",
             "convert it to tokenizer.json with transformers, or use --tokenizer-type SentencePieceTokenizer",
             code="tokenizer-not-fast",
         )

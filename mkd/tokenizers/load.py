@@ -25,11 +25,8 @@ def load_tokenizer(tokenizer_type: str, tokenizer_model: str) -> Tokenizer:
         "TiktokenTokenizer": load_tiktoken,
     }
     if tokenizer_type not in loaders:
-        raise UsageError(
-            f"--tokenizer-type {tokenizer_type} is not known",
-            do=f"use one of {', '.join(loaders)}",
-            code="tokenizer-type-unknown",
-        )
+        what, do = f"--tokenizer-type {tokenizer_type} is not known", f"use one of {', '.join(loaders)}"
+        raise UsageError(what, do=do, code="tokenizer-type-unknown")
     return loaders[tokenizer_type](tokenizer_model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from functools import cache
 
 METASPACE = "\u2581"  # SentencePiece's character for a blank
@@ -28,20 +29,23 @@ def characters_of_bytes() -> dict[int, str]:
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """Return the bytes of a token of byte-level BPE.
-
-    A string with other characters is read as its UTF-8 bytes.
-    """
+    """Return the bytes of a token of byte-level BPE; of a string with other characters, its UTF-8 bytes."""
     table = byte_characters()
     return bytes(table[c] for c in piece) if all(c in table for c in piece) else piece.encode()
 
 
 def metaspace_bytes(piece: str, is_byte: bool) -> bytes:
-    """Return the bytes of a token in SentencePiece's writing.
-
-    With `is_byte` the token is one byte, written <0xNN>.
-    """
+    """Return the bytes of a SentencePiece token; with `is_byte` it is one byte, written <0xNN>."""
     return bytes.fromhex(piece[3:5]) if is_byte else piece.replace(METASPACE, " ").encode()
+
+
+def spell_runs(
+    runs: list[str | bytes], encode: Callable[[str], list[int]], byte_ids: Mapping[bytes, int]
+) -> list[int] | None:
+    """Return the ids of `split_valid` runs: texts encoded, bytes by their own ids; None if one has no id."""
+    if not all(isinstance(run, str) or run in byte_ids for run in runs):
+        return None
+    return [i for run in runs for i in (encode(run) if isinstance(run, str) else [byte_ids[run]])]
 
 
 def split_valid(fragment: bytes) -> list[str | bytes]:

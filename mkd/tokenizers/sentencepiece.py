@@ -12,8 +12,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from mkd.errors import UsageError
-from mkd.tokenizers.pieces import metaspace_bytes, split_valid
-from mkd.tokenizers.spans import EncodedText, locate, utf8
+from mkd.tokenizers.pieces import metaspace_bytes, spell_runs, split_valid
 from mkd.tokenizers.tokenizer import Tokenizer
 
 
@@ -27,14 +26,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text, out_type=int)
-
-    def encode_continuation(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
-        data = utf8(text)
-        ids = self.encode(text)
-        return locate(ids, np.ones(len(ids), dtype=bool), self.token_bytes, data, lambda: self._offsets(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(ids))
@@ -59,12 +50,9 @@ class SentencePieceTokenizer(Tokenizer):
         return {role: i for role, i in ids.items() if i >= 0}
 
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        runs = split_valid(fragment)
-        if all(isinstance(run, str) or run in self._byte_ids for run in runs):
-            parts = [
-                self._inner.encode(run) if isinstance(run, str) else [self._byte_ids[run]] for run in runs
-            ]
-            yield [i for part in parts for i in part]
+        spelled = spell_runs(split_valid(fragment), self._inner.encode, self._byte_ids)
+        if spelled is not None:
+            yield spelled
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,9 +95,6 @@ def load_sentencepiece(model: str) -> Tokenizer:
     try:
         return SentencePieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=model))
     except (RuntimeError, OSError) as error:
-        raise UsageError(
-            f"--tokenizer-model {model} is not a SentencePiece model",
-            str(error),
-            "check that the file is complete and not a Git LFS pointer",
-            code="tokenizer-file-not-sentencepiece",
-        ) from error
+        what = f"--tokenizer-model {model} is not a SentencePiece model"
+        do = "check that the file is complete and not a Git LFS pointer"
+        raise UsageError(what, str(error), do, code="tokenizer-file-not-sentencepiece") from error

@@ -87,10 +87,7 @@ def token_groups(encoded: EncodedText) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def _from_pieces(pieces: Sequence[bytes | None], data: bytes) -> np.ndarray | None:
-    """Return the ends [n] int64 of pieces that spell the text, apart from a blank before some of them.
-
-    Return None if they spell another text.
-    """
+    """Return the ends [n] int64 of pieces that spell the text, apart from added blanks; else None."""
     parts = [piece for piece in pieces if piece is not None]
     if len(parts) < len(pieces):
         return None
@@ -132,10 +129,7 @@ def _from_offsets(
 
 
 def _shared(last: np.ndarray, closed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, ends) [n] int64: a span ends at each closed token.
-
-    A token of no width shares the next one's span.
-    """
+    """Return (starts, ends) [n]: spans end at closed tokens; a token of no width shares the next span."""
     cuts = np.flatnonzero(closed & (last < last[-1]))
     cuts = np.append(cuts[np.diff(last[cuts], prepend=0) > 0], len(last) - 1)
     sizes = np.diff(cuts, prepend=-1)

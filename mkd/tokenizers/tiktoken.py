@@ -10,10 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from mkd.errors import DataError, UsageError
-from mkd.tokenizers.spans import EncodedText, locate, utf8
 from mkd.tokenizers.tokenizer import Tokenizer
 
 ENDOFTEXT = "<|endoftext|>"
@@ -21,10 +18,7 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """The parts of an encoding that its rank file lacks.
-
-    Source: tiktoken_ext/openai_public.py of tiktoken 0.14.
-    """
+    """What a rank file lacks; source: tiktoken_ext/openai_public.py of tiktoken 0.14."""
 
     pattern: str
     special: Mapping[str, int]
@@ -64,24 +58,14 @@ class TiktokenTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
-    def encode_continuation(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
-        data = utf8(text)
-        ids = self.encode(text)
-        return locate(ids, np.ones(len(ids), dtype=bool), self.token_bytes, data, _no_offsets)
-
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
 
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
         """String -> id; tokens that are not UTF-8 are written with lone surrogates for their bytes."""
-        ordinary = {
-            piece.decode("utf-8", "surrogateescape"): i for i, piece in enumerate(self.token_bytes) if piece
-        }
-        return ordinary | self._special
+        pieces = ((i, piece) for i, piece in enumerate(self.token_bytes) if piece)
+        return {piece.decode("utf-8", "surrogateescape"): i for i, piece in pieces} | self._special
 
     @cached_property
     def special_tokens(self) -> frozenset[str]:
@@ -113,11 +97,18 @@ class TiktokenTokenizer(Tokenizer):
         except UnicodeDecodeError:
             yield self._encoding._encode_single_piece(fragment)  # the library has no public call for bytes
 
+    def _offsets(self, text: str) -> NoReturn:
+        raise DataError(
+            "the tokens of a text do not join to the text",
+            "tiktoken encodings never change a text, so the rank file lacks some bytes",
+            "use the rank file that was published with the encoding",
+            code="tokens-do-not-join",
+        )
+
     @cached_property
     def _special(self) -> dict[str, int]:
-        return {
-            string: self._encoding.encode_single_token(string) for string in self._encoding.special_tokens_set
-        }
+        encode = self._encoding.encode_single_token
+        return {string: encode(string) for string in self._encoding.special_tokens_set}
 
 
 def load_tiktoken(model: str) -> Tokenizer:
@@ -134,31 +125,13 @@ def load_tiktoken(model: str) -> Tokenizer:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
     except ImportError as error:
-        raise UsageError(
-            f"--tokenizer-model {model} needs the package tiktoken",
-            str(error),
-            "pip install 'mkd[tiktoken]'",
-            code="tiktoken-missing",
-        ) from error
+        what, do = f"--tokenizer-model {model} needs the package tiktoken", "pip install 'mkd[tiktoken]'"
+        raise UsageError(what, str(error), do, code="tiktoken-missing") from error
     try:
         ranks = load_tiktoken_bpe(str(model))
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--tokenizer-model {model} is not a tiktoken rank file",
-            str(error),
-            "check that the file is complete and not a Git LFS pointer",
-            code="tokenizer-file-not-tiktoken",
-        ) from error
-    known = ENCODINGS[name]
-    return TiktokenTokenizer(
-        tiktoken.Encoding(name, pat_str=known.pattern, mergeable_ranks=ranks, special_tokens=known.special)
-    )
-
-
-def _no_offsets() -> NoReturn:
-    raise DataError(
-        "the tokens of a text do not join to the text",
-        "tiktoken encodings never change a text, so the rank file lacks some bytes",
-        "use the rank file that was published with the encoding",
-        code="tokens-do-not-join",
-    )
+        what = f"--tokenizer-model {model} is not a tiktoken rank file"
+        do = "check that the file is complete and not a Git LFS pointer"
+        raise UsageError(what, str(error), do, code="tokenizer-file-not-tiktoken") from error
+    known = dict(pat_str=ENCODINGS[name].pattern, special_tokens=ENCODINGS[name].special)
+    return TiktokenTokenizer(tiktoken.Encoding(name, mergeable_ranks=ranks, **known))

@@ -9,16 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from mkd.errors import DataError
 from mkd.tokenizers.chat import EncodedChat
-from mkd.tokenizers.spans import EncodedText
+from mkd.tokenizers.spans import EncodedText, locate, utf8
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
-
-    Instances are picklable, so that worker processes get exactly the same tokenizer.
-    """
+    """Text to ids and back; picklable, so that worker processes get exactly the same tokenizer."""
 
     eos_id: int | None  # None if the tokenizer has no end-of-sequence token
     pad_id: int  # the id that fills packs: the tokenizer's padding token, else EOS, else 0
@@ -31,17 +30,22 @@ class Tokenizer(ABC):
         Control tokens spelled out in `text` stay plain text, as far as the library supports that.
         """
 
-    @abstractmethod
     def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of text that follows other text: as `encode`, but never with BOS or EOS."""
+        return self.encode(text)
 
-    @abstractmethod
     def encode_spans(self, text: str, *, continuation: bool = False) -> EncodedText:
         """Return the ids of `encode` (or `encode_continuation`) with the bytes of `text` that each spells.
 
         Raises DataError for a text without a UTF-8 form, UsageError for a tokenizer whose tokens have no
         known bytes.
         """
+        data, ids = utf8(text), self.encode(text)
+        return locate(ids, np.ones(len(ids), dtype=bool), self.token_bytes, data, lambda: self._offsets(text))
+
+    def _offsets(self, text: str) -> np.ndarray:
+        """Return the bytes [n, 2] of each token according to the library, where they are not the text's."""
+        raise NotImplementedError
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         """Return (ids, loss mask) of a conversation.
@@ -52,10 +56,9 @@ class Tokenizer(ABC):
         raise no_chat_template()
 
     def encode_turns(self, messages: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        """Render and encode the conversation with the chat template, and locate each assistant turn.
+        """Render and encode the conversation, and locate each assistant turn.
 
-        The template is the tokenizer's. Raises DataError for a conversation that the template refuses, or
-        whose assistant turns it hides.
+        Raises DataError for a conversation that the chat template refuses, or whose turns it hides.
         """
         raise no_chat_template()
 
@@ -84,10 +87,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, int]:
-        """Role -> id for the existing ones of "bos", "eos", "pad", "unk" and "end_of_turn".
-
-        The last one closes an assistant turn.
-        """
+        """Role -> id: "bos", "eos", "pad", "unk", and "end_of_turn", which closes an assistant turn."""
 
     @property
     @abstractmethod
@@ -96,10 +96,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spellings(self, fragment: bytes) -> Iterator[Sequence[int]]:
-        """Yield ids that `fragment` may become in the middle of a text, likeliest first.
-
-        `spell` checks them.
-        """
+        """Yield ids that `fragment` may become inside a text, likeliest first; `spell` checks them."""
 
     def spell(self, fragment: bytes) -> tuple[int, ...] | None:
         """Return the ids that `fragment` becomes in the middle of a text.
@@ -132,21 +129,13 @@ class Tokenizer(ABC):
         one family.
         """
         mine, theirs = self.vocabulary, other.vocabulary
-        differing = [
-            *(
-                mine[s]
-                for s in mine
-                if s not in self.special_tokens or s in theirs
-                if theirs.get(s) != mine[s]
-            ),
-            *(theirs[s] for s in theirs if s not in other.special_tokens and s not in mine),
-        ]
+        compared = (s for s in mine if s not in self.special_tokens or s in theirs)
+        differing = {mine[s] for s in compared if theirs.get(s) != mine[s]}
+        differing |= {theirs[s] for s in theirs if s not in other.special_tokens and s not in mine}
         if not differing:
             return None
         here, there = ({i: s for s, i in vocabulary.items()} for vocabulary in (mine, theirs))
-        first = [
-            f"id {i}: {_shown(here, i)} here, {_shown(there, i)} there" for i in sorted(set(differing))[:3]
-        ]
+        first = [f"id {i}: {_shown(here, i)} here, {_shown(there, i)} there" for i in sorted(differing)[:3]]
         return "; ".join([*first, f"{len(mine)} and {len(theirs)} entries"])
 
 
@@ -155,9 +144,8 @@ def no_chat_template() -> DataError:
     return DataError(
         "the tokenizer has no chat template",
         "a record with messages needs one to become tokens",
-        "use the tokenizer of an instruction-tuned model, "
-        "put a chat_template into its tokenizer_config.json, or write records "
-        "with prompt and completion",
+        "use the tokenizer of an instruction-tuned model, put a chat_template into its "
+        "tokenizer_config.json, or write records with prompt and completion",
         code="chat-template-missing",
     )
 

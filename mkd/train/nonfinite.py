@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,17 +35,13 @@ class Finding:
     """Knowledge of one rank, or of all ranks together, about a step that was not finite."""
 
     samples: frozenset[int]  # all samples of the step
-    # Model -> samples of the micro-batches with logits that were not finite.
-    culprits: dict[str, frozenset[int]]
+    culprits: dict[str, frozenset[int]]  # model -> samples of micro-batches whose logits were not finite
     gradients: tuple[str, ...]  # parameters whose gradient is not finite
 
 
 @dataclass
 class NonFinitePolicy:
-    """Checks every step.
-
-    If a step was not finite, all ranks have already agreed on that and skipped its update.
-    """
+    """Checks every step; all ranks have already agreed on a step that was not finite, and skipped it."""
 
     engine: Engine
     dataset: BlendedDataset
@@ -69,7 +65,9 @@ class NonFinitePolicy:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        finding = merge(_gather(look(self.engine, result, microbatches)))
+        findings: list[Finding | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, look(self.engine, result, microbatches))
+        finding = merge(findings)
         ends = self.action == "abort" or self.skips_in_a_row > self.max_skips
         what = describe(iteration, result, finding)
         self._write(iteration, result, finding, "abort" if ends else "skip")
@@ -79,12 +77,8 @@ class NonFinitePolicy:
             raise NonFiniteError(what, WHY, DO, code="step-not-finite")
         else:
             what = f"{self.skips_in_a_row} steps in a row were not finite, the last is {what}"
-            raise NonFiniteError(
-                what,
-                f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them",
-                DO,
-                code="steps-not-finite",
-            )
+            why = f"--max-non-finite-skips is {self.max_skips}; no parameter was changed in them"
+            raise NonFiniteError(what, why, DO, code="steps-not-finite")
 
     def _write(self, iteration: int, result: StepResult, finding: Finding, action: str) -> None:
         if self.file is None:
@@ -99,8 +93,7 @@ class NonFinitePolicy:
             "sample_ids": sorted(finding.samples),
             "documents": documents_by_sample(self.dataset, finding.samples),
         }
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(self.file, record)
 
 
 def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]) -> Finding:
@@ -110,15 +103,12 @@ def look(engine: Engine, result: StepResult, microbatches: Sequence[PackedBatch]
     cause if its own entropy is not finite. The student's are the cause if the cross entropy is not finite.
     Without a cross entropy the divergence from a finite teacher decides.
     """
-    culprits: dict[str, set[int]] = {}
+    culprits: dict[str, frozenset[int]] = {}
     for sample_ids, sums in result.reports:
         for name in blamed(sums):
-            culprits.setdefault(name, set()).update(sample_ids)
-    return Finding(
-        frozenset(one for batch in microbatches for one in batch.sample_ids),
-        {name: frozenset(samples) for name, samples in culprits.items()},
-        tuple(_bad_gradients(engine)),
-    )
+            culprits[name] = culprits.get(name, frozenset()).union(sample_ids)
+    samples = frozenset(one for batch in microbatches for one in batch.sample_ids)
+    return Finding(samples, culprits, tuple(_bad_gradients(engine)))
 
 
 def blamed(sums: LossSums) -> list[str]:
@@ -149,15 +139,10 @@ def describe(iteration: int, result: StepResult, finding: Finding) -> str:
     if finding.culprits:
         parts = [f"{name} in sample {shown(samples)}" for name, samples in finding.culprits.items()]
         return f"{step}; logits that are not finite: {', '.join(parts)}"
-    where = (
-        f" of {finding.gradients[0]} and {len(finding.gradients) - 1} more parameters"
-        if finding.gradients
-        else ""
-    )
-    return (
-        f"{step}; all logits are finite, the gradient{where} is not; samples of the step: "
-        f"{shown(finding.samples)}"
-    )
+    first, more = finding.gradients[:1], len(finding.gradients) - 1
+    where = f" of {first[0]} and {more} more parameters" if first else ""
+    samples = shown(finding.samples)
+    return f"{step}; all logits are finite, the gradient{where} is not; samples of the step: {samples}"
 
 
 def shown(samples: Iterable[int]) -> str:
@@ -167,11 +152,14 @@ def shown(samples: Iterable[int]) -> str:
     return text if len(samples) <= MAX_SHOWN else f"{text} and {len(samples) - MAX_SHOWN} more"
 
 
-def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
-    """Return the documents that each sample has parts of, for JSON.
+def append_line(file: Path, record: Mapping) -> None:
+    """Append one line of JSON."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
 
-    The form is {sample: {prefix of a corpus: numbers of the documents}}.
-    """
+
+def documents_by_sample(dataset: BlendedDataset, samples: Iterable[int]) -> dict[str, dict[str, list[int]]]:
+    """Return {sample: {prefix of a corpus: numbers of the documents that it has parts of}}, for JSON."""
     return {str(sample): dataset.documents_of(sample) for sample in sorted(samples)}
 
 
@@ -185,9 +173,3 @@ def _bad_gradients(engine: Engine) -> list[str]:
             if gradient is not None and not torch.isfinite(gradient).all():
                 found.append(name)
     return found
-
-
-def _gather(finding: Finding) -> list[Finding]:
-    gathered: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, finding)
-    return gathered

@@ -66,10 +66,7 @@ class Objective:
     def __call__(
         self, stage: DistillationStage, batch: PackedBatch, output: StageOutput
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, number of tokens to divide it by, and report fp64 [num_sums], as Megatron expects.
-
-        The number is 0, which means: do not divide. The loss is already divided.
-        """
+        """Return loss, 0 (already divided: no division by tokens), and report fp64 [num_sums]."""
         given = self._loss_input(stage, batch, output)
         per_token, *per_row = self.inverse_counts
         addends, sums = [], {}

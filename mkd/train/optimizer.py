@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,22 +41,14 @@ def wrap_stages(
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
     )
-    wrapped = [
-        DistributedDataParallel(
-            config=stage.config,
-            ddp_config=ddp_config,
-            module=stage,
-            disable_bucketing=index > 0,
-            pg_collection=context.groups,
-        )
-        for index, stage in enumerate(stages)
-    ]
+    wrap = partial(DistributedDataParallel, ddp_config=ddp_config, pg_collection=context.groups)
+    wrapped = [wrap(stage.config, module=stage, disable_bucketing=i > 0) for i, stage in enumerate(stages)]
     for stage in stages:
         stage.config.finalize_model_grads_func = _finalize
         _accumulate_inside_products(stage)
     first = stages[0].config
     if parallel.overlap_grad_reduce:
-        first.no_sync_func = _one_or_list([stage.no_sync for stage in wrapped])
+        first.no_sync_func = [stage.no_sync for stage in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if len(wrapped) > 1:
             first.grad_sync_func = [stage.start_grad_sync for stage in wrapped]
     if parallel.overlap_param_gather and len(wrapped) > 1:
@@ -74,15 +67,8 @@ def _accumulate_inside_products(stage: DistillationStage) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _one_or_list(functions: list):
-    return functions[0] if len(functions) == 1 else functions
-
-
 def _finalize(model, num_tokens, **kwargs) -> None:
-    """Run Megatron's gradient reductions without dividing by tokens.
-
-    The objective has already divided.
-    """
+    """Reduce gradients as Megatron does, without dividing by tokens: the objective has divided."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -95,10 +81,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StudentOptimizer:
-    """AdamW over the student, and its learning-rate schedule.
-
-    The schedule counts updates and so ignores batch sizes.
-    """
+    """AdamW over the student, and its learning-rate schedule, which counts updates."""
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -133,18 +116,13 @@ class StudentOptimizer:
                 return Update(grad_norm, agreed)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
-                clip_grad_by_total_norm_fp32(
-                    self.optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm
-                )
+                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), clip, grad_norm)
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return Update(grad_norm, agreed)
 
     def _rest_is_finite(self) -> bool:
-        """Check the gradients that the norm leaves out because another rank counts them.
-
-        These are replicas and tied embeddings.
-        """
+        """Check gradients that the norm leaves to another rank: replicas and tied embeddings."""
         norms: list[Tensor] = []
         for inner in self.optimizer.chained_optimizers:
             counted = {id(gradient) for gradient in inner.get_main_grads_for_grad_norm()}
@@ -177,11 +155,8 @@ def build_optimizer(
         stages,
         use_gloo_process_groups=context.platform.is_cuda,
     )
-    residency = (
-        OptimizerResidency(optimizer, context.device)
-        if config.training.optimizer_residency == "host"
-        else None
-    )
+    on_host = config.training.optimizer_residency == "host"
+    residency = OptimizerResidency(optimizer, context.device) if on_host else None
     return StudentOptimizer(optimizer, _scheduler(optimizer, config), stages, residency)
 
 

@@ -21,8 +21,7 @@ class _Entry:
     """One tensor that moves: a moment of a parameter, or the fp32 main parameter itself."""
 
     parameter: Tensor
-    # Moments of the parameter; None: the entry is the parameter itself.
-    moments: dict[str, Tensor] | None = None
+    moments: dict[str, Tensor] | None = None  # of the parameter; None: the entry is the parameter itself
     name: str = ""
 
     @property
@@ -54,8 +53,7 @@ class OptimizerResidency:
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
         self._optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
         self._device = device
-        # Key -> host memory. Megatron never replaces a parameter.
-        self._homes: dict[tuple[int, str], Tensor] = {}
+        self._homes: dict[tuple[int, str], Tensor] = {}  # host memory; Megatron replaces no parameter
         self._to_host()
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-from mkd.checkpoint.distributed import TrainingPosition
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.data.batch import PackedBatch
 from mkd.log.metrics import IntervalAverager
 from mkd.log.progress import evaluation_line, progress_line
@@ -25,9 +25,8 @@ from mkd.plan.model_shape import ModelShape
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums
 
-_LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {
-    name: name for name in ("teacher_ce", "teacher_entropy", "top1_agreement")
-}
+_TEACHER_KEYS = ("teacher_ce", "teacher_entropy", "top1_agreement")
+_LOSS_KEYS = {"loss": "loss", "ce": "ce_loss", "kd": "kd_loss"} | {name: name for name in _TEACHER_KEYS}
 """Sum (see `LossSums.token_sums`) -> metric key."""
 
 
@@ -50,8 +49,7 @@ class Reporter:
     interval: IntervalAverager = field(default_factory=IntervalAverager)  # metrics other than the losses
     _losses: LossSums | None = None  # of the interval's steps with an update
     _steps: int = 0  # steps of the interval
-    # Time of the interval's steps before this start; the time of their teachers is unknown.
-    _untimed_ms: float = 0.0
+    _untimed_ms: float = 0.0  # time of its steps before this start, whose teachers' time is unknown
 
     def train(
         self,
@@ -65,8 +63,8 @@ class Reporter:
         `microbatches` are those of this rank, on the CPU: reading their lengths must not wait for the device.
         A step without an update adds only its time and its position.
         """
-        tokens = self.global_batch_size * self.seq_length
-        seconds = result.step_time_ms / 1000
+        seconds, tokens = result.step_time_ms / 1000, self.global_batch_size * self.seq_length
+        ranks_per_replica = self.context.world_size // self.context.dp_size
         if result.is_applied:
             earlier = self._losses and self._losses.named_as(result.sums)
             self._losses = earlier + result.sums if earlier else result.sums
@@ -79,7 +77,7 @@ class Reporter:
             learning_rate=result.learning_rate,
             step_time_ms=result.step_time_ms,
             tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
-            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / self._ranks_per_replica,
+            tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
             skipped_iterations=int(not result.is_applied),
             **({"loss_spikes": 1} if is_spike else {}),
         )
@@ -140,10 +138,7 @@ class Reporter:
         self.logger.close()
 
     def _write(self, record: dict, line: str) -> None:
-        """Write the record and print the line.
-
-        The record has every loss key, with null for losses that this run does not compute.
-        """
+        """Write the record, with null for losses that this run does not compute, and print the line."""
         absent = {key: math.nan for key in _LOSS_KEYS.values() if key not in record}
         self.logger.write(record | absent)
         if self.context.rank == 0:
@@ -151,13 +146,10 @@ class Reporter:
 
     def _computed(self, sums: LossSums, with_ce: bool) -> dict[str, float]:
         """Return the sums by metric key, without those that this run does not compute."""
-        absent = set() if self.kd_ratio > 0 else {"kd", "teacher_ce", "teacher_entropy", "top1_agreement"}
+        absent = set() if self.kd_ratio > 0 else {"kd", *_TEACHER_KEYS}
         absent |= set() if with_ce else {"ce"}
-        return {
-            _LOSS_KEYS.get(name, name): value
-            for name, value in sums.token_sums().items()
-            if name not in absent
-        }
+        present = ((name, value) for name, value in sums.token_sums().items() if name not in absent)
+        return {_LOSS_KEYS.get(name, name): value for name, value in present}
 
     def _gap_closed(self, record: Mapping[str, float]) -> dict[str, float]:
         """Return `gap_closed`; nothing without a teacher, or if the first evaluation is unknown."""
@@ -181,10 +173,6 @@ class Reporter:
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=self.context.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return {"peak_memory_gib": peak.item()}
-
-    @property
-    def _ranks_per_replica(self) -> int:
-        return self.context.world_size // self.context.dp_size
 
     def _flops(self, microbatches: Sequence[PackedBatch]) -> int:
         """Return the floating-point operations of all models on this rank's micro-batches."""

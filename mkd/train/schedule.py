@@ -96,10 +96,7 @@ def _no_loss(_: Tensor):
 
 
 def stage_inputs(batch: PackedBatch, padding_joins_document: bool) -> tuple[StageInput, list[StageInput]]:
-    """Return the inputs of the student and of each teacher that runs.
-
-    See `packed_documents` for the second argument.
-    """
+    """Return the inputs of the student and of each teacher that runs; see `packed_documents`."""
     extras = {name: one.values for name, one in batch.extras.items()}
     teachers = [row for part in batch.teacher_inputs for row in part.token_rows(batch)]
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from mkd.data.dataset import BlendedDataset
-from mkd.train.nonfinite import documents_by_sample, shown
+from mkd.train.nonfinite import append_line, documents_by_sample, shown
 from mkd.train.step import StepResult
 
 WINDOW = 64  # steps
@@ -25,18 +24,12 @@ LOG = logging.getLogger("mkd")
 
 @dataclass
 class SpikeDetector:
-    """Compares losses with the median and the median absolute deviation of the last ones.
-
-    A few spikes hardly change either.
-    """
+    """Compares losses with the median and median absolute deviation of the last ones, robust to spikes."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, loss: float) -> float | None:
-        """Return `loss` / median of the earlier steps if this step is a spike.
-
-        Return None if it is not, or if `loss` is not finite.
-        """
+        """Return `loss` / median of the earlier steps if this step is a spike, else None."""
         if not math.isfinite(loss):
             return None
         ratio = self._ratio(loss) if len(self.losses) >= MIN_STEPS else None
@@ -59,10 +52,7 @@ class SpikeWatch:
     detector: SpikeDetector = field(default_factory=SpikeDetector)
 
     def is_spike(self, iteration: int, result: StepResult, samples: Callable[[], list[int]]) -> bool:
-        """Return True if the loss of this step stands out.
-
-        `samples` returns the samples of all ranks and is called only then.
-        """
+        """Return True if the loss stands out; only then call `samples`, for the samples of all ranks."""
         sums = result.sums.token_sums()
         loss = sums["loss"] / max(1, sums["num_loss_tokens"])
         ratio = self.detector.add(loss) if result.is_applied else None
@@ -71,11 +61,9 @@ class SpikeWatch:
         if self.file is not None:
             ids = samples()
             what = f"{loss:.6g} is {ratio:.1f} times the median of the steps before it"
-            LOG.warning(
-                "loss spike at iteration %d: %s; samples of the step: %s", iteration, what, shown(ids)
-            )
+            where = f"loss spike at iteration {iteration}"
+            LOG.warning("%s: %s; samples of the step: %s", where, what, shown(ids))
             record = {"iteration": iteration, "loss": loss, "ratio": ratio, "sample_ids": sorted(ids)}
             record["documents"] = documents_by_sample(self.dataset, ids)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_line(self.file, record)
         return True

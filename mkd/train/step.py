@@ -53,9 +53,11 @@ class Engine:
         overlapped = [stage for stage in self.stages if stage.ddp_config.overlap_param_gather]
         for stage in overlapped:
             stage.disable_forward_pre_hook(param_sync=True)
-        yield
-        for stage in overlapped:
-            stage.enable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for stage in overlapped:
+                stage.enable_forward_pre_hook()
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,9 @@ def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> O
 def count_rows(
     microbatches: Sequence[PackedBatch], terms: Sequence[Term], context: ParallelContext
 ) -> Tensor:
-    """Return the rows of the whole global batch, int64 [1 + terms].
+    """Return loss tokens of the global batch, then the rows of each term, int64 [1 + terms].
 
-    These are its loss tokens, then the rows of each term. Communication: one all-reduce SUM over data
-    parallelism; no backward.
+    Communication: one all-reduce SUM over data parallelism; no backward.
     """
     counts = [[batch.num_loss_tokens, *(term.num_rows(batch) for term in terms)] for batch in microbatches]
     total = torch.tensor(counts, dtype=torch.int64, device=context.device).sum(dim=0)

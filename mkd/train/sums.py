@@ -149,10 +149,7 @@ class LossSums:
         return sums | {"num_loss_tokens": count}
 
     def per_teacher(self) -> dict[str, tuple[float, float]]:
-        """Return metric key -> (sum, number to divide it by).
-
-        `kd_mean` is the sum of `teacher_weight` * `kd_loss`.
-        """
+        """Return metric key -> (sum, divisor). `kd_mean` is the sum of `teacher_weight` * `kd_loss`."""
         metrics = {}
         for name, one in self.teachers.items():
             metrics[f"kd_loss/{name}"] = (one.kd, one.weight)

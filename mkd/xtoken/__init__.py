@@ -4,7 +4,6 @@ align/                   aligned chunks of text, for documents and conversations
 vocabulary/              how two vocabularies are related, and where each token's column is
 chunks.py                the aligned chunks of a micro-batch as index tensors
 loss_settings.py         the losses and their settings
-chunk_reference.py       the losses straight from their definitions, which tests compare with
 slices.py, segments.py   slices of chunks that fit in memory; sums by index
 loss_call.py             the arguments that the losses of a slice share
 chunk_torch_passes.py    the passes over logits in plain torch

@@ -41,17 +41,12 @@ def chains(
     gathered = call.gather(s=s_local, s_found=ours.found, t=t_local, t_found=theirs.found)
     s = _Scores.of(ours, gathered["s"].logsumexp(dim=0), gathered["s_found"].amax(dim=0))
     t = _Scores.of(theirs, gathered["t"].logsumexp(dim=0), gathered["t_found"].amax(dim=0))
-    of_pairs, of_rest = (
-        call.settings.divergence.parts(t.pairs, s.pairs),
-        call.settings.divergence.parts(t.rest, s.rest),
-    )
-    count = len(piece.student.base)
-    sums = torch.stack(
-        [sum_segments(piece.pair_chunks, a, count) + b for a, b in zip(of_pairs, of_rest, strict=True)]
-    )
+    divergence, count = call.settings.divergence, len(piece.student.base)
+    of_both = zip(divergence.parts(t.pairs, s.pairs), divergence.parts(t.rest, s.rest), strict=True)
+    sums = torch.stack([sum_segments(piece.pair_chunks, pairs, count) + rest for pairs, rest in of_both])
     if scale is not None:
-        _write_gradient(student, ours, s, t, call.settings.divergence.mean_slope(sums), scale, call)
-    return call.settings.divergence.value(sums)
+        _write_gradient(student, ours, s, t, divergence.mean_slope(sums), scale, call)
+    return divergence.value(sums)
 
 
 @dataclass(frozen=True)
@@ -68,16 +63,12 @@ class _Entries:
     def of(
         cls, logits: Tensor, side: SideRows, pair_chunks: Tensor, pairs: Tensor, call: LossCall
     ) -> _Entries:
-        """Take the entries out of the logits.
-
-        No probability stays in their place, so sums over the others lose nothing.
-        """
+        """Take the entries out of the logits, so that sums over the others lose nothing."""
         rows, width = torch.cat([side.others, side.base[pair_chunks]]), logits.shape[1]
         columns = call.local_columns(torch.cat([side.places[side.others], pairs]), width)
         found = call.scaled(logits[rows, columns.clamp(max=width - 1)]).masked_fill(columns == width, LOWEST)
-        call.passes.fill(
-            logits, rows, columns, torch.full_like(found, max(LOWEST, torch.finfo(logits.dtype).min))
-        )
+        lowest = max(LOWEST, torch.finfo(logits.dtype).min)
+        call.passes.fill(logits, rows, columns, torch.full_like(found, lowest))
         return cls(side, pair_chunks, rows, columns, found)
 
 
@@ -100,24 +91,20 @@ class _Scores:
         logs = found - own[entries.rows] + inside[entries.rows]
         of_prefix, of_pairs = logs.split([len(side.others), len(pair_chunks)])
         prefixes = sum_segments(side.other_chunks, of_prefix, len(side.base))
-        rest = log_rest(prefixes, outside[side.base])
-        return cls(
-            torch.logaddexp(own, others), outside, logs, prefixes, prefixes[pair_chunks] + of_pairs, rest
-        )
+        totals, pairs = torch.logaddexp(own, others), prefixes[pair_chunks] + of_pairs
+        return cls(totals, outside, logs, prefixes, pairs, log_rest(prefixes, outside[side.base]))
 
 
 def _write_gradient(
     student: Tensor, ours: _Entries, s: _Scores, t: _Scores, mean: Tensor, scale: Tensor, call: LossCall
 ) -> None:
     """Overwrite the logits [n, w_s], whose entries were taken out, with the gradient."""
-    side, chunks, passes = ours.side, ours.pair_chunks, call.passes
-    slope = call.settings.divergence.slope(t.rest, s.rest)
+    side, chunks, passes, divergence = ours.side, ours.pair_chunks, call.passes, call.settings.divergence
+    slope = divergence.slope(t.rest, s.rest)
     background = slope - mean
     of_prefix = -s.outside[side.others].exp() * background[side.other_chunks]
     of_last = (-torch.expm1(s.prefixes) * slope - mean)[chunks]
-    of_pairs = (
-        call.settings.divergence.mass_slope(t.pairs, s.pairs) + s.entries[len(side.others) :].exp() * of_last
-    )
+    of_pairs = divergence.mass_slope(t.pairs, s.pairs) + s.entries[len(side.others) :].exp() * of_last
     factor = _scaled(background, scale)[side.chunks]
     entries = _scaled(torch.cat([of_prefix, of_pairs]), scale[torch.cat([side.other_chunks, chunks])])
     passes.write_softmax_gradient(student, call.student_codes, s.totals, factor, call)

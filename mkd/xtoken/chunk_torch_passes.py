@@ -62,10 +62,7 @@ def write_support_gradient(
 
 
 def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
-    """Return [4, n] at T = 1 on this rank's columns.
-
-    The rows are ln sum exp, entropy of this softmax, largest logit and its first column.
-    """
+    """Return [4, n] of this rank's columns at T = 1: ln sum exp, entropy, largest logit, its first column."""
     parts = []
     for rows in row_blocks(logits):
         values = logits[rows].to(compute_dtype(logits)).masked_fill(codes == 0, LOWEST)
@@ -113,9 +110,6 @@ def _support(teacher: Tensor, lowest: Tensor | None, rows: slice, call: LossCall
 def _logs(
     student: Tensor, teacher: Tensor, totals: tuple[Tensor, Tensor], rows: slice, call: LossCall
 ) -> tuple[Tensor, Tensor]:
-    """Return ln of both distributions, the teacher's first, [n, w_s].
-
-    The teacher's is meaningless outside the support.
-    """
+    """Return ln p of teacher and student, [n, w_s]; the teacher's is meaningless outside the support."""
     log_t = call.scaled(teacher[:, : student.shape[1]]) - totals[1][rows, None]
     return log_t, call.scaled(student) - totals[0][rows, None]

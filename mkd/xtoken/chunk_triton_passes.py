@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from mkd.losses.triton_divergences import formula_of
-from mkd.losses.triton_rows import GRADIENT_BLOCK, GRADIENT_WARPS, LANES, WARPS, WIDTH
+from mkd.losses.triton_rows import BLOCK, GRADIENT_BLOCK, TILE
 from mkd.xtoken.chunk_kernels import (
     scatter_kernel,
     softmax_gradient_kernel,
@@ -22,29 +22,13 @@ from mkd.xtoken.chunk_kernels import (
 )
 from mkd.xtoken.loss_call import LossCall
 
-TILE = dict(LANES=LANES, WIDTH=WIDTH, num_warps=WARPS)
-BLOCK = dict(BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS)
-
 
 def support_sums(student: Tensor, teacher: Tensor, lowest: Tensor | None, call: LossCall) -> Tensor:
     n, result = len(student), student.new_empty(4, len(student), dtype=torch.float32)
     if n:
-        support_sums_kernel[(n,)](
-            student,
-            teacher,
-            call.student_codes,
-            call.teacher_codes,
-            *_numbers(lowest),
-            result,
-            student.stride(0),
-            teacher.stride(0),
-            n,
-            student.shape[1],
-            teacher.shape[1],
-            1.0 / call.settings.temperature,
-            TOP_K=lowest is not None,
-            **TILE,
-        )
+        tensors = student, teacher, call.student_codes, call.teacher_codes, *_contiguous(lowest), result
+        numbers = *_sizes(student, teacher, n), 1.0 / call.settings.temperature
+        support_sums_kernel[(n,)](*tensors, *numbers, TOP_K=lowest is not None, **TILE)
     return result
 
 
@@ -54,24 +38,10 @@ def support_parts(
     n, formula = len(student), formula_of(call.settings.divergence)
     result = student.new_empty(formula.has_first + formula.has_second, n, dtype=torch.float32)
     if n:
-        support_parts_kernel[(n,)](
-            student,
-            teacher,
-            call.student_codes,
-            *_numbers(lowest, *totals),
-            result,
-            student.stride(0),
-            teacher.stride(0),
-            n,
-            student.shape[1],
-            teacher.shape[1],
-            1.0 / call.settings.temperature,
-            formula.first,
-            formula.second,
-            TOP_K=lowest is not None,
-            **formula.switches,
-            **TILE,
-        )
+        tensors = student, teacher, call.student_codes, *_contiguous(lowest, *totals), result
+        numbers = 1.0 / call.settings.temperature, formula.first, formula.second
+        switches = dict(TOP_K=lowest is not None, **formula.switches)
+        support_parts_kernel[(n,)](*tensors, *_sizes(student, teacher, n), *numbers, **switches, **TILE)
     return result
 
 
@@ -86,30 +56,18 @@ def write_support_gradient(
 ) -> None:
     (n, width), formula = student.shape, formula_of(call.settings.divergence)
     if n:
+        tensors = student, teacher, call.student_codes, *_contiguous(lowest, *totals, scale, *factors)
+        numbers = *_sizes(student, teacher), 1.0 / call.settings.temperature, formula.first, formula.second
         support_gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
-            student,
-            teacher,
-            call.student_codes,
-            *_numbers(lowest, *totals, scale, *factors),
-            student.stride(0),
-            teacher.stride(0),
-            width,
-            teacher.shape[1],
-            1.0 / call.settings.temperature,
-            formula.first,
-            formula.second,
-            TOP_K=lowest is not None,
-            KIND=formula.kind,
-            **BLOCK,
+            *tensors, *numbers, TOP_K=lowest is not None, KIND=formula.kind, **BLOCK
         )
 
 
-def token_statistics(logits: Tensor, codes: Tensor) -> Tensor:
+def token_statistics(logits: Tensor, codes: Tensor, temperature: float = 1.0) -> Tensor:
     n, result = len(logits), logits.new_empty(4, len(logits), dtype=torch.float32)
     if n:
-        token_statistics_kernel[(n,)](
-            logits, codes, result, logits.stride(0), n, logits.shape[1], 1.0, **TILE
-        )
+        numbers = logits.stride(0), n, logits.shape[1], 1.0 / temperature
+        token_statistics_kernel[(n,)](logits, codes, result, *numbers, **TILE)
     return result
 
 
@@ -118,28 +76,14 @@ def largest(logits: Tensor, codes: Tensor) -> Tensor:
 
 
 def log_sums(logits: Tensor, codes: Tensor, call: LossCall) -> Tensor:
-    n, result = len(logits), logits.new_empty(4, len(logits), dtype=torch.float32)
-    if n:
-        token_statistics_kernel[(n,)](
-            logits,
-            codes,
-            result,
-            logits.stride(0),
-            n,
-            logits.shape[1],
-            1.0 / call.settings.temperature,
-            **TILE,
-        )
-    return result[0]
+    return token_statistics(logits, codes, call.settings.temperature)[0]
 
 
 def fill(logits: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
-    count = len(rows)
+    count, block = len(rows), 1024
     if count:
-        block = 1024
-        scatter_kernel[(triton.cdiv(count, block),)](
-            logits, *_numbers(rows, columns, values), logits.stride(0), count, logits.shape[1], BLOCK=block
-        )
+        tensors, numbers = _contiguous(rows, columns, values), (logits.stride(0), count, logits.shape[1])
+        scatter_kernel[(triton.cdiv(count, block),)](logits, *tensors, *numbers, BLOCK=block)
 
 
 def write_softmax_gradient(
@@ -147,17 +91,16 @@ def write_softmax_gradient(
 ) -> None:
     n, width = logits.shape
     if n:
+        numbers = logits.stride(0), width, 1.0 / call.settings.temperature
         softmax_gradient_kernel[(n, triton.cdiv(width, GRADIENT_BLOCK))](
-            logits,
-            codes,
-            *_numbers(totals, factor),
-            logits.stride(0),
-            width,
-            1.0 / call.settings.temperature,
-            **BLOCK,
+            logits, codes, *_contiguous(totals, factor), *numbers, **BLOCK
         )
 
 
-def _numbers(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors of one number a row as the kernels read them: contiguous."""
+def _sizes(student: Tensor, teacher: Tensor, *rows: int) -> tuple[int, ...]:
+    return student.stride(0), teacher.stride(0), *rows, student.shape[1], teacher.shape[1]
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors of one number a row as the kernels read them."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
+T = TypeVar("T")
 KINDS = ONE_TO_ONE, ONE_TO_MANY, MANY_TO_ONE, MANY_TO_MANY = range(4)
 """Kind of a chunk by its number of student and teacher tokens."""
 
@@ -25,8 +27,7 @@ class RowExchange:
 class ChunkSide:
     """One model's tokens of the chunks, in order: chunk i has the tokens [offsets[i], offsets[i + 1])."""
 
-    # [n] int64, position that predicts the token, in this rank's packed row or in the exchanged rows
-    rows: Tensor
+    rows: Tensor  # [n] int64, position that predicts the token, in this rank's row or the exchanged rows
     labels: Tensor  # [n] int64, the token itself, an id of this model's tokenizer
     offsets: Tensor  # [c + 1] int64
     host_offsets: np.ndarray  # [c + 1] int64, the same, for decisions on the host
@@ -55,15 +56,16 @@ class ChunkBatch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ChunkBatch:
         """Return the batch with `change` applied to every tensor: a copy to a device, pinned memory."""
-        return _mapped(self, change)
+        return map_tensors(self, change)
 
 
-def _mapped(value, change: Callable[[Tensor], Tensor]):
+def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
+    """Return a copy of a dataclass, and of the dataclasses in it, with `change` applied to every tensor."""
     changed = {}
     for field in fields(value):
         part = getattr(value, field.name)
         if isinstance(part, Tensor):
             changed[field.name] = change(part)
-        elif isinstance(part, ChunkSide | RowExchange):
-            changed[field.name] = _mapped(part, change)
+        elif is_dataclass(part):
+            changed[field.name] = map_tensors(part, change)
     return replace(value, **changed)

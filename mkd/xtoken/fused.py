@@ -31,14 +31,9 @@ from mkd.xtoken.slices import ChunkSlice, slice_ranges
 from mkd.xtoken.teacher_metrics import slice_metrics
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
-LOSS_FUNCTIONS = {
-    "partition_kl": chains,
-    "prefix_kl": prefix_kl,
-    "p_kl": projected,
-    "gold": hybrid,
-    "h_kl": hybrid,
-    "uld": uld,
-}
+LOSS_FUNCTIONS = dict(
+    partition_kl=chains, prefix_kl=prefix_kl, p_kl=projected, gold=hybrid, h_kl=hybrid, uld=uld
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,7 @@ class ChunkOutput:
     kd: Tensor  # the same number
     teacher_ce: Tensor  # sum over the chunks' teacher tokens of -ln p_t, T = 1, nats
     teacher_entropy: Tensor  # sum over the same rows, T = 1, nats
-    # number of 1-1 chunks where the teacher's first maximum is a common token and a maximum of the student
-    top1_agreement: Tensor
+    top1_agreement: Tensor  # 1-1 chunks whose first maximum of the teacher, if common, is the student's
     num_chunks: Tensor
     num_one_to_one: Tensor  # denominator of `top1_agreement`
     num_teacher_tokens: Tensor  # denominator of `teacher_ce` and `teacher_entropy`
@@ -87,12 +81,8 @@ def fused_chunk_kd(
     each side that has an exchange, and one for the student in backward. A rank without chunks joins the
     collectives of the hidden states.
     """
-    assert teacher.weight.shape[0] == vocabulary.teacher_width, (
-        "the teacher's head has the rows of TeacherSlots"
-    )
-    assert student.weight.shape[0] == vocabulary.student_width, (
-        "the student's head is the one that the slots were made for"
-    )
+    assert teacher.weight.shape[0] == vocabulary.teacher_width, "the teacher's head is in slot order"
+    assert student.weight.shape[0] == vocabulary.student_width, "the slots were made for this student's head"
     dtype = compute_dtype(student.hidden) if fp32_logits else student.hidden.dtype
     call = LossCall(vocabulary, settings, passes_for(student.hidden, settings), tp_group)
     most_rows = chunk_rows or _most_rows(chunks, call, dtype, student.hidden.is_cuda)
@@ -105,10 +95,7 @@ def fused_chunk_kd(
 
 
 def passes_for(hidden: Tensor, settings: ChunkLossSettings) -> ModuleType:
-    """Return the module of passes over the logits of these hidden states.
-
-    It is the one for Triton if Triton has the divergence, else that for torch.
-    """
+    """Return the module of passes over these logits: for Triton if it has the divergence, else for torch."""
     if use_triton(hidden, settings.divergence):
         from mkd.xtoken import chunk_triton_passes
 
@@ -155,20 +142,14 @@ class _Head:
     loss_gradient: Tensor | None
 
     def values(self, student: Tensor, teacher: Tensor, piece: ChunkSlice, scale: Tensor | None) -> Tensor:
-        """Return values [c] without the weights.
-
-        With `scale` overwrite the student's logits with scale * dL/d(z/T).
-        """
+        """Return values [c] without weights; with `scale` overwrite the student's logits (see `chains`)."""
         loss = self.call.settings.loss
         if loss == "partition_kl" and piece.kind == ONE_TO_ONE:
             return one_to_one(student, teacher, scale, self.call)
         return LOSS_FUNCTIONS[loss](student, teacher, scale, piece, self.call)
 
     def scale(self, weights: Tensor) -> Tensor | None:
-        """Return d(loss) / d(value) / T, [c], which turns a gradient by z / T into one by z.
-
-        Return None in evaluation.
-        """
+        """Return d(loss) / d(value) / T, [c]: a gradient by z / T becomes one by z. None in evaluation."""
         if not self.with_gradient:
             return None
         scale = weights * (self.call.settings.scale / self.call.settings.temperature)
@@ -180,11 +161,9 @@ class _FusedChunkKD(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, head):
-        gradients = (
-            HeadGradients(hidden, weight, True, head.loss_gradient is not None)
-            if head.with_gradient
-            else None
-        )
+        gradients = None
+        if head.with_gradient:
+            gradients = HeadGradients(hidden, weight, True, head.loss_gradient is not None)
         sums = _no_sums(hidden)
         for chunks in slice_ranges(head.chunks, head.most_rows):
             piece = ChunkSlice.of(head.chunks, chunks, head.call.vocabulary)
@@ -213,9 +192,6 @@ class _FusedChunkKD(torch.autograd.Function):
 
 def _no_sums(hidden: Tensor) -> dict[str, Tensor]:
     """Return zeros for the fields of `ChunkOutput` except the loss."""
-    number, count = (
-        hidden.new_zeros((), dtype=compute_dtype(hidden)),
-        torch.zeros((), dtype=torch.int64, device=hidden.device),
-    )
+    number, count = (hidden.new_zeros((), dtype=dtype) for dtype in (compute_dtype(hidden), torch.int64))
     names = [field.name for field in fields(ChunkOutput) if field.name != "loss"]
     return {name: count if name.startswith("num_") else number for name in names}

@@ -33,19 +33,18 @@ class LossCall:
     passes: ModuleType  # over logits: `chunk_torch_passes`, or on GPUs `chunk_triton_passes`
     tp_group: dist.ProcessGroup | None
 
+    # This rank's columns of the vocabulary's masks: [w_s], [w_t], [w_s] bool.
+
     @property
     def student_real(self) -> Tensor:
-        """This rank's columns of the mask, [w_s] bool."""
         return self.vocabulary.student_real[self.vocabulary.rank]
 
     @property
     def teacher_real(self) -> Tensor:
-        """This rank's columns of the mask, [w_t] bool."""
         return self.vocabulary.teacher_real[self.vocabulary.rank]
 
     @property
     def common(self) -> Tensor:
-        """This rank's columns of the mask, [w_s] bool."""
         return self.vocabulary.common[self.vocabulary.rank]
 
     @cached_property
@@ -70,18 +69,13 @@ class LossCall:
         return logits if self.settings.temperature == 1.0 else logits / self.settings.temperature
 
     def gather(self, **local: Tensor) -> dict[str, Tensor]:
-        """Return each tensor with a first dimension of ranks: one all-gather over the tensor-parallel group.
-
-        There is no backward.
-        """
+        """Return each tensor with a first dimension of ranks, by one all-gather; no backward."""
         shapes = {name: tensor.shape for name, tensor in local.items()}
         flat = torch.cat([tensor.reshape(-1) for tensor in local.values()])
         gathered = gather_statistics(flat[None], self.tp_group)[:, 0]
         parts = gathered.split([math.prod(shape) for shape in shapes.values()], dim=1)
-        return {
-            name: part.reshape(len(part), *shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        named = zip(shapes.items(), parts, strict=True)
+        return {name: part.reshape(len(part), *shape) for (name, shape), part in named}
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum over the tensor-parallel group by one all-reduce, in place; no backward."""
@@ -102,33 +96,21 @@ def log_sum_exp(values: Tensor, columns: Tensor) -> Tensor:
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Return values[i, columns[i]], [n]; LOWEST if the column is another rank's (= w)."""
     width = values.shape[1]
-    return (
-        values.gather(1, columns.clamp(max=width - 1)[:, None])
-        .squeeze(1)
-        .masked_fill(columns == width, LOWEST)
-    )
+    found = values.gather(1, columns.clamp(max=width - 1)[:, None]).squeeze(1)
+    return found.masked_fill(columns == width, LOWEST)
 
 
 def log_split(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ln of the shares of exp(inside) and of exp(outside) in their sum.
-
-    Both are exact where they are small.
-    """
+    """Return ln of the shares of exp(inside) and exp(outside) in their sum, exact where they are small."""
     softplus = torch.nn.functional.softplus
     return -softplus(outside - inside), -softplus(inside - outside)
 
 
 def log_rest(chain: Tensor, outside: Tensor) -> Tensor:
-    """Return ln(1 - e^b + e^b r), [c].
-
-    `chain` is b, ln p of the other tokens, and `outside` is ln r, the rest of the base row.
-    """
+    """Return ln(1 - e^b + e^b r), [c]; `chain` is b, ln p of the other tokens, and `outside` ln r."""
     return torch.logaddexp((-torch.expm1(chain)).log(), chain + outside).clamp(min=FLOOR)
 
 
 def write_scaled(logits: Tensor, gradient: Tensor, scale: Tensor) -> None:
-    """Overwrite logits [n, w] with gradient [n, w] * scale [n], exactly 0 where scale is 0.
-
-    The gradient is fp32 or fp64, and is overwritten too.
-    """
+    """Overwrite logits [n, w] with gradient [n, w] * scale [n], 0 where scale is 0; gradient changes too."""
     logits.copy_(clear_rows(gradient.mul_(scale[:, None]), scale == 0))

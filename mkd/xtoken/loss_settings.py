@@ -32,17 +32,13 @@ class ChunkLossSettings:
     divergence: Divergence = KLMixture(forward=1.0, reverse=0.0)  # see `build_divergence`
     temperature: float = 1.0  # logits of both models are divided by it, those of realised tokens too
     temperature_scaling: str = "squared"  # s(T): "squared" or "none"
-    # partition_kl: a 1-1 chunk's support is the teacher's k likeliest common tokens, with ties; None: all
-    top_k: int | None = None
+    top_k: int | None = None  # partition_kl: the teacher's likeliest common tokens of a 1-1 chunk, and ties
 
     def __post_init__(self) -> None:
         if self.loss not in XTOKEN_LOSSES:
-            known = ", ".join(XTOKEN_LOSSES)
+            do = f"choose one of: {', '.join(XTOKEN_LOSSES)}"
             raise UsageError(
-                f"xtoken loss is {self.loss!r}",
-                "mkd has no such loss",
-                f"choose one of: {known}",
-                code="kd-rule-unknown",
+                f"xtoken loss is {self.loss!r}", "mkd has no such loss", do, code="kd-rule-unknown"
             )
         require_temperature("temperature", self.temperature, self.temperature_scaling)
         if self.top_k is not None and self.top_k < 1:

@@ -27,24 +27,20 @@ def one_to_one(student: Tensor, teacher: Tensor, scale: Tensor | None, call: Los
     With `scale` [c] overwrite the student's with scale * dL/d(z/T). Tensor-parallel group: one all-gather of
     [4, c] and one all-reduce of [<= 2, c]; with top_k another all-gather of [k, c].
     """
-    passes, lowest = call.passes, _lowest_of_top_k(teacher, call)
+    passes, divergence, lowest = call.passes, call.settings.divergence, _lowest_of_top_k(teacher, call)
     sums = call.gather(sums=passes.support_sums(student, teacher, lowest, call))["sums"].logsumexp(dim=0)
     masses = _Masses.of(sums, call)
     normalisers = masses.student_total, masses.teacher_total
     totals = call.sum(passes.support_parts(student, teacher, lowest, normalisers, call))
     if has_rest(call):
-        totals = totals + torch.stack(
-            call.settings.divergence.parts(masses.teacher_rest, masses.student_rest)
-        )
+        totals = totals + torch.stack(divergence.parts(masses.teacher_rest, masses.student_rest))
     if scale is not None:
-        mean = call.settings.divergence.mean_slope(totals) + torch.zeros_like(normalisers[0])
-        beside = (
-            call.settings.divergence.slope(masses.teacher_rest, masses.student_rest) - mean
-            if has_rest(call)
-            else torch.zeros_like(mean)
-        )
+        mean = divergence.mean_slope(totals) + torch.zeros_like(normalisers[0])
+        beside = torch.zeros_like(mean)
+        if has_rest(call):
+            beside = divergence.slope(masses.teacher_rest, masses.student_rest) - mean
         passes.write_support_gradient(student, teacher, lowest, normalisers, (-mean, beside), scale, call)
-    return call.settings.divergence.value(totals)
+    return divergence.value(totals)
 
 
 def has_rest(call: LossCall) -> bool:

@@ -33,7 +33,7 @@ def projected(
     Tensor-parallel group: an all-gather of row sums, a reduce-scatter of [tp * k, c] for each map, two
     all-reduces of a few rows of c; for the gradient an all-gather of [k, c] and an all-reduce of [n].
     """
-    projection = call.vocabulary.projection
+    projection, divergence = call.vocabulary.projection, call.settings.divergence
     with_rest = projection.student_rest and projection.teacher_rest
     s_values, t_values = call.scaled(student), call.scaled(teacher)
     sums = call.gather(s=log_sum_exp(s_values, call.student_real), t=log_sum_exp(t_values, call.teacher_real))
@@ -45,30 +45,25 @@ def projected(
     supported = projection.supported[:, None]
     their_rest = their_lost + theirs.masked_fill(supported, 0.0).sum(dim=0)
     their_kept = theirs.masked_fill(~supported, 0.0).sum(dim=0)
-    kept, lost, their_kept, their_rest = call.sum(
-        torch.stack([ours.sum(dim=0), lost, their_kept, their_rest])
-    )
+    masses = torch.stack([ours.sum(dim=0), lost, their_kept, their_rest])
+    kept, lost, their_kept, their_rest = call.sum(masses)
     log_s, log_t = _log(ours), _log(theirs)
     if not with_rest:
         log_s, log_t = log_s - kept.log(), log_t - their_kept.log()
-    parts = [
-        part.masked_fill_(~supported, 0.0).sum(dim=0) for part in call.settings.divergence.parts(log_t, log_s)
-    ]
+    parts = [part.masked_fill_(~supported, 0.0).sum(dim=0) for part in divergence.parts(log_t, log_s)]
     totals = call.sum(torch.stack(parts))
     if with_rest:
-        totals = totals + torch.stack(call.settings.divergence.parts(_log(their_rest), _log(lost)))
+        totals = totals + torch.stack(divergence.parts(_log(their_rest), _log(lost)))
     if scale is not None:
-        mean = call.settings.divergence.mean_slope(totals)
-        by_class = (call.settings.divergence.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
-        by_rest = (
-            call.settings.divergence.slope(_log(their_rest), _log(lost)) - mean
-            if with_rest
-            else torch.zeros_like(mean)
-        )
-        by_class = by_class if with_rest else by_class / kept
+        mean = divergence.mean_slope(totals)
+        by_class = (divergence.slope(log_t, log_s) - mean).masked_fill_(~supported, 0.0)
+        if with_rest:
+            by_rest = divergence.slope(_log(their_rest), _log(lost)) - mean
+        else:
+            by_class, by_rest = by_class / kept, torch.zeros_like(mean)
         by_mean = _by_columns(projection.student, by_class, by_rest, call)
         write_scaled(student, _softmax_gradient(p, by_mean, piece.student, call), scale[piece.student.chunks])
-    return call.settings.divergence.value(totals)
+    return divergence.value(totals)
 
 
 def prefix_kl(
@@ -124,9 +119,7 @@ def _log(masses: Tensor) -> Tensor:
 
 def _sparse_product(matrix: Tensor, dense: Tensor) -> Tensor:
     """Multiply [a, b] sparse CSR fp32 by [b, c] -> [a, c]."""
-    return torch.sparse.mm(
-        matrix if dense.dtype == matrix.dtype else matrix.to(dense.dtype), dense.contiguous()
-    )
+    return torch.sparse.mm(matrix.to(dense.dtype), dense.contiguous())
 
 
 def _on_classes(means: Tensor, classes: ClassMap | None, call: LossCall) -> tuple[Tensor, Tensor]:

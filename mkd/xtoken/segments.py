@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def sum_segments(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return [size, ...]: the sum of the `values` [n, ...] with each `index` [n] int64, ascending.
-
-    An index without values gets 0.
-    """
+    """Return [size, ...]: the sum, or 0, of the `values` [n, ...] of each `index` [n] int64, ascending."""
     return _reduced("sum", _lengths(index, size), values, 0.0)
 
 
@@ -39,6 +36,5 @@ def _lengths(index: Tensor, size: int) -> Tensor:
 
 def _reduced(how: str, lengths: Tensor, values: Tensor, initial: float) -> Tensor:
     """Reduce segments; `unsafe` skips a check of the lengths, for which the host would wait."""
-    return torch.segment_reduce(
-        values.contiguous(), how, lengths=lengths, axis=0, unsafe=True, initial=initial
-    )
+    options = dict(lengths=lengths, axis=0, unsafe=True, initial=initial)
+    return torch.segment_reduce(values.contiguous(), how, **options)

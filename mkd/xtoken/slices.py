@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.xtoken.chunks import KINDS, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE, ChunkBatch, ChunkSide
+from mkd.xtoken.chunks import KINDS, ONE_TO_ONE, ChunkBatch, ChunkSide
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
 
 
@@ -56,9 +56,8 @@ class SideRows:
     def at_starts(self) -> SideRows:
         """Return the first token of each chunk alone."""
         index, none = torch.arange(len(self.starts), device=self.starts.device), self.others[:0]
-        return SideRows(
-            self.hidden_rows[self.starts], self.places[self.starts], index, index, index, none, none
-        )
+        rows, places = self.hidden_rows[self.starts], self.places[self.starts]
+        return SideRows(rows, places, index, index, index, none, none)
 
 
 @dataclass(frozen=True)
@@ -73,21 +72,10 @@ class ChunkSlice:
     pair_student: Tensor  # [p] int64, places
     pair_teacher: Tensor  # [p] int64, places
 
-    @property
-    def student_is_single(self) -> bool:
-        """True if each chunk is one token of the student."""
-        return self.kind in (ONE_TO_ONE, ONE_TO_MANY)
-
-    @property
-    def teacher_is_single(self) -> bool:
-        """True if each chunk is one token of the teacher."""
-        return self.kind in (ONE_TO_ONE, MANY_TO_ONE)
-
     def at_starts(self) -> ChunkSlice:
         """Return the first tokens of each chunk alone."""
-        return replace(
-            self, kind=ONE_TO_ONE, student=self.student.at_starts(), teacher=self.teacher.at_starts()
-        )
+        student, teacher = self.student.at_starts(), self.teacher.at_starts()
+        return replace(self, kind=ONE_TO_ONE, student=student, teacher=teacher)
 
     @classmethod
     def of(cls, batch: ChunkBatch, chunks: range, vocabulary: ChunkVocabulary) -> ChunkSlice:
@@ -105,17 +93,12 @@ class ChunkSlice:
 
 
 def slice_ranges(batch: ChunkBatch, most_rows: int) -> Iterator[range]:
-    """Yield ranges of chunks of one kind with at most `most_rows` tokens on either side.
-
-    Each range has at least one chunk.
-    """
+    """Yield ranges of at least one chunk, of one kind, with at most `most_rows` tokens on either side."""
     offsets = batch.student.host_offsets, batch.teacher.host_offsets
     for kind in KINDS:
         first, end = (int(i) for i in np.searchsorted(batch.kinds, (kind, kind + 1)))
         while first < end:
-            fitting = (
-                int(np.searchsorted(side, side[first] + most_rows, side="right")) - 1 for side in offsets
-            )
-            last = min(end, max(first + 1, min(fitting)))
+            fitting = (np.searchsorted(side, side[first] + most_rows, side="right") for side in offsets)
+            last = min(end, max(first + 1, int(min(fitting)) - 1))
             yield range(first, last)
             first = last

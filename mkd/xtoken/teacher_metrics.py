@@ -1,7 +1,4 @@
-"""Metrics of the teacher: how sure it is of the chunks' tokens, and how often the student agrees.
-
-The student agrees if its first choice is the teacher's.
-"""
+"""How sure the teacher is of the chunks' tokens, and how often the student's first choice is its own."""
 
 from __future__ import annotations
 

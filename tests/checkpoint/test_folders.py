@@ -6,6 +6,7 @@ import pytest
 
 from mkd.checkpoint.folders import MEGATRON_FILE, POINTER, find_checkpoint
 from mkd.errors import CheckpointError
+from tests.reported import refused
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def test_what_is_found(path, step, found, directory):
 
 
 @pytest.mark.parametrize(
-    ("path", "step", "text"),
-    [(".", 3, "there is no .*iter_0000003"), ("iter_0000001", 2, "asks for iteration 2")],
+    ("path", "step", "code"),
+    [(".", 3, "checkpoint-not-found"), ("iter_0000001", 2, "checkpoint-step-ambiguous")],
 )
-def test_what_is_not_there(path, step, text, directory):
-    with pytest.raises(CheckpointError, match=text):
+def test_what_is_not_there(path, step, code, directory):
+    with refused(code, CheckpointError):
         find_checkpoint((directory / path).resolve(), step)

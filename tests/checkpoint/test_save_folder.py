@@ -14,6 +14,7 @@ import pytest
 from mkd.checkpoint.save_folder import LOCK_FILE, WriterLock, lock_folder
 from mkd.errors import CheckpointError
 from tests.checkpoint.tiny_saves import run_forked
+from tests.reported import refused
 
 SELF = {"host": socket.gethostname(), "pid": os.getpid(), "slurm_job": None}
 
@@ -84,5 +85,5 @@ def test_without_locks_of_the_file_system_the_text_decides(holder, job, is_free,
     if is_free:
         WriterLock.take(tmp_path).release()
     else:
-        with pytest.raises(CheckpointError, match="is the save folder of another run"):
+        with refused("save-in-use", CheckpointError):
             WriterLock.take(tmp_path)

@@ -81,7 +81,7 @@ def _rank(rank, world_size, store, pipe, fault, function, args):
         with injected(fault):
             pipe.send(function(context, *args))
     except MkdError as error:
-        pipe.send((str(error), time.monotonic() - start))
+        pipe.send((error.report(), time.monotonic() - start))
     pipe.close()
     os._exit(0)
 

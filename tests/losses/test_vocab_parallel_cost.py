@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mkd.errors import UsageError
 from mkd.losses import KDObjective, torch_rows, vocab_parallel_kd
 from tests.losses.objectives import objective_of
+from tests.reported import refused
 
 ROWS, WIDTH = 64, 96
 
@@ -132,53 +133,38 @@ def test_gradient_over_the_logits_when_allowed():
 
 
 @pytest.mark.parametrize(
-    ("settings", "what", "do"),
+    ("settings", "code"),
     [
-        (dict(kd_ratio=1.5), "kd-ratio is 1.5", "choose a value from 0"),
-        (dict(temperature=0.0), "kd-temperature is 0.0", "choose a finite value above 0"),
-        (dict(temperature=float("nan")), "kd-temperature is nan", "choose a finite value above 0"),
-        (
-            dict(temperature_scaling="cubed"),
-            "kd-temperature-scaling is 'cubed'",
-            "choose one of: none, squared",
-        ),
-        (
-            dict(student_vocab_size=500),
-            "student_vocab_size is 500, the logits have 96 columns",
-            "from 1 to 96",
-        ),
-        (dict(teacher_vocab_size=97), "teacher_vocab_size is 97, the logits have 96 columns", "from 1 to 96"),
-        (dict(student_vocab_size=0), "student_vocab_size is 0", "from 1 to 96"),
-        (
-            dict(teacher_vocab_size=None),
-            "kd-ratio is 0.5 but there are no teacher logits",
-            "set kd-ratio to 0",
-        ),
+        (dict(kd_ratio=1.5), "kd-ratio-out-of-range"),
+        (dict(temperature=0.0), "kd-temperature-out-of-range"),
+        (dict(temperature=float("nan")), "kd-temperature-out-of-range"),
+        (dict(temperature_scaling="cubed"), "kd-rule-unknown"),
+        (dict(student_vocab_size=500), "logits-columns-too-few"),
+        (dict(teacher_vocab_size=97), "logits-columns-too-few"),
+        (dict(student_vocab_size=0), "logits-columns-too-few"),
+        (dict(teacher_vocab_size=None), "kd-teacher-logits-missing"),
     ],
 )
-def test_user_errors_say_what_why_and_do(settings, what, do):
+def test_settings_that_make_no_loss_are_refused(settings, code):
     settings = dict(student_vocab_size=80, teacher_vocab_size=90) | settings
-    with pytest.raises(UsageError) as caught:
+    with refused(code, UsageError):
         vocab_parallel_kd(*tensors(), KDObjective(**settings), tp_group=None)
-    assert caught.value.what.startswith(what)
-    assert caught.value.why
-    assert do in caught.value.do
 
 
 def test_missing_teacher():
     student, _, labels, mask = tensors()
-    with pytest.raises(UsageError, match="no teacher logits"):
+    with refused("kd-teacher-logits-missing", UsageError):
         vocab_parallel_kd(student, None, labels, mask, KDObjective(80, 90), tp_group=None)
 
 
 def test_broken_invariants():
     student, teacher, labels, mask = tensors()
     settings = dict(objective=KDObjective(80, 90), tp_group=None)
-    with pytest.raises(AssertionError, match="pad both LM heads to the same vocabulary width"):
+    with pytest.raises(AssertionError):
         vocab_parallel_kd(student, teacher[:, :90], labels, mask, **settings)
-    with pytest.raises(AssertionError, match="the teacher is frozen"):
+    with pytest.raises(AssertionError):
         vocab_parallel_kd(student, teacher.clone().requires_grad_(), labels, mask, **settings)
-    with pytest.raises(AssertionError, match=r"labels \(63,\) do not fit"):
+    with pytest.raises(AssertionError):
         vocab_parallel_kd(student, teacher, labels[1:], mask, **settings)
-    with pytest.raises(AssertionError, match=r"loss_mask \(63,\) does not fit"):
+    with pytest.raises(AssertionError):
         vocab_parallel_kd(student, teacher, labels, mask[1:], **settings)

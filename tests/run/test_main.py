@@ -46,7 +46,8 @@ def files(tmp_path_factory):
 @torch.no_grad()
 def mkd_logits(hf: Path, checkpoint: Path | None):
     """Return logits of `IDS` [40, vocabulary] by mkd's model of `hf`, with its weights or a checkpoint's."""
-    from mkd.checkpoint.distributed import TrainingState, find_checkpoint, load_checkpoint
+    from mkd.checkpoint.distributed import TrainingState, load_checkpoint
+    from mkd.checkpoint.folders import find_checkpoint
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_model_parts
     from mkd.models.transformer_config import ModelOptions

@@ -77,7 +77,6 @@ def test_layers_that_do_not_divide(files, ranks):
         flags(files, "layers", "--pipeline-model-parallel-size", 2),
         USAGE,
         "layers-not-divisible",
-        "do:  use --teacher-pipeline-layout 2,1",
         world_size=2,
     )
 
@@ -88,15 +87,10 @@ def test_batch_arithmetic(files, ranks):
         flags(files, "batch", "--global-batch-size", 9, "--micro-batch-size", 2),
         USAGE,
         "batch-not-divisible",
-        "do:  use 8 or 12",
         world_size=2,
     )
     assert_refused(
-        ranks,
-        flags(files, "batch", "--tensor-model-parallel-size", 4),
-        USAGE,
-        "world-not-divisible",
-        "multiple of 4",
+        ranks, flags(files, "batch", "--tensor-model-parallel-size", 4), USAGE, "world-not-divisible"
     )
 
 
@@ -137,16 +131,7 @@ def test_problems_of_one_model_are_counted_with_the_others(files, ranks):
 def test_no_teacher_no_data_no_steps(files, ranks):
     argv = flags(files, "none", "--train-iters", 0, teacher_hf=None, data_path=None)
     assert_refused(
-        ranks,
-        argv,
-        USAGE,
-        "3 problems:",
-        "train-iters is 0",
-        "do:  give --train-iters N",
-        "no teacher is given, but kd-ratio is 0.5",
-        "or --kd-ratio 0 for plain training",
-        "no training data is given",
-        "do:  give --data-path PATH",
+        ranks, argv, USAGE, "3 problems:", "train-iters-missing", "teacher-missing", "data-path-missing"
     )
 
 
@@ -157,12 +142,8 @@ def test_another_tokenizer(files, ranks):
         ranks,
         flags(files, "tokenizer", teacher_hf="stranger"),
         USAGE,
-        f"teacher {files / 'stranger'} has another tokenizer than the student: id ",
-        " here, ",
-        " there",
-        "why: distillation compares the two models id by id",
-        "do:  use a teacher of the same tokenizer, or compare them on aligned text: "
-        "--xtoken-loss partition_kl",
+        "tokenizers-differ",
+        str(files / "stranger"),
     )
 
 
@@ -172,27 +153,24 @@ def test_missing_data_file(files, ranks):
         ranks,
         flags(files, "missing", data_path="nothing.jsonl"),
         DATA,
-        f"--data-path {files / 'nothing.jsonl'}: nothing found",
-        "do:  check the path",
+        "data-path-not-found",
+        str(files / "nothing.jsonl"),
         world_size=2,
     )
 
 
 @pytest.mark.parametrize(
-    "line, texts",
+    "line, code",
     [
-        (
-            '{"text": "cut',
-            ("not valid JSON", "every line must be one complete JSON object", "do:  repair or remove"),
-        ),
-        ('{"txt": "misspelt"}', ("no known keys (found: 'txt')", "do:  rename the keys of the file")),
-        ('{"text": 5}', ("text is a number", "why: it must be a string")),
+        ('{"text": "cut', "record-not-json"),
+        ('{"txt": "misspelt"}', "record-without-known-keys"),
+        ('{"text": 5}', "record-field-not-text"),
     ],
 )
 @pytest.mark.fault(24)
-def test_malformed_line(line, texts, files, ranks):
+def test_malformed_line(line, code, files, ranks):
     path = write_records(files / "bad.jsonl", {"text": "fine"}, "", line, {"text": "fine too"})
-    assert_refused(ranks, flags(files, "malformed", data_path="bad.jsonl"), DATA, f"{path}:3: ", *texts)
+    assert_refused(ranks, flags(files, "malformed", data_path="bad.jsonl"), DATA, f"{path}:3: ", code)
 
 
 @pytest.mark.fault(35)
@@ -202,9 +180,7 @@ def test_all_tokens_masked(files, ranks):
         ranks,
         flags(files, "masked", "--no-append-eod", data_path="masked.jsonl"),
         DATA,
-        ": no loss tokens",
-        "why: all tokens of its 3 documents that could be labels are masked",
-        "completions are not empty",
+        "corpus-without-loss-tokens",
     )
 
 
@@ -217,9 +193,8 @@ def test_token_ids_that_the_models_do_not_know(files, ranks):
         ranks,
         flags(files, "wide", data_path="wide"),
         DATA,
-        f"{files / 'wide'}.bin: document 1 has token id 307, the model knows 0 to 306",
-        "why: the corpus was made with another tokenizer, or the file is damaged",
-        "tools/preprocess_data.py",
+        "corpus-token-beyond-vocabulary",
+        "document 1 has token id 307, the model knows 0 to 306",
     )
 
 
@@ -228,9 +203,8 @@ def test_missing_model_folder(files, ranks):
         ranks,
         flags(files, "folder", teacher_hf="nowhere"),
         CHECKPOINT,
-        f"{str(files / 'nowhere')!r} is neither a model folder nor a Hugging Face model "
-        "that can be downloaded",
-        "do:  check the path",
+        "hf-model-not-found",
+        str(files / "nowhere"),
     )
 
 
@@ -245,17 +219,16 @@ def test_weight_map_that_leaves_the_folder(files, ranks):
         ranks,
         flags(files, "escape", teacher_hf="escape"),
         CHECKPOINT,
-        "weight_map sends tensor model.norm.weight to '../student/model-00001-of-00002.safetensors'",
-        "why: it must be the plain name of a .safetensors file in the same folder",
-        "do:  do not use this checkpoint unless you know who made it",
+        "hf-shard-outside-folder",
+        "model.norm.weight",
     )
 
 
 @pytest.mark.parametrize(
     "pointer, text",
     [
-        ("garbage", "latest_checkpointed_iteration.txt holds 'garbage', not an iteration"),
-        ("7", "iter_0000007 is missing"),
+        ("garbage", "latest_checkpointed_iteration.txt holds 'garbage'"),
+        ("7", "iter_0000007"),
         (None, "latest_checkpointed_iteration.txt is missing"),
     ],
 )
@@ -266,9 +239,7 @@ def test_damaged_pointer(pointer, text, files, ranks):
     if pointer is not None:
         (folder / "latest_checkpointed_iteration.txt").write_text(pointer)
     argv = flags(files, "pointer", "--load", folder)
-    assert_refused(
-        ranks, argv, CHECKPOINT, f"{folder} holds no checkpoint that is whole", text, "do:  take --load away"
-    )
+    assert_refused(ranks, argv, CHECKPOINT, "checkpoint-none-whole", str(folder), text)
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +269,7 @@ def test_damaged_checkpoint(name, content, saved, files, ranks, tmp_path):
     if content is not None:
         path.write_bytes(content)
     argv = flags(files, "damaged", "--train-iters", 3, "--load", tmp_path / "damaged")
-    assert_refused(
-        ranks, argv, CHECKPOINT, "holds no checkpoint that is whole", str(path), "do:  take --load away"
-    )
+    assert_refused(ranks, argv, CHECKPOINT, "checkpoint-none-whole", str(path))
 
 
 def test_checkpoint_of_another_model(saved, files, ranks):
@@ -309,25 +278,22 @@ def test_checkpoint_of_another_model(saved, files, ranks):
         ranks,
         argv,
         CHECKPOINT,
-        "iter_0000002 is a checkpoint of another model: it has family qwen3 instead of llama",
+        "checkpoint-of-another-model",
         "num_layers 2 instead of 3, hidden_size 48 instead of 72, ",
-        "do:  name the Hugging Face folder that it was made from",
     )
 
 
 @pytest.mark.parametrize("flag", ["--log-dir", "--save", "--export-hf"])
 def test_a_folder_that_cannot_be_made_ends_the_run_before_its_first_step(flag, files, ranks):
     argv = flags(files, "folders", flag, files / "text.jsonl" / "below")
-    assert_refused(
-        ranks, argv, USAGE, f"cannot make {files / 'text.jsonl' / 'below'}: ", "do:  choose another"
-    )
+    assert_refused(ranks, argv, USAGE, "folder-not-writable", str(files / "text.jsonl" / "below"))
 
 
 def test_config_that_is_no_object(files, ranks):
     shutil.copytree(files / "teacher", files / "list")
     write_records(files / "list" / "config.json", [])
     argv = flags(files, "list", teacher_hf="list")
-    assert_refused(ranks, argv, CHECKPOINT, f"{files / 'list' / 'config.json'} is not a JSON object")
+    assert_refused(ranks, argv, CHECKPOINT, "model-config-not-object", str(files / "list" / "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -347,13 +313,7 @@ def test_non_finite_loss_stops_before_the_update(role, value, world_size, more, 
     save, export = files / f"{name} save", files / f"{name} hf"
     argv = flags(files, f"{name} save", "--save", save, "--export-hf", export, *more, **{f"{role}_hf": name})
     assert_refused(
-        ranks,
-        argv,
-        NON_FINITE,
-        "loss sum nan, gradient norm nan",
-        "no parameter was changed in this step",
-        "check that the teacher and student weights are finite",
-        world_size=world_size,
+        ranks, argv, NON_FINITE, "step-not-finite", "loss sum nan, gradient norm nan", world_size=world_size
     )
     assert read_metrics(save) == []
     assert not list(save.glob("iter_*")) and not (save / "latest_checkpointed_iteration.txt").exists()

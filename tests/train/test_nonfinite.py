@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fault_injection import fault as injected
-from tests.reported import reported_text
+from tests.reported import reported_codes, reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.train.command import STUDENT, flags, make_files, read_metrics, run_main, with_fault, write_records
 
@@ -182,7 +182,6 @@ def test_abort_names_model_and_sample(models, more, culprit, files, ranks):
         f"iteration {found['iteration']}: loss sum nan, gradient norm nan; logits that are not finite: "
     )
     assert f"{culprit} in sample {sample}\n" in error and list(found["culprits"]) == [culprit]
-    assert "do:  look at these samples" in error and "--non-finite skip" in error
     assert (
         read_metrics(files / run)[-1:] == []
         or read_metrics(files / run)[-1]["iteration"] == found["iteration"] - 1
@@ -194,10 +193,7 @@ def test_skips_in_a_row_are_limited(files, ranks):
     argv = flags(files, "row", "--train-iters", 9, "--non-finite", "skip", "--max-non-finite-skips", 3)
     ((exit_code, stdout, stderr),) = ranks.run(with_fault, 1, argv, "nan@in_step")
     assert exit_code == 70
-    assert (
-        "4 steps in a row were not finite, the last is iteration 4: " in stderr
-        and "--max-non-finite-skips is 3" in stderr
-    )
+    assert reported_codes(stderr) == ["steps-not-finite"] and "4 steps in a row" in stderr
     assert (
         stdout.count("skipped the update of iteration") == 3
         and stdout.count("number of nan iterations:   1") == 3

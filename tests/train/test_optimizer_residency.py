@@ -117,7 +117,8 @@ def train(folder, flags, load=None, save=None, until=STEPS):
 
     Return gradient norms and a digest.
     """
-    from mkd.checkpoint.distributed import TrainingPosition, find_checkpoint, load_checkpoint, save_checkpoint
+    from mkd.checkpoint.distributed import load_checkpoint, save_checkpoint
+    from mkd.checkpoint.folders import TrainingPosition, find_checkpoint
 
     context, chunks, optimizer, state = build(folder, flags)
     first = 0

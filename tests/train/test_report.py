@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mkd.checkpoint.distributed import TrainingPosition
+from mkd.checkpoint.folders import TrainingPosition
 from mkd.train.report import Reporter
 from mkd.train.step import StepResult
 from mkd.train.sums import LossSums, TermSums

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from mkd.losses import HeadInput
 from mkd.platform import detect
-from mkd.xtoken.chunk_reference import DenseRelation, dense_chunk_kd
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide
 from mkd.xtoken.fused import ChunkOutput, fused_chunk_kd
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary
@@ -22,6 +21,7 @@ from mkd.xtoken.vocabulary.slots import TeacherSlots
 from mkd.xtoken.vocabulary.sparse import SparseMatrix
 from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
 from tests.losses.objectives import chunk_settings_of
+from tests.xtoken.chunk_reference import DenseRelation, dense_chunk_kd
 
 STUDENT_SIZE, TEACHER_SIZE = 6, 5  # of hidden states
 SHAPES = {0: (1, 1), 1: (1, 3), 2: (3, 1), 3: (2, 3)}  # tokens of a chunk of each kind

@@ -6,23 +6,22 @@ import pytest
 
 from mkd.errors import UsageError
 from mkd.xtoken.loss_settings import ChunkLossSettings
+from tests.reported import refused
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "code"),
     [
-        dict(loss="kl"),
-        dict(temperature=0.0),
-        dict(temperature=float("inf")),
-        dict(temperature_scaling="cubed"),
-        dict(top_k=0),
+        (dict(loss="kl"), "kd-rule-unknown"),
+        (dict(temperature=0.0), "kd-temperature-out-of-range"),
+        (dict(temperature=float("inf")), "kd-temperature-out-of-range"),
+        (dict(temperature_scaling="cubed"), "kd-rule-unknown"),
+        (dict(top_k=0), "xtoken-top-k-below-one"),
     ],
 )
-def test_refused(setting):
-    name = next(iter(setting)).split("_")[0]
-    with pytest.raises(UsageError, match=name) as error:
+def test_refused(setting, code):
+    with refused(code, UsageError):
         ChunkLossSettings(**setting)
-    assert error.value.why and error.value.do
 
 
 def test_weights_of_the_hybrid_losses():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -156,11 +156,7 @@ def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
         return [node]
     scope = _function_around(tree, call) or tree
     local = [one for one in ast.walk(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
-    found = [
-        one
-        for one in (*tree.body, *local)
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id
-    ]
+    found = [value for name, value in _assigned((*tree.body, *local)) if name == node.id]
     if not found:
         return [node]
     last = max(found, key=_line)
@@ -169,12 +165,22 @@ def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
         for one in ast.walk(scope)
         if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)
     ]
-    set_to = [one.value for one in found if one is last or any(_holds(branch, one) for branch in branches)]
+    set_to = [one for one in found if one is last or any(_holds(branch, one) for branch in branches)]
     return [
         one
         for value in set_to
         for one in ([value] if isinstance(value, ast.Name) else _values(tree, call, value))
     ]
+
+
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that statements assign, alone or in a tuple, and their values."""
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                yield from zip(map(ast.unparse, names), values, strict=False)
+            case ast.Assign(targets=[target], value=value):
+                yield ast.unparse(target), value
 
 
 def _holds(outer: ast.AST, inner: ast.AST) -> bool:

@@ -9,16 +9,9 @@ from pathlib import Path
 MODEL_ASSETS = ("config.json", "generation_config.json")
 SENTENCEPIECE_ASSET = "tokenizer.model"
 TOKENIZER_ASSETS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    SENTENCEPIECE_ASSET,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE_ASSET, "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 TEMPLATE_FOLDER = "additional_chat_templates"  # where a tokenizer keeps several templates
 TEMPLATES = "*.jinja"
@@ -27,14 +20,10 @@ TOKENIZER_PATTERNS = (*TOKENIZER_ASSETS, f"{TEMPLATE_FOLDER}/{TEMPLATES}")
 
 @dataclass(frozen=True)
 class HFAssets:
-    """Sources of the small files of a written model.
-
-    The tokenizer may come from another folder than the configuration.
-    """
+    """Sources of the small files of a written model; its tokenizer may come from another folder."""
 
     model: Path  # folder with config.json
-    # Folder with a tokenizer, or a SentencePiece file; None: the written model gets no tokenizer.
-    tokenizer: Path | None
+    tokenizer: Path | None  # folder with a tokenizer, or a SentencePiece file; None: no tokenizer
 
     @classmethod
     def of(cls, folder: str | Path) -> HFAssets:

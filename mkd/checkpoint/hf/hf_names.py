@@ -50,8 +50,7 @@ class TensorMap:
     shape: ModelShape
     layer: LayerShape | None  # None outside the decoder layers
     entry: Entry
-    # Without {layer}; with {expert} if the expert depends on the rank.
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...]  # without {layer}; with {expert} if the expert depends on the rank
     num_experts: int = 1  # experts of all ranks that a stacked parameter holds
 
     @property
@@ -76,10 +75,7 @@ class TensorMap:
         }
 
     def fits(self, shard_shape: tuple[int, ...], tp_size: int) -> bool:
-        """Return True if the ranks hold all blocks of the parameter, and only whole ones.
-
-        Each of `tp_size` ranks has a parameter of `shard_shape`.
-        """
+        """Return True if shards of `shard_shape` on `tp_size` ranks hold all blocks, and only whole ones."""
         if self.entry.stacks_experts:
             if not shard_shape or not shard_shape[0] or self.num_experts % shard_shape[0]:
                 return False
@@ -179,10 +175,7 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of a complete checkpoint, in model order.
-
-    A tied head is not listed.
-    """
+    """Return name -> shape of every tensor of a checkpoint, in model order, without a tied head."""
     embedding, norm, head = MODEL_TABLE.values()
     maps = [bind(shape, embedding)]
     for index, layer in enumerate(shape.layers):
@@ -209,9 +202,7 @@ def bind(
 
 
 def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> int:
-    assert entry.rule.experts is not None, (
-        f"the rule of {entry.tensors} does not say how many experts there are"
-    )
+    assert entry.rule.experts is not None, f"the rule of {entry.tensors} has no number of experts"
     return entry.rule.experts(shape, layer)
 
 

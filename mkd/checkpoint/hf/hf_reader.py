@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,13 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map, hf_tensor_shapes
-from mkd.errors import CheckpointError, ErrorList
+from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
+CHECK_CONFIG = "check config.json against the weights"
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
@@ -36,14 +39,9 @@ def resolve_hf(directory_or_id: str | Path, patterns: Sequence[str] = HUB_PATTER
     try:
         return Path(snapshot_download(str(directory_or_id), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # network, cache and "no such model"; not a valid id
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model that can be "
-            "downloaded",
-            reason[0],
-            "check the path, or download the model where there is a network and pass its folder",
-            code="hf-model-not-found",
-        ) from error
+        what = f"{str(directory_or_id)!r} is neither a model folder nor a Hugging Face model to download"
+        do = "check the path, or download the model where there is a network and pass its folder"
+        raise CheckpointError(what, first_line(error), do, code="hf-model-not-found") from error
 
 
 def contained_file(directory: Path, name: str) -> Path:
@@ -80,9 +78,8 @@ class TensorHeader:
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
-    Opening it reads headers only. `bytes_read` counts the tensor data handed out since. Raises
-    `CheckpointError` (several as one `ErrorList`) for a folder that is incomplete, damaged or not to be
-    trusted.
+    Opening it reads headers only; `bytes_read` counts the data handed out since. Raises `CheckpointError`s
+    for a folder that is incomplete, damaged or not to be trusted.
     """
 
     def __init__(self, directory: str | Path):
@@ -93,20 +90,14 @@ class HFCheckpoint:
         self.headers = self._read_headers(weight_map)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Return the slice `start .. start + length` along `dim` of a tensor.
-
-        The result is on the CPU, in the dtype on disk.
-        """
+        """Return the slice [start, start + length) of dimension `dim`, on the CPU in the dtype on disk."""
         data = self._files[self.headers[tensor].file].get_slice(tensor)
         part = data[(slice(None),) * dim + (slice(start, start + length),)]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Return the index: tensor name -> file name.
-
-        Return None for a single file, which takes precedence as in transformers.
-        """
+        """Return tensor name -> file name; None for a single file, which takes precedence over an index."""
         if (self.directory / SINGLE_FILE).exists():
             return None
         if not (self.directory / INDEX_FILE).exists():
@@ -116,20 +107,13 @@ class HFCheckpoint:
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             entries = list(weight_map.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is not an index of safetensors shards: {error!r}",
-                'it must hold {"weight_map": {tensor name: file name}}',
-                "download it again",
-                code="hf-index-not-valid",
-            ) from None
-        problems = [
-            _unsafe_entry(path, tensor, file) for tensor, file in entries if not _is_safe_basename(file)
-        ]
+            what = f"{path} is not an index of safetensors shards: {error!r}"
+            why = 'it must hold {"weight_map": {tensor name: file name}}'
+            raise CheckpointError(what, why, "download it again", code="hf-index-not-valid") from None
         if not entries:
-            problems = [
-                CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
-            ]
-        _raise_all(problems)
+            raise CheckpointError(f"{path} lists no tensors", "", "download it again", code="hf-index-empty")
+        unsafe = [one for one in entries if not (isinstance(one[1], str) and SAFE_NAME.fullmatch(one[1]))]
+        _raise_all([_unsafe_entry(path, tensor, file) for tensor, file in unsafe])
         return weight_map
 
     def _no_weights(self) -> CheckpointError:
@@ -149,51 +133,32 @@ class HFCheckpoint:
         )
 
     def _open_files(self, names: list[str]) -> dict[str, safe_open]:
-        files, problems = {}, []
-        for name in names:
-            path = self.directory / name
-            try:
-                files[name] = safe_open(contained_file(self.directory, name), framework="pt", device="cpu")
-            except CheckpointError as error:
-                problems.append(error)
-            except FileNotFoundError:
-                problems.append(
-                    CheckpointError(
-                        f"{path} is missing",
-                        f"{INDEX_FILE} lists it",
-                        "download the model again",
-                        code="hf-shard-missing",
-                    )
-                )
-            except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-                why = "the file is damaged, cut short or not readable"
-                problems.append(
-                    CheckpointError(
-                        f"{path} cannot be opened: {error}",
-                        why,
-                        "download it again",
-                        code="hf-shard-unreadable",
-                    )
-                )
+        problems: list[MkdError] = []
+        files = {name: collect_error(problems, partial(self._open, name)) for name in names}
         _raise_all(problems)
         return files
+
+    def _open(self, name: str) -> safe_open:
+        path = self.directory / name
+        try:
+            return safe_open(contained_file(self.directory, name), framework="pt", device="cpu")
+        except FileNotFoundError:
+            why, do = f"{INDEX_FILE} lists it", "download the model again"
+            raise CheckpointError(f"{path} is missing", why, do, code="hf-shard-missing") from None
+        except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            what, why = f"{path} cannot be opened: {error}", "the file is damaged, cut short or not readable"
+            raise CheckpointError(what, why, "download it again", code="hf-shard-unreadable") from None
 
     def _read_headers(self, weight_map: dict[str, str] | None) -> dict[str, TensorHeader]:
         stored = {name: set(file.keys()) for name, file in self._files.items()}
         if weight_map is None:
             weight_map = dict.fromkeys(sorted(stored[SINGLE_FILE]), SINGLE_FILE)
-        _raise_all(
-            [
-                CheckpointError(
-                    f"{self.directory / file} has no tensor {tensor}",
-                    f"{INDEX_FILE} lists it there",
-                    "download both again",
-                    code="hf-tensor-not-in-shard",
-                )
-                for tensor, file in weight_map.items()
-                if tensor not in stored[file]
-            ]
-        )
+        problems, why = [], f"{INDEX_FILE} lists it there"
+        for tensor, file in weight_map.items():
+            if tensor not in stored[file]:
+                what, do = f"{self.directory / file} has no tensor {tensor}", "download both again"
+                problems.append(CheckpointError(what, why, do, code="hf-tensor-not-in-shard"))
+        _raise_all(problems)
         headers = {}
         for tensor, file in weight_map.items():
             data = self._files[file].get_slice(tensor)
@@ -209,33 +174,22 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
     """
     expected = {tensor_prefix + name: full for name, full in hf_tensor_shapes(shape).items()}
     found = {name: header for name, header in checkpoint.headers.items() if name.startswith(tensor_prefix)}
-    allowed = (
-        {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]} if shape.tie_word_embeddings else {}
-    )
+    allowed = {}
+    if shape.tie_word_embeddings:
+        allowed = {tensor_prefix + LM_HEAD: expected[tensor_prefix + EMBEDDING]}
     where, problems = checkpoint.directory, []
     for name in expected.keys() - found.keys():
-        problems.append(
-            CheckpointError(
-                f"{where}: tensor {name} is missing",
-                "config.json calls for it",
-                "download the model again",
-                code="hf-tensor-missing",
-            )
+        what, why, do = (
+            f"{where}: tensor {name} is missing",
+            "config.json calls for it",
+            "download the model again",
         )
+        problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
+    why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
     for name in found.keys() - expected.keys() - allowed.keys():
         if not DERIVED_TENSOR.fullmatch(name):
-            why = (
-                f"a {shape.family} model as config.json describes it has no such weight: leaving it out "
-                "changes the model"
-            )
-            problems.append(
-                CheckpointError(
-                    f"{where}: tensor {name} is not expected",
-                    why,
-                    "check config.json against the weights",
-                    code="hf-tensor-unexpected",
-                )
-            )
+            what = f"{where}: tensor {name} is not expected"
+            problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
     for name, full in (expected | allowed).items():
         problems += _header_problems(where, name, full, found.get(name))
     _raise_all(sorted(problems, key=str))
@@ -247,19 +201,13 @@ def _header_problems(
     if header is None:
         return
     if header.shape != full:
-        yield CheckpointError(
-            f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}",
-            "config.json gives the sizes",
-            "check config.json against the weights",
-            code="hf-tensor-shape",
-        )
+        what = f"{where}: tensor {name} has shape {list(header.shape)}, expected {list(full)}"
+        yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-shape")
     if header.dtype not in FLOAT_DTYPES:
-        yield CheckpointError(
-            f"{where}: tensor {name} is stored as {header.dtype}",
-            f"mkd reads unquantised weights: {', '.join(sorted(FLOAT_DTYPES))}",
-            "use the original checkpoint of this model",
-            code="hf-tensor-dtype",
-        )
+        what = f"{where}: tensor {name} is stored as {header.dtype}"
+        why = f"mkd reads unquantised weights: {', '.join(sorted(FLOAT_DTYPES))}"
+        do = "use the original checkpoint of this model"
+        yield CheckpointError(what, why, do, code="hf-tensor-dtype")
 
 
 @torch.no_grad()
@@ -289,11 +237,8 @@ def load_hf_weights(
         for piece in pieces:
             source = _read_piece(checkpoint, tensor_prefix + piece.tensor, piece)
             piece.in_shard(parameter).copy_(source)
-            if (
-                piece.tensor == EMBEDDING
-                and shape.tie_word_embeddings
-                and tensor_prefix + LM_HEAD in checkpoint.headers
-            ):
+            is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
+            if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
 
 
@@ -314,33 +259,22 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 def map_part(
     parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
 ) -> dict[str, TensorMap]:
-    """Return the map of every parameter of a model part.
-
-    Raises `CheckpointError`s for parameters and tensors that have no counterpart.
-    """
+    """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
     maps = {name: find_map(shape, name, first_layer) for name in parameters}
-    problems = [
-        CheckpointError(
-            f"parameter {name} {list(parameters[name].shape)} has no source in a {shape.family} checkpoint",
-            "model and config.json differ (biases, norms, sizes or number of layers)",
-            "build the model from the checkpoint's own config.json",
-            code="hf-parameter-without-source",
-        )
-        for name, tensor_map in maps.items()
-        if tensor_map is None or not tensor_map.fits(tuple(parameters[name].shape), tp_size)
-    ]
+    problems, why = [], "model and config.json differ (biases, norms, sizes or number of layers)"
+    for name, tensor_map in maps.items():
+        own = tuple(parameters[name].shape)
+        if tensor_map is None or not tensor_map.fits(own, tp_size):
+            what = f"parameter {name} {list(own)} has no source in a {shape.family} checkpoint"
+            do = "build the model from the checkpoint's own config.json"
+            problems.append(CheckpointError(what, why, do, code="hf-parameter-without-source"))
     _raise_all(problems)
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
-    problems = [
-        CheckpointError(
-            f"the model has no parameter for tensor {tensor}",
-            "it would be left out silently",
-            code="hf-tensor-without-parameter",
-        )
-        for tensor in hf_tensor_shapes(shape)
-        if layer_of(tensor) in layers and tensor not in covered
-    ]
+    for tensor in hf_tensor_shapes(shape):
+        if layer_of(tensor) in layers and tensor not in covered:
+            what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
+            problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
     _raise_all(problems)
     return maps
 
@@ -351,26 +285,16 @@ def layer_of(tensor: str) -> int | None:
     return None if match is None else int(match.group(1))
 
 
-def _is_safe_basename(file: object) -> bool:
-    return (
-        isinstance(file, str)
-        and file.endswith(".safetensors")
-        and not file.startswith(".")
-        and not any(character in file for character in "/\\\0")
-    )
-
-
 def _unsafe_entry(path: Path, tensor: str, file: object) -> CheckpointError:
     return CheckpointError(
         f"{path}: weight_map sends tensor {tensor} to {file!r}",
-        "it must be the plain name of a .safetensors file in the same folder; a path could lead "
-        "anywhere on this machine",
+        "it must be the plain name of a .safetensors file in the same folder; a path could lead anywhere",
         "do not use this checkpoint unless you know who made it",
         code="hf-shard-outside-folder",
     )
 
 
-def _raise_all(problems: list[CheckpointError]) -> None:
+def _raise_all(problems: Sequence[MkdError]) -> None:
     """Raise one problem as itself and several as an `ErrorList`."""
     if len(problems) == 1:
         raise problems[0]

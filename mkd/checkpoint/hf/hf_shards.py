@@ -59,26 +59,17 @@ class ExportPlan:
     def index(self) -> str:
         """Return the text of the index file."""
         weight_map = {name: shard.file for shard in self.shards for name in shard.tensors}
-        content = {
-            "metadata": {"total_size": self.total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        metadata = {"total_size": self.total_bytes}
+        content = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         return json.dumps(content, indent=2) + "\n"
 
 
 def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_000_000_000) -> ExportPlan:
-    """Cut the model's tensors, in order, into files of at most `max_shard_bytes` of data.
-
-    A larger tensor gets its own file.
-    """
+    """Cut the tensors, in order, into files of at most `max_shard_bytes`; a larger one has its own file."""
     if dtype not in DTYPE_NAMES:
-        known = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NAMES)
-        raise UsageError(
-            f"cannot export {dtype}",
-            "Hugging Face weights are floating point",
-            f"use one of {known}",
-            code="export-dtype-not-supported",
-        )
+        do = f"use one of {', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
+        why = "Hugging Face weights are floating point"
+        raise UsageError(f"cannot export {dtype}", why, do, code="export-dtype-not-supported")
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, full in hf_tensor_shapes(shape).items():
@@ -95,10 +86,7 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
 
 
 def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> None:
-    """Write every shard under a partial name.
-
-    `tensors` are on the CPU, in the plan's order, shapes and dtype.
-    """
+    """Write all shards under partial names; `tensors` are on the CPU, in the plan's order and dtype."""
     stream = iter(tensors)
     for shard in plan.shards:
         with open(folder / (shard.file + PARTIAL_SUFFIX), "wb") as file:

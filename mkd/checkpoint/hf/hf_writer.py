@@ -27,6 +27,7 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 
 SHARD_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+OTHER_FOLDER = "choose another folder"
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class _Sources:
     def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
         owned: dict[str, Owner] = {}
         for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
-            for name, tensor_map in map_part(
-                parameters, self.shape, first_layer, self.context.tp_size
-            ).items():
+            maps = map_part(parameters, self.shape, first_layer, self.context.tp_size)
+            for name, tensor_map in maps.items():
                 owner = Owner(self.context.pp_rank, name, part, first_layer, tuple(parameters[name].shape))
                 for tensor in tensor_map.all_tensors:
                     owned.setdefault(tensor, owner)
@@ -100,19 +100,13 @@ class _Sources:
     def check(self, plan: ExportPlan) -> None:
         missing = [name for name, _ in plan.tensors() if name not in self.owners]
         if missing:
-            raise CheckpointError(
-                f"no pipeline stage holds {', '.join(missing[:5])}"
-                + (" and others" if len(missing) > 5 else ""),
-                "the export would be incomplete",
-                "export the model with the configuration that it was built from",
-                code="export-stage-missing",
-            )
+            some = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
+            what, why = f"no pipeline stage holds {some}", "the export would be incomplete"
+            do = "export the model with the configuration that it was built from"
+            raise CheckpointError(what, why, do, code="export-stage-missing")
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the whole tensor on global rank 0 (CPU), None elsewhere.
-
-        Collective over the first replica's ranks.
-        """
+        """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica."""
         owner, context = self.owners[tensor], self.context
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
         dim = tensor_map.entry.rule.dim
@@ -175,12 +169,10 @@ def _write(
         for file in out_dir.glob(f"model*{PARTIAL_SUFFIX}"):
             with contextlib.suppress(OSError):
                 file.unlink()
-        return CheckpointError(
-            f"the Hugging Face export to {out_dir} failed: {error}",
-            f"it needs {plan.total_bytes / 2**30:.2f} GiB",
-            "make room or choose another folder; the training checkpoint is not affected",
-            code="export-failed",
-        )
+        what = f"the Hugging Face export to {out_dir} failed: {error}"
+        why = f"it needs {plan.total_bytes / 2**30:.2f} GiB"
+        do = "make room or choose another folder; the training checkpoint is not affected"
+        return CheckpointError(what, why, do, code="export-failed")
     return None
 
 
@@ -220,33 +212,23 @@ def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | 
         return error
     differences = reference.differences(shape)
     if differences:
-        return CheckpointError(
-            f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}",
-            "the export takes its config.json from there",
-            "pass the Hugging Face folder that the model was built from",
-            code="export-of-another-model",
-        )
+        what = f"{assets.model / 'config.json'} describes another model: {', '.join(differences)}"
+        why = "the export takes its config.json from there"
+        do = "pass the Hugging Face folder that the model was built from"
+        return CheckpointError(what, why, do, code="export-of-another-model")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         overwritten = next(filter(out_dir.samefile, assets.folders), None)
         if overwritten is not None:
             what = f"the export would overwrite {overwritten}"
-            return CheckpointError(
-                what,
-                "its configuration or its tokenizer is copied from there",
-                "choose another folder",
-                code="export-overwrites-source",
-            )
+            why = "its configuration or its tokenizer is copied from there"
+            return CheckpointError(what, why, OTHER_FOLDER, code="export-overwrites-source")
         probe = out_dir / f"model{PARTIAL_SUFFIX}"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        return CheckpointError(
-            f"cannot write to {out_dir}: {error}",
-            "the export goes there",
-            "choose another folder",
-            code="export-folder-not-writable",
-        )
+        what, why = f"cannot write to {out_dir}: {error}", "the export goes there"
+        return CheckpointError(what, why, OTHER_FOLDER, code="export-folder-not-writable")
     return None
 
 

@@ -29,21 +29,14 @@ from mkd.losses.torch_rows import row_blocks
 
 def vocab_parallel_topk_kd(
     student_logits: Tensor,  # [..., w] bf16/fp32/fp64, this rank's columns of the padded vocabulary
-    # [..., k] int32/int64, distinct ids below both real sizes; not read at kd_ratio 0
-    teacher_ids: Tensor | None,
+    teacher_ids: Tensor | None,  # [..., k] int, distinct, below both real sizes; not read at kd_ratio 0
     teacher_logprobs: Tensor | None,  # [..., k] float, log-probabilities of these ids at `temperature`
     labels: Tensor,  # [...] int64, global vocabulary ids; any value where the mask is 0
     loss_mask: Tensor,  # [...] float or bool, weight of each row; 0 = no loss
+    objective: KDObjective,  # its divergence counts as forward KL, its temperature is that of the export
     *,
     tp_group: dist.ProcessGroup | None,  # None: the vocabulary is not split
-    student_vocab_size: int,
-    teacher_vocab_size: int | None = None,  # ids that the log-probabilities sum over (default: the student's)
-    kd_ratio: float = 0.5,
-    temperature: float = 1.0,
-    temperature_scaling: str = "squared",
-    with_ce_metric: bool = False,
-    # [..., 2] float, the teacher's cross entropy and entropy, to be summed
-    teacher_metrics: Tensor | None = None,
+    teacher_metrics: Tensor | None = None,  # [..., 2] float, the teacher's cross entropy and entropy
     overwrite_student_logits: bool = False,
 ) -> KDOutput:
     """Do as `vocab_parallel_kd`, with forward KL over k + 1 buckets: the teacher's ids, and the rest.
@@ -54,38 +47,18 @@ def vocab_parallel_topk_kd(
     temperature does not follow from them. CE is over the student's real ids at T = 1.
 
     Rows with mask 0 add exactly zero to every sum and to the gradient, whatever their logits, ids and labels
-    hold. Raises UsageError for values that make no loss (see `KDObjective`) or a missing teacher.
+    hold. Raises UsageError for a missing teacher.
     """
-    objective = KDObjective(
-        kd_ratio=kd_ratio,
-        temperature=temperature,
-        temperature_scaling=temperature_scaling,
-        with_ce_metric=with_ce_metric,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
     ids, logprobs = _teacher_rows(objective, teacher_ids, teacher_logprobs, student_logits.shape[:-1])
     width = student_logits.shape[-1]
     mask = loss_mask.reshape(-1).to(compute_dtype(student_logits))
-    loss, sums = _VocabParallelTopKKD.apply(
-        student_logits.reshape(-1, width),
-        ids,
-        logprobs,
-        labels.reshape(-1),
-        mask,
-        _shard(width, tp_group, objective),
-        objective,
-        tp_group,
-        overwrite_student_logits,
-    )
-    metrics = (
-        (None, None)
-        if teacher_metrics is None
-        else teacher_metrics.reshape(-1, 2).to(mask.dtype).unbind(dim=1)
-    )
-    return KDOutput(
-        loss=loss, teacher_ce=_total(metrics[0], mask), teacher_entropy=_total(metrics[1], mask), **sums
-    )
+    tensors = student_logits.reshape(-1, width), ids, logprobs, labels.reshape(-1), mask
+    settings = _shard(width, tp_group, objective), objective, tp_group, overwrite_student_logits
+    loss, sums = _VocabParallelTopKKD.apply(*tensors, *settings)
+    ce = entropy = None
+    if teacher_metrics is not None:
+        ce, entropy = teacher_metrics.reshape(-1, 2).to(mask.dtype).unbind(dim=1)
+    return KDOutput(loss=loss, teacher_ce=_total(ce, mask), teacher_entropy=_total(entropy, mask), **sums)
 
 
 def _teacher_rows(
@@ -101,11 +74,7 @@ def _teacher_rows(
             "give the loss a teacher, or set kd-ratio to 0",
             code="kd-teacher-rows-missing",
         )
-    assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (
-        tuple(ids.shape),
-        tuple(logprobs.shape),
-        tuple(rows),
-    )
+    assert ids.shape == logprobs.shape and ids.shape[:-1] == rows, (ids.shape, logprobs.shape, rows)
     assert 0 < ids.shape[-1] <= objective.num_shared_ids, "more ids than both models have"
     return ids.reshape(-1, ids.shape[-1]), logprobs.reshape(-1, ids.shape[-1])
 
@@ -117,10 +86,7 @@ def _shard(width: int, tp_group: dist.ProcessGroup | None, objective: KDObjectiv
 
 
 class _VocabParallelTopKKD(torch.autograd.Function):
-    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`).
-
-    It works through its rows block by block.
-    """
+    """([n, w], [n, k], [n, k], [n], [n], ...) -> (loss, other fields of `KDOutput`), in blocks of rows."""
 
     @staticmethod
     def forward(ctx, student, ids, logprobs, labels, loss_mask, shard, objective, tp_group, overwrite):
@@ -165,14 +131,12 @@ class _VocabParallelTopKKD(torch.autograd.Function):
             if objective.uses_teacher:
                 teacher = TeacherBuckets.of(logprobs[rows], loss_mask.dtype, objective)
                 weight = row_weight[rows] * (ratio * objective.scale)
-                kd = kd_gradient(
-                    student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight, shard, objective
-                )
+                part = student[rows], ids[rows], teacher, ctx.kd.rows(rows), weight
+                kd = kd_gradient(*part, shard, objective)
                 block[:, : kd.shape[1]] += kd
             if objective.uses_ce:
-                ce = ce_gradient(
-                    student[rows], labels[rows], ctx.ce, rows, row_weight[rows] * (1.0 - ratio), shard
-                )
+                weight = row_weight[rows] * (1.0 - ratio)
+                ce = ce_gradient(student[rows], labels[rows], ctx.ce, rows, weight, shard)
                 block[:, : ce.shape[1]] += ce
             # A weight of zero is not enough: a masked row may hold NaN.
             result[rows] = block.masked_fill_(no_loss[rows], 0.0)

@@ -34,10 +34,7 @@ def vocab_parallel_topk(
     vocab_size: int,  # ids that count; those beyond have no probability
     temperature: float = 1.0,
 ) -> TopK:
-    """Return the top k of the first `vocab_size` ids.
-
-    Communication: two all-gathers over the tensor-parallel group for every block of rows.
-    """
+    """Return the top k of the first `vocab_size` ids, by two all-gathers over TP for each block of rows."""
     assert 0 < k <= vocab_size
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     width = logits.shape[1]
@@ -62,10 +59,7 @@ def _local_topk(columns: Tensor, k: int, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(columns: Tensor, index: Tensor, count: int, temperature: float) -> Tensor:
-    """Return [5, n]: maximum, sums at T and at 1, mean of the centred logits at T = 1, logit of `index`.
-
-    The logit of column `index` is -inf if the column is on another rank.
-    """
+    """Return [5, n]: maximum, sums at T and 1, mean of centred logits at T = 1, logit of `index` or -inf."""
     plain = ShardSoftmax.of(columns, 1.0)
     mean = plain.centred().mul_(plain.probabilities).sum(dim=1)
     own = (index >= 0) & (index < count)

@@ -36,10 +36,7 @@ class TeacherBuckets:
 
     @classmethod
     def of(cls, logprobs: Tensor, dtype: torch.dtype, objective: KDObjective) -> TeacherBuckets:
-        """Build from stored log-probabilities [n, k].
-
-        If rounding makes them sum to more than 1, scale them down.
-        """
+        """Build from stored log-probabilities [n, k]; scale them down if they sum to more than 1."""
         has_rest = logprobs.shape[1] < objective.num_shared_ids
         log_p = logprobs.to(dtype)
         mass = log_p.exp().sum(dim=1)
@@ -55,10 +52,7 @@ def kd_statistics(
     shard: VocabShard,
     objective: KDObjective,
 ) -> dict[str, Tensor]:
-    """Return named [n] statistics of the divergence in the compute dtype.
-
-    `teacher_*` is the same on every rank.
-    """
+    """Return named [n] statistics in the compute dtype; `teacher_*` are the same on every rank."""
     temperature = objective.temperature
     logits = real_columns(student, shard.shared)
     own, index = _locate(ids, shard.start, shard.shared)
@@ -130,10 +124,7 @@ def kd_gradient(
     shard: VocabShard,
     objective: KDObjective,
 ) -> Tensor:
-    """Return row_weight * dKL / d student logits, [n, shard.shared] compute dtype, a new tensor.
-
-    Columns beyond those have a gradient of zero.
-    """
+    """Return row_weight * dKL/d logits, [n, shard.shared] compute dtype, a new tensor; 0 beyond."""
     if shard.shared == 0:
         return row_weight.new_zeros(student.shape[0], 0)
     temperature = objective.temperature
@@ -164,10 +155,7 @@ def ce_gradient(
     row_weight: Tensor,  # [n] compute dtype
     shard: VocabShard,
 ) -> Tensor:
-    """Return row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor.
-
-    Columns beyond those have a gradient of zero.
-    """
+    """Return row_weight * (softmax - one-hot), [n, shard.student] compute dtype, a new tensor; 0 beyond."""
     if shard.student == 0:
         return row_weight.new_zeros(student.shape[0], 0)
     _, index = _locate(labels[:, None], shard.start, shard.student)
@@ -178,22 +166,14 @@ def ce_gradient(
 
 
 def _locate(ids: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return (mask [n, k] of ids in [start, start + count), their local columns [n, k] int64).
-
-    The other ids get the spare column.
-    """
+    """Return (mask [n, k] of this shard's ids, local columns [n, k] int64, the spare one for the others)."""
     index = ids.long() - start
     own = (index >= 0) & (index < count)
     return own, index.masked_fill(~own, max(count, 1))
 
 
 def _with_spare_column(logits: Tensor) -> Tensor:
-    """Return a copy [n, c + 1] in the compute dtype.
-
-    Entries of other shards are scattered into the last column.
-    """
-    copy = torch.zeros(
-        logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits), device=logits.device
-    )
+    """Return a copy [n, c + 1] in the compute dtype; the last column takes the entries of other shards."""
+    copy = logits.new_zeros(logits.shape[0], logits.shape[1] + 1, dtype=compute_dtype(logits))
     copy[:, :-1] = logits
     return copy

@@ -1,12 +1,10 @@
-"""The interface of a teacher: one term of the loss.
-
-`loss` compares the student with the teacher on one micro-batch of the last stage.
-"""
+"""The interface of a teacher: a term of the loss that compares it with the student."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -15,11 +13,13 @@ from torch import Tensor
 from mkd.config.divergence import DivergenceSettings
 from mkd.config.schema import KDConfig, TeacherConfig
 from mkd.data.batch import PackedBatch
-from mkd.losses import build_divergence
+from mkd.losses import KDObjective, KDOutput, build_divergence
 from mkd.losses.scores import TokenScores
 from mkd.models.stage import DistillationStage, StageOutput
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import TermSums
+
+build_objective = cache(KDObjective)  # once per run, not for every micro-batch
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,7 @@ class Term(Protocol):
     factor: float  # in the loss
 
     def num_rows(self, batch: PackedBatch) -> int:
-        """Return the number of rows that the loss of a micro-batch sums over.
-
-        It counts the rows on all context-parallel ranks.
-        """
+        """Return how many rows a micro-batch's loss sums over, on all context-parallel ranks together."""
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         """Return the loss, a sum over rows that carries the graph, and the sums to report.
@@ -100,11 +97,15 @@ class PackScores:
     covered: Tensor  # [k] fp32, number of student tokens of the same text in each pack
 
 
-def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
-    """Return the fields of `KDObjective` and `ChunkLossSettings` that configure the divergence.
+def token_sums(output: KDOutput, given: LossInput, weight: Tensor) -> TermSums:
+    """Return the sums of a teacher that is compared at every loss token, `weight` in all."""
+    teacher = dict(ce=output.teacher_ce, entropy=output.teacher_entropy, top1_agreement=output.top1_agreement)
+    counts = dict(weight=weight, rows=given.num_loss_tokens, tokens=weight, compared=weight)
+    return TermSums(student_ce=output.ce, kd=output.kd, **teacher, **counts)
 
-    A setting of `teacher` takes precedence over that of `kd`.
-    """
+
+def divergence_settings(kd: KDConfig, teacher: TeacherConfig) -> dict[str, Any]:
+    """Return the fields of `KDObjective` that configure the divergence, those of `teacher` first."""
     chosen = DivergenceSettings.from_config(kd, teacher)
     return dict(
         temperature=kd.kd_temperature if teacher.temperature is None else teacher.temperature,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import PackedBatch
-from mkd.losses import HeadInput, KDObjective, KDOutput, fused_linear_kd
+from mkd.losses import HeadInput, KDOutput, fused_linear_kd
 from mkd.losses.scores import token_scores
 from mkd.train.sums import CROSS_ENTROPY, TermSums
-from mkd.train.teachers.base import LossInput, PackScores
+from mkd.train.teachers.base import LossInput, PackScores, build_objective, token_sums
 from mkd.xtoken.segments import sum_by
 
 
@@ -49,10 +49,7 @@ class SameTokens:
 
     @classmethod
     def from_average(cls, teachers: Sequence[SameTokens]) -> SameTokens:
-        """Return one teacher that is the weighted mean of the probabilities of `teachers`.
-
-        It is compared with the student as the first of them is.
-        """
+        """Return the weighted mean of the teachers' probabilities as one, compared as the first is."""
         indices = tuple(index for one in teachers for index in one.indices)
         shares = tuple(one.share for one in teachers)
         return cls("average", 1.0, indices, teachers[0].divergence, shares)
@@ -66,28 +63,9 @@ class SameTokens:
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
         mask, weights = given.batch.loss_mask[0], given.pack_weights[self.name]
         row_weights = mask * weights.repeat_interleave(len(mask) // given.num_packs)
-        output = head_pass(
-            given,
-            row_weights,
-            scale,
-            kd_ratio=self.kd_ratio,
-            with_ce_metric=self.with_ce_metric,
-            models=self.indices,
-            model_shares=self.model_shares,
-            divergence=self.divergence,
-        )
-        total = row_weights.sum()
-        return output.loss, TermSums(
-            student_ce=output.ce,
-            kd=output.kd,
-            weight=total,
-            rows=given.num_loss_tokens,
-            ce=output.teacher_ce,
-            entropy=output.teacher_entropy,
-            tokens=total,
-            top1_agreement=output.top1_agreement,
-            compared=total,
-        )
+        settings = dict(kd_ratio=self.kd_ratio, with_ce_metric=self.with_ce_metric, **self.divergence)
+        output = head_pass(given, row_weights, scale, self.indices, self.model_shares, **settings)
+        return output.loss, token_sums(output, given, row_weights.sum())
 
     def pack_scores(self, given: LossInput) -> PackScores:
         (index,) = self.indices
@@ -110,30 +88,20 @@ def head_pass(
     given: LossInput,
     row_weights: Tensor,  # [t] fp32, 0 where a row has no loss
     scale: Tensor,  # 0-dim, see `Term.loss`
-    *,
-    kd_ratio: float,
-    with_ce_metric: bool = False,
     models: Sequence[int] = (),  # numbers of the teachers in the stage
     model_shares: Sequence[float] = (1.0,),
-    divergence: Mapping[str, Any] | None = None,
+    **settings: Any,  # fields of `KDObjective`
 ) -> KDOutput:
     """Return (1 - kd_ratio) * CE + kd_ratio * KD over the loss rows, from one pass over the head."""
     student, batch, output = given.stage.student, given.batch, given.output
     teachers = [given.stage.teachers[index] for index in models]
     hidden_states = [output.teacher_hiddens[index].squeeze(1) for index in models]
-    objective = KDObjective(
-        student_vocab_size=student.shape.vocab_size,
-        teacher_vocab_size=min((teacher.shape.vocab_size for teacher in teachers), default=None),
-        kd_ratio=kd_ratio,
-        with_ce_metric=with_ce_metric,
-        **(divergence or {}),
+    objective = build_objective(
+        student.shape.vocab_size, min((one.shape.vocab_size for one in teachers), default=None), **settings
     )
     return fused_linear_kd(
         HeadInput(output.hidden.squeeze(1), student.head_weight()),
-        [
-            HeadInput(hidden, teacher.head_weight())
-            for hidden, teacher in zip(hidden_states, teachers, strict=True)
-        ],
+        [HeadInput(hidden, one.head_weight()) for hidden, one in zip(hidden_states, teachers, strict=True)],
         batch.labels[0],
         row_weights,
         objective,

@@ -15,7 +15,7 @@ from mkd.losses.fused_linear import head_logits, whole_sequence
 from mkd.losses.softmax import compute_dtype
 from mkd.models.language_model import LanguageModel
 from mkd.train.sums import TermSums
-from mkd.train.teachers.base import LossInput
+from mkd.train.teachers.base import LossInput, build_objective, token_sums
 
 
 @dataclass(frozen=True)
@@ -39,40 +39,22 @@ class Stored:
         return batch.num_loss_tokens
 
     def loss(self, given: LossInput, scale: Tensor) -> tuple[Tensor, TermSums]:
-        """Return the loss and its sums (see `Term.loss`). Autograd multiplies by `scale`.
-
-        Collectives over TP: those of `vocab_parallel_topk_kd`.
-        """
+        """See `Term.loss`; autograd multiplies by `scale`. Collectives: those of `vocab_parallel_topk_kd`."""
         student, batch, rows = given.stage.student, given.batch, given.batch.loss_rows
         stored = batch.teacher_inputs[self.index]
+        settings = dict(kd_ratio=self.kd_ratio, with_ce_metric=self.with_ce_metric, **self.divergence)
         output = vocab_parallel_topk_kd(
             loss_row_logits(student, given.output.hidden, rows),
             stored.ids,
             stored.logprobs,
             batch.labels[0, rows],
             batch.loss_mask[0, rows],
+            build_objective(student.shape.vocab_size, stored.vocab_size, **settings),
             tp_group=given.context.tp_group,
-            student_vocab_size=student.shape.vocab_size,
-            teacher_vocab_size=stored.vocab_size,
-            kd_ratio=self.kd_ratio,
-            temperature=self.divergence["temperature"],
-            temperature_scaling=self.divergence["temperature_scaling"],
-            with_ce_metric=self.with_ce_metric,
             teacher_metrics=stored.metrics,
             overwrite_student_logits=True,
         )
-        count = given.num_loss_tokens
-        return output.loss, TermSums(
-            student_ce=output.ce,
-            kd=output.kd,
-            weight=count,
-            rows=count,
-            ce=output.teacher_ce,
-            entropy=output.teacher_entropy,
-            tokens=count,
-            top1_agreement=output.top1_agreement,
-            compared=count,
-        )
+        return output.loss, token_sums(output, given, given.num_loss_tokens)
 
 
 def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -82,10 +64,8 @@ def loss_row_logits(model: LanguageModel, hidden: Tensor, rows: Tensor) -> Tenso
     parallelism, where the head gathers the rows of all ranks.
     """
     if not torch.is_grad_enabled():
-        states = whole_sequence(
-            hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel
-        ).index_select(0, rows)
-        return head_logits(states, model.head_weight(), compute_dtype(states))
+        states = whole_sequence(hidden.squeeze(1), model.pg_collection.tp, model.config.sequence_parallel)
+        return head_logits(states.index_select(0, rows), model.head_weight(), compute_dtype(hidden))
     if model.config.sequence_parallel:
         return model.logits(hidden).squeeze(1).index_select(0, rows)
     return model.logits(hidden.index_select(0, rows)).squeeze(1)

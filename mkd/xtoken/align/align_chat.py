@@ -38,11 +38,8 @@ def align_chat(
     for turns in zip(sides[0].turns, sides[1].turns, strict=True):
         both = list(zip(sides, turns, strict=True))
         for part, starts in _common_parts(messages, both, reasoning):
-            chunks.append(
-                aligner(mode, part)(
-                    *(_within(side, start, part) for side, start in zip(sides, starts, strict=True))
-                )
-            )
+            tokens = (_within(side, start, part) for side, start in zip(sides, starts, strict=True))
+            chunks.append(aligner(mode, part)(*tokens))
         closing = [_closing_token(side.encoded, turn) for side, turn in both]
         if None not in closing:
             chunks.append(np.array([[closing[0], closing[0] + 1, closing[1], closing[1] + 1]]))
@@ -76,10 +73,7 @@ def align_completion(
 def _common_parts(
     messages: Sequence[Mapping], sides: Sequence[tuple[EncodedChat, Turn]], reasoning: bool
 ) -> list[tuple[str, list[int]]]:
-    """Return the parts of an assistant message that both sides render, in order.
-
-    Each part comes with its first bytes there.
-    """
+    """Return the parts of a message that both sides render, in order, each with its first bytes there."""
     number = sides[0][1].message
     for parts in _candidates(messages[number], reasoning):
         places = [_find(side.data, turn, parts) for side, turn in sides]
@@ -116,10 +110,7 @@ def _candidates(message: Mapping, reasoning: bool) -> list[tuple[str, ...]]:
 
 
 def _find(data: bytes, turn: Turn, parts: Sequence[str]) -> list[int] | None:
-    """Return the byte of `data` where each part starts inside the turn.
-
-    Return None unless all parts come, in order.
-    """
+    """Return the byte where each part starts inside the turn; None unless all parts come, in order."""
     *thought, answer = (part.encode() for part in parts)
     end = data.rfind(answer, turn.start, turn.content_end)
     if end < 0 or not thought:

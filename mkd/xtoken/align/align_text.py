@@ -29,8 +29,7 @@ class AlignedText:
 
     student_ids: np.ndarray  # [n] int64
     teacher_ids: np.ndarray  # [m] int64
-    # [c, 4] int64: student start, student end, teacher start, teacher end (ends exclusive)
-    chunks: np.ndarray
+    chunks: np.ndarray  # [c, 4] int64: student start, end, teacher start, end (ends exclusive)
 
 
 def align(
@@ -50,10 +49,7 @@ def align(
 
 
 def aligner(mode: str, text: str) -> Callable[[EncodedText, EncodedText], np.ndarray]:
-    """Return the function (student, teacher) -> chunks of a mode, for tokens of `text`.
-
-    Raises UsageError for an unknown mode.
-    """
+    """Return a mode's function (student, teacher) -> chunks of `text`. Raises UsageError for other modes."""
     if mode not in MODES:
         raise UsageError(
             f"alignment mode {mode} is not known",
@@ -73,16 +69,10 @@ def align_spans(student: EncodedText, teacher: EncodedText) -> np.ndarray:
     The work is O(n + m). The first chunk starts at the start of the text if both sides start there, else at
     the first common end. Tokens that share a span are in one chunk; tokens without text are in none.
     """
-    (ours, student_starts, student_ends), (theirs, teacher_starts, teacher_ends) = map(
-        token_groups, (student, teacher)
-    )
-    _, rows, columns = np.intersect1d(
-        np.append(student_starts[:1], student_ends),
-        np.append(teacher_starts[:1], teacher_ends),
-        assume_unique=True,
-        return_indices=True,
-    )
-    rows, columns = ours[rows], theirs[columns]
+    groups = [token_groups(encoded) for encoded in (student, teacher)]
+    borders = [np.append(starts[:1], ends) for _, starts, ends in groups]
+    _, *found = np.intersect1d(*borders, assume_unique=True, return_indices=True)
+    rows, columns = (tokens[places] for (tokens, _, _), places in zip(groups, found, strict=True))
     return np.stack([rows[:-1], rows[1:], columns[:-1], columns[1:]], axis=1)
 
 
@@ -90,19 +80,16 @@ def _with_roles(
     student: Tokenizer, ours: EncodedText, teacher: Tokenizer, theirs: EncodedText, chunks: np.ndarray
 ):
     """Add a chunk for BOS at the start, and one for EOS at the end, if both tokenizers have added it."""
-    begin, end = [], []
-    for role, position, pairs in (("bos", 0, begin), ("eos", -1, end)):
+    for role, position in (("bos", 0), ("eos", -1)):
         sides = ((student, ours), (teacher, theirs))
         if all(_has_role(tokenizer, encoded, role, position) for tokenizer, encoded in sides):
             i, j = position % len(ours), position % len(theirs)
-            pairs.append([i, i + 1, j, j + 1])
-    parts = [np.array(pairs, dtype=np.int64).reshape(-1, 4) for pairs in (begin, end)]
-    return np.concatenate([parts[0], chunks, parts[1]])
+            pair = np.array([[i, i + 1, j, j + 1]])
+            chunks = np.concatenate([pair, chunks] if position == 0 else [chunks, pair])
+    return chunks
 
 
 def _has_role(tokenizer: Tokenizer, encoded: EncodedText, role: str, position: int) -> bool:
-    return (
-        len(encoded) > 0
-        and encoded.ends[position] == -1
-        and encoded.ids[position] == tokenizer.roles.get(role)
-    )
+    if not len(encoded) or encoded.ends[position] != -1:
+        return False
+    return encoded.ids[position] == tokenizer.roles.get(role)

@@ -50,9 +50,8 @@ class _Units:
     @classmethod
     def from_encoded(cls, encoded: EncodedText, data: bytes) -> _Units:
         first, starts, ends = token_groups(encoded)
-        return cls(
-            tuple(data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)), first
-        )
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        return cls(tuple(data[start:end] for start, end in spans), first)
 
     @cached_property
     def trigrams(self) -> list[tuple[bytes, ...]]:
@@ -70,10 +69,7 @@ def align_dp(
     compile: bool = True,
     max_cells: int = MAX_CELLS,
 ) -> np.ndarray:
-    """Return chunks [c, 4] int64 as `align_spans` does.
-
-    Stretches where the two sides spell different texts are skipped.
-    """
+    """Return chunks [c, 4] int64 as `align_spans`, without stretches that spell different texts."""
     ours, theirs = _Units.from_encoded(student, data), _Units.from_encoded(teacher, data)
     search = _Search(ours, theirs, compiled() if compile else best_path, max_cells)
     blocks = [block for stretch in _between_anchors(ours, theirs) for block in search(stretch)]
@@ -83,19 +79,14 @@ def align_dp(
 
 
 def _between_anchors(ours: _Units, theirs: _Units) -> Iterator[_Block]:
-    """Yield the stretches between anchors, and the middle token of each anchor, in order and without gaps.
-
-    Anchors that cross another one do not count.
-    """
+    """Yield the stretches between anchors that cross no other, and each anchor's middle token, in order."""
     counts = [Counter(side.trigrams) for side in (ours, theirs)]
     places = {gram: j for j, gram in enumerate(theirs.trigrams) if counts[0][gram] == counts[1][gram] == 1}
-    pairs = np.array([(i, places[gram]) for i, gram in enumerate(ours.trigrams) if gram in places]).reshape(
-        -1, 2
-    )
+    pairs = [(i, places[gram]) for i, gram in enumerate(ours.trigrams) if gram in places]
+    pairs = np.array(pairs).reshape(-1, 2)
     others = pairs[:, 1]
-    straight = (np.maximum.accumulate(others) == others) & (
-        np.minimum.accumulate(others[::-1])[::-1] == others
-    )
+    straight = np.maximum.accumulate(others) == others
+    straight &= np.minimum.accumulate(others[::-1])[::-1] == others
     i0 = j0 = 0
     for i, j in (pairs[straight] + ANCHOR_LENGTH // 2).tolist():
         yield _Block(i0, i, j0, j)
@@ -151,9 +142,7 @@ def _cut(block: _Block, ours: _Units, theirs: _Units) -> list[tuple[int, int, in
     if left != right:
         return []
     i0, i1, j0, j1 = block
-    ends = [
-        np.cumsum([0, *(len(text) for text in texts)]) for texts in (ours.texts[i0:i1], theirs.texts[j0:j1])
-    ]
+    ends = [np.cumsum([0, *map(len, texts)]) for texts in (ours.texts[i0:i1], theirs.texts[j0:j1])]
     _, rows, columns = np.intersect1d(*ends, assume_unique=True, return_indices=True)
     rows, columns = (rows + i0).tolist(), (columns + j0).tolist()
     return list(zip(rows, rows[1:], columns, columns[1:], strict=False))

@@ -37,22 +37,19 @@ def chunk_distributions(
 
     Tensor-parallel group: one all-gather of [c, w_s + w_t] numbers.
     """
-    ours = _local(student, piece.student, call.student_real, call)
-    theirs = _local(teacher, piece.teacher, call.teacher_real, call)
-    local = {f"s_{name}": value for name, value in ours.items()} | {
-        f"t_{name}": value for name, value in theirs.items()
-    }
-    gathered = call.gather(**local)
+    ours = _local("s_", student, piece.student, call.student_real, call)
+    theirs = _local("t_", teacher, piece.teacher, call.teacher_real, call)
+    gathered = call.gather(**ours, **theirs)
     return _merged(gathered, "s_", piece.student), _merged(gathered, "t_", piece.teacher)
 
 
-def _local(logits: Tensor, side: SideRows, real: Tensor, call: LossCall) -> dict[str, Tensor]:
+def _local(prefix: str, logits: Tensor, side: SideRows, real: Tensor, call: LossCall) -> dict[str, Tensor]:
     values = call.scaled(logits)
     columns = call.local_columns(side.places, real.shape[0])
     return {
-        "sums": log_sum_exp(values, real),
-        "found": at_columns(values, columns)[side.others],
-        "base": values[side.base].masked_fill(~real, LOWEST),
+        prefix + "sums": log_sum_exp(values, real),
+        prefix + "found": at_columns(values, columns)[side.others],
+        prefix + "base": values[side.base].masked_fill(~real, LOWEST),
     }
 
 
@@ -73,10 +70,7 @@ def write_chain_gradient(
     piece: ChunkSlice,
     call: LossCall,
 ) -> None:
-    """Write (onehot - p) dL/db into the realised tokens' rows and `of_base` into the base rows.
-
-    Both are multiplied by `scale`.
-    """
+    """Write `of_base` into the base rows, (onehot - p) dL/db into the others, both times `scale`."""
     side, width, rank = piece.student, student.shape[1], call.vocabulary.rank
     result = call.scaled(student).sub(ours.normaliser[:, None]).exp_().masked_fill_(~call.student_real, 0.0)
     result.mul_(-of_chain[side.chunks][:, None])

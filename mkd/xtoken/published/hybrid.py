@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mkd.xtoken.chunks import MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
 from mkd.xtoken.loss_call import FLOOR, LossCall, log_rest
 from mkd.xtoken.published.chunk_distributions import (
     ChunkDistribution,
@@ -38,14 +39,11 @@ def hybrid(
     ours, theirs = chunk_distributions(student, teacher, piece, call)
     s = _Classes.of(ours, vocabulary.paired_student, vocabulary.student_real, piece, call)
     t = _Classes.of(theirs, vocabulary.paired_teacher, vocabulary.teacher_real, piece, call)
-    of_common, of_rest = (
-        call.settings.divergence.parts(t.common, s.common),
-        call.settings.divergence.parts(t.rest, s.rest),
-    )
+    divergence = call.settings.divergence
+    of_common, of_rest = divergence.parts(t.common, s.common), divergence.parts(t.rest, s.rest)
     sums = torch.stack([a.sum(dim=1) + b for a, b in zip(of_common, of_rest, strict=True)])
-    masses, their_masses = (
-        side.logs.exp_().masked_fill_(~k.uncommon, 0.0) for side, k in ((ours, s), (theirs, t))
-    )
+    masses = ours.logs.exp_().masked_fill_(~s.uncommon, 0.0)
+    their_masses = theirs.logs.exp_().masked_fill_(~t.uncommon, 0.0)
     distance, signs = sorted_l1(masses, their_masses)
     if scale is not None:
         of_base, of_chain = _divergence_gradient(ours, s, t, sums, call)
@@ -55,7 +53,7 @@ def hybrid(
         of_base.mul_(weights[0]).add_(by_log, alpha=weights[1])
         of_chain = weights[0] * of_chain + weights[1] * total
         write_chain_gradient(student, of_base, of_chain, ours, scale, piece, call)
-    return weights[0] * call.settings.divergence.value(sums) + weights[1] * distance
+    return weights[0] * divergence.value(sums) + weights[1] * distance
 
 
 @dataclass(frozen=True)
@@ -74,37 +72,30 @@ class _Classes:
         uncommon = real.reshape(-1).index_fill(0, paired, False)
         common, has_rest = side.base[:, paired], _has_rest(piece, call)
         if not has_rest:
-            return cls(
-                common - common.logsumexp(dim=1, keepdim=True),
-                torch.full_like(side.chain, FLOOR),
-                uncommon,
-                False,
-            )
+            common = common - common.logsumexp(dim=1, keepdim=True)
+            return cls(common, torch.full_like(side.chain, FLOOR), uncommon, False)
         outside = side.base.masked_fill(~uncommon, float("-inf")).logsumexp(dim=1)
         return cls(common + side.chain[:, None], log_rest(side.chain, outside), uncommon, True)
 
 
 def _has_rest(piece: ChunkSlice, call: LossCall) -> bool:
-    """Return True if both models have a rest.
-
-    A chain of several tokens always has one: the tokens that it did not become.
-    """
+    """Return True if both models have a rest, as a chain has: the tokens that it did not become."""
     vocabulary, paired = call.vocabulary, call.vocabulary.paired_student.shape[0]
-    ours = vocabulary.num_student_rows > paired or not piece.student_is_single
-    return ours and (vocabulary.num_teacher_rows > paired or not piece.teacher_is_single)
+    ours = vocabulary.num_student_rows > paired or piece.kind not in (ONE_TO_ONE, ONE_TO_MANY)
+    return ours and (vocabulary.num_teacher_rows > paired or piece.kind not in (ONE_TO_ONE, MANY_TO_ONE))
 
 
 def _divergence_gradient(
     ours: ChunkDistribution, s: _Classes, t: _Classes, sums: Tensor, call: LossCall
 ) -> tuple[Tensor, Tensor]:
     """Return gradients by z / T of the base rows [c, tp * w] and by b [c], as in mkd/xtoken/chains.py."""
-    mean, common = call.settings.divergence.mean_slope(sums), call.vocabulary.paired_student
-    of_common = call.settings.divergence.mass_slope(t.common, s.common)
+    divergence, common = call.settings.divergence, call.vocabulary.paired_student
+    mean, of_common = divergence.mean_slope(sums), divergence.mass_slope(t.common, s.common)
     if not s.has_rest:
         of_base = torch.zeros_like(ours.base)
         of_base[:, common] = of_common.sub_(s.common.exp() * mean[:, None])
         return of_base, torch.zeros_like(mean)
-    slope = call.settings.divergence.slope(t.rest, s.rest)
+    slope = divergence.slope(t.rest, s.rest)
     of_base = ours.base.exp()
     p_common = of_base[:, common]
     of_base.mul_((slope - mean)[:, None])

@@ -25,27 +25,20 @@ def load_published(path: Path, student_size: int, teacher_size: int) -> SparseMa
     """
     indices, likelihoods = _read(path)
     if indices.shape != likelihoods.shape or indices.ndim != 2:
-        raise _refused(
-            path,
-            f"indices {indices.shape} and likelihoods {likelihoods.shape} do not share a shape [rows, k]",
-        )
+        found = indices.shape, likelihoods.shape
+        raise _refused(path, f"indices {found[0]} and likelihoods {found[1]} do not share a shape [rows, k]")
     if len(indices) < student_size:
-        raise _refused(
-            path, f"it has {len(indices)} rows, and the student's tokenizer has {student_size} ids"
-        )
+        rows = len(indices)
+        raise _refused(path, f"it has {rows} rows, and the student's tokenizer has {student_size} ids")
     indices, likelihoods = indices[:student_size], likelihoods[:student_size]
     if not np.isfinite(likelihoods).all() or (likelihoods < 0).any():
         raise _refused(path, "its likelihoods are not all finite and positive")
     used = (likelihoods > 0) & (indices >= 0)
     if used.any() and indices[used].max() >= teacher_size:
-        raise _refused(
-            path,
-            f"it names teacher id {indices[used].max()}, and the teacher's tokenizer has {teacher_size} ids",
-        )
-    rows = np.nonzero(used)[0]
-    return SparseMatrix.from_entries(
-        rows, indices[used], likelihoods[used], (student_size, teacher_size)
-    ).normalised()
+        largest = indices[used].max()
+        raise _refused(path, f"it names teacher id {largest}, and the teacher's has {teacher_size} ids")
+    rows, shape = np.nonzero(used)[0], (student_size, teacher_size)
+    return SparseMatrix.from_entries(rows, indices[used], likelihoods[used], shape).normalised()
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:

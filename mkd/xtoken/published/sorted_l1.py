@@ -1,7 +1,4 @@
-"""uld, the L1 distance of sorted probabilities, which needs no relation of tokens.
-
-Source: Boizard et al. 2024 (arXiv 2402.12030).
-"""
+"""uld, the L1 distance of sorted probabilities (Boizard et al. 2024, arXiv 2402.12030)."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ from mkd.xtoken.slices import ChunkSlice
 
 
 def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlice, call: LossCall) -> Tensor:
-    """Return values [c], the sorted L1 distance of the chunk distributions.
-
-    With `scale` [c] overwrite the student's logits with scale * dL/d(z/T).
-    """
+    """Return values [c]; with `scale` [c] overwrite the student's logits with scale * dL/d(z/T)."""
     ours, theirs = chunk_distributions(student, teacher, piece, call)
     masses = ours.logs.exp_()
     values, signs = sorted_l1(masses, theirs.logs.exp_())
@@ -30,10 +24,7 @@ def uld(student: Tensor, teacher: Tensor, scale: Tensor | None, piece: ChunkSlic
 
 
 def sorted_l1(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([c] sum of |s - t| over sorted rows, its derivative by s [c, a]) of rows [c, a] and [c, b].
-
-    The shorter rows are filled with 0.
-    """
+    """Return (sum of |s - t| over sorted rows [c, a] and [c, b], filled with 0; its derivative by s)."""
     ours, order = student.sort(dim=1, descending=True)
     theirs = teacher.sort(dim=1, descending=True).values
     shared = min(ours.shape[1], theirs.shape[1])

@@ -58,24 +58,20 @@ class Audit:
         rows = [("all bytes", shares["bytes"]), ("student tokens", shares["student_tokens"])]
         rows += [("teacher tokens", shares["teacher_tokens"])]
         rows += [(f"  {name}", row) for name, row in shares["classes"].items()]
-        lines = [
-            f"{shares['num_texts']} texts, {shares['num_bytes']} bytes, "
-            f"{shares['num_student_tokens']} student tokens, "
-            f"{shares['num_teacher_tokens']} teacher tokens; "
-            "shares by kind of chunk, classes over student tokens:",
-            f"{'':16}" + "".join(f"{kind:>16}" for kind in KINDS),
-        ]
-        return "\n".join(
-            [*lines, *(f"{name:16}" + "".join(f"{row[kind]:16.4f}" for kind in KINDS) for name, row in rows)]
-        )
+        sizes = f"{shares['num_texts']} texts, {shares['num_bytes']} bytes"
+        ours, theirs = shares["num_student_tokens"], shares["num_teacher_tokens"]
+        tokens = f"{ours} student tokens, {theirs} teacher tokens"
+        lines = [f"{sizes}, {tokens}; shares by kind of chunk, classes over student tokens:"]
+        lines += [f"{'':16}" + "".join(f"{kind:>16}" for kind in KINDS)]
+        lines += [f"{name:16}" + "".join(f"{row[kind]:16.4f}" for kind in KINDS) for name, row in rows]
+        return "\n".join(lines)
 
 
 def audit(
     student: Tokenizer, teacher: Tokenizer, relation: VocabularyRelation, texts: Iterable[str]
 ) -> Audit:
     """Align every text and count tokens and bytes. An empty sample gives zeros."""
-    twins = np.full(relation.student_size, -1, np.int64)
-    twins[relation.common_student] = relation.common_teacher
+    twins = relation.twins()
     num_bytes = np.zeros((len(CLASSES), len(KINDS)), np.int64)
     student_tokens, teacher_tokens = np.zeros_like(num_bytes), np.zeros(len(KINDS), np.int64)
     num_texts = 0
@@ -88,9 +84,8 @@ def audit(
         np.add.at(num_bytes, (byte_classes, covered), 1)
         token_kinds = _mark(len(ours.ids), chunks[:, 0], chunks[:, 1], kinds)
         np.add.at(student_tokens, (_token_classes(byte_classes, ours.starts, ours.ends), token_kinds), 1)
-        teacher_tokens += np.bincount(
-            _mark(len(theirs.ids), chunks[:, 2], chunks[:, 3], kinds), minlength=len(KINDS)
-        )
+        token_kinds = _mark(len(theirs.ids), chunks[:, 2], chunks[:, 3], kinds)
+        teacher_tokens += np.bincount(token_kinds, minlength=len(KINDS))
         num_texts += 1
     return Audit(num_bytes, student_tokens, teacher_tokens, num_texts)
 
@@ -107,10 +102,7 @@ def _chunk_kinds(
 
 
 def _mark(size: int, starts: np.ndarray, ends: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return [size] int64: value i in the range [starts[i], ends[i]), DROPPED elsewhere.
-
-    Ranges are disjoint; [-1, -1) is empty.
-    """
+    """Return [size] int64: value i in [starts[i], ends[i]), which are disjoint, DROPPED elsewhere."""
     marked = np.full(size, DROPPED, np.int64)
     lengths = ends - starts
     places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)

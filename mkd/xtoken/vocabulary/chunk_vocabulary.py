@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mkd.errors import UsageError
+from mkd.xtoken.chunks import map_tensors
 from mkd.xtoken.vocabulary.relation import VocabularyRelation
 from mkd.xtoken.vocabulary.slots import EMPTY, TeacherSlots
 
@@ -28,10 +29,7 @@ class ClassMap:
 
 @dataclass(frozen=True)
 class Projection:
-    """Both models' probabilities on common classes.
-
-    The classes are the teacher's columns for `p_kl`, the student's for `prefix_kl`.
-    """
+    """Probabilities on common classes: the teacher's columns for `p_kl`, the student's for `prefix_kl`."""
 
     student: ClassMap
     teacher: ClassMap | None  # None: the teacher's columns are the classes
@@ -92,19 +90,9 @@ class ChunkVocabulary:
         students, teachers = _pairs(slots, relation if relaxed else None, student_vocab_size)
         make_projection = {"p_kl": _on_teacher, "prefix_kl": _on_beginnings}.get(loss)
         projection = make_projection and make_projection(slots, relation, student_real, teacher_real, rank)
-        return ChunkVocabulary(
-            rank,
-            student_width,
-            teacher_real.shape[1],
-            num_common,
-            student_vocab_size,
-            len(slots.columns),
-            *(
-                torch.from_numpy(a)
-                for a in (student_real, teacher_real, slots.common, slots.columns, students, teachers)
-            ),
-            projection,
-        )
+        sizes = student_width, teacher_real.shape[1], num_common, student_vocab_size, len(slots.columns)
+        arrays = student_real, teacher_real, slots.common, slots.columns, students, teachers
+        return ChunkVocabulary(rank, *sizes, *map(torch.from_numpy, arrays), projection)
 
     @property
     def both_have_rest(self) -> bool:
@@ -113,27 +101,13 @@ class ChunkVocabulary:
 
     def to(self, device: torch.device | str) -> ChunkVocabulary:
         """Return the vocabulary on a device."""
-        return _moved(self, device)
-
-
-def _moved(value, device):
-    changed = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
-        if isinstance(part, Tensor):
-            changed[field.name] = part.to(device)
-        elif isinstance(part, Projection | ClassMap):
-            changed[field.name] = _moved(part, device)
-    return replace(value, **changed)
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 def _pairs(
     slots: TeacherSlots, relation: VocabularyRelation | None, student_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of the hybrid losses' pairs.
-
-    These are the common tokens and, with a `relation`, its relaxed pairs too.
-    """
+    """Return the places of the hybrid losses' pairs: common tokens, with a `relation` relaxed pairs too."""
     if relation is not None:
         students, teachers = relation.pairs(relaxed=True)
         exist = (students < student_rows) & (teachers < len(slots.columns))
@@ -152,22 +126,15 @@ def _on_teacher(
     rows, places, values = rows[exist], slots.columns[teachers[exist]], values[exist]
     supported = np.bincount(places, minlength=teacher_real.size) > 0
     student, student_rest = _class_map(rows, places, values, student_real, teacher_real.size, rank)
-    return Projection(
-        student,
-        None,
-        torch.from_numpy(supported.reshape(teacher_real.shape)[rank]),
-        student_rest,
-        teacher_rest=bool((teacher_real.reshape(-1) & ~supported).any()),
-    )
+    teacher_rest = bool((teacher_real.reshape(-1) & ~supported).any())
+    here = torch.from_numpy(supported.reshape(teacher_real.shape)[rank])
+    return Projection(student, None, here, student_rest, teacher_rest)
 
 
 def _on_beginnings(
     slots: TeacherSlots, relation: VocabularyRelation, student_real, teacher_real, rank: int
 ) -> Projection:
-    """Return the projection of each token on the common token it begins with.
-
-    Classes are the student's columns.
-    """
+    """Project each token on the common token that it begins with; classes are the student's columns."""
     common = np.flatnonzero(slots.common)
     maps = []
     for classes, places, real in (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import unicodedata
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,18 +27,16 @@ class ProjectionSettings:
 
     def __post_init__(self):
         if not self.stages or set(self.stages) - set(STAGES) or set(self.stages) == {"cut"}:
-            raise UsageError(
-                f"--stages {','.join(self.stages)} makes no projection matrix",
-                f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made",
-                f"use for example --stages {','.join(STAGES)}",
-                code="projection-stages-empty",
-            )
+            what = f"--stages {','.join(self.stages)} makes no projection matrix"
+            why = f"the stages are {', '.join(STAGES)}, and the last one only cuts what the others made"
+            do = f"use for example --stages {','.join(STAGES)}"
+            raise UsageError(what, why, do, code="projection-stages-empty")
         if self.top_k < 1:
-            raise UsageError(
+            what, do = (
                 f"--top-k {self.top_k} leaves no entry in a row",
-                do="use 1 or more; the published runs use 4",
-                code="projection-top-k-zero",
+                "use 1 or more; the published runs use 4",
             )
+            raise UsageError(what, do=do, code="projection-top-k-zero")
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,11 @@ class VocabularyRelation:
     relaxed_teacher: np.ndarray  # [l] int64 ... only in Unicode form, leading space or case
     projection: SparseMatrix  # [student_size, teacher_size]; rows without support: `projection.empty_rows`
     spellings: Spellings
-    # [student_size] int64: student id of the common token it begins with, or -1
-    student_beginnings: np.ndarray
+    student_beginnings: np.ndarray  # [student_size] int64: student id of its first common token, or -1
     teacher_beginnings: np.ndarray  # [teacher_size] int64, likewise
 
     def pairs(self, relaxed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids ascending, teacher ids) int64 of the common tokens.
-
-        If `relaxed`, include the relaxed pairs.
-        """
+        """Return (student ids ascending, teacher ids) int64 of common tokens, with `relaxed` also others."""
         if not relaxed:
             return self.common_student, self.common_teacher
         students = np.concatenate([self.common_student, self.relaxed_student])
@@ -112,11 +107,10 @@ def _common(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
     """Return student id -> teacher id of the same role or bytes, one-to-one; roles are paired first."""
     ours, theirs = distinct_tokens(student), distinct_tokens(teacher)
     if ours.keys().isdisjoint(theirs):
+        sizes = len(ours), len(theirs)
         raise UsageError(
-            f"the tokenizers have no token in common: "
-            f"no two of {len(ours)} and {len(theirs)} are the same bytes",
-            "probabilities cannot be compared; "
-            "a wrong path or a damaged file is more likely than a real pair",
+            f"the tokenizers have no token in common: no two of {sizes[0]} and {sizes[1]} are the same bytes",
+            "probabilities cannot be compared: more likely a wrong path or a damaged file than a real pair",
             "check the tokenizers of student and teacher",
             code="no-common-token",
         )
@@ -133,10 +127,7 @@ def _projection(
     by_teacher: Pieces,
     by_student: Pieces,
 ) -> SparseMatrix:
-    """Return the matrix of the chosen stages.
-
-    Exact map and special tokens come last, so that their rows stay pure.
-    """
+    """Return the chosen stages' matrix; exact map and special tokens come last, so their rows stay pure."""
     projection = _matrix_of({}, student, teacher)
     if "multi" in settings.stages:
         projection = multi_token_map(by_teacher, by_student)
@@ -157,20 +148,11 @@ def _matrix_of(pairs: Mapping[int, int], student: Tokenizer, teacher: Tokenizer)
     return SparseMatrix.from_entries(list(pairs), list(pairs.values()), np.ones(len(pairs)), shape)
 
 
-def _normal(text: str) -> str:
-    return unicodedata.normalize("NFKC", text)
-
-
-def _unspaced(text: str) -> str:
-    return _normal(text).lstrip(" ")
-
-
-def _casefolded(text: str) -> str:
-    return _unspaced(text).casefold()
-
-
-FORMS: tuple[Callable[[str], str], ...] = (_normal, _unspaced, _casefolded)
-"""Allowed differences of a pair, closest pairs first: Unicode form; also leading spaces; also case."""
+def _forms(text: str) -> tuple[str, str, str]:
+    """Return the text without allowed differences of a pair: Unicode form; leading spaces; case."""
+    normal = unicodedata.normalize("NFKC", text)
+    unspaced = normal.lstrip(" ")
+    return normal, unspaced, unspaced.casefold()
 
 
 def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) -> dict[int, int]:
@@ -181,31 +163,23 @@ def relaxed_pairs(student: Mapping[bytes, int], teacher: Mapping[bytes, int]) ->
     give to frequent tokens. Tokens that are not valid UTF-8, or only spaces, stay unpaired.
     """
     pairs: dict[int, int] = {}
-    ours, theirs = _texts(student), _texts(teacher)
-    for form in FORMS:
-        waiting: dict[str, list[int]] = {}
-        for token in sorted(theirs, reverse=True):  # so that pop() gives the smallest id
-            waiting.setdefault(form(theirs[token]), []).append(token)
-        for token in sorted(ours):
-            candidates = waiting.get(form(ours[token]))
-            if candidates:
+    ours, theirs = _all_forms(student), _all_forms(teacher)
+    for i in range(3):  # closest pairs first
+        taken, waiting = set(pairs.values()), {}
+        for token in sorted(theirs.keys() - taken, reverse=True):  # so that pop() gives the smallest id
+            waiting.setdefault(theirs[token][i], []).append(token)
+        for token in sorted(ours.keys() - pairs.keys()):
+            if candidates := waiting.get(ours[token][i]):
                 pairs[token] = candidates.pop()
-        ours = {token: text for token, text in ours.items() if token not in pairs}
-        taken = set(pairs.values())
-        theirs = {token: text for token, text in theirs.items() if token not in taken}
     return pairs
 
 
-def _texts(tokens: Mapping[bytes, int]) -> dict[int, str]:
-    texts = {}
+def _all_forms(tokens: Mapping[bytes, int]) -> dict[int, tuple[str, str, str]]:
+    found = {}
     for piece, token in tokens.items():
-        try:
-            text = piece.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if _casefolded(text):
-            texts[token] = text
-    return texts
+        with contextlib.suppress(UnicodeDecodeError):
+            found[token] = _forms(piece.decode("utf-8"))
+    return {token: forms for token, forms in found.items() if forms[-1]}
 
 
 def _unpaired(tokenizer: Tokenizer, paired: Container[int]) -> dict[bytes, int]:

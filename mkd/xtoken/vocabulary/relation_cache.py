@@ -20,6 +20,8 @@ from mkd.xtoken.vocabulary.spelling import Continuations, Pieces, Spellings
 FORMAT = 3
 PAIRS = ("common_student", "common_teacher", "relaxed_student", "relaxed_teacher")
 BEGINNINGS = ("student_beginnings", "teacher_beginnings")
+MATRIX, SIDES = ("offsets", "columns", "values"), ("students", "teachers")
+CONTINUATIONS = ("offsets", "tokens", "lasts")
 META = "meta"
 
 
@@ -38,11 +40,8 @@ def build_projection(
     file. Raises UsageError for tokenizers that share no token or lose bytes, and for a file that is damaged
     or made for other tokenizers.
     """
-    student, teacher, settings = (
-        open_tokenizer(student),
-        open_tokenizer(teacher),
-        settings or ProjectionSettings(),
-    )
+    student, teacher = open_tokenizer(student), open_tokenizer(teacher)
+    settings = settings or ProjectionSettings()
     if projection is not None:
         return _from_file(student, teacher, Path(projection), cache_dir, settings)
     if cache_dir is None:
@@ -63,16 +62,11 @@ def save_relation(
     """Write the relation; the file appears complete or not at all."""
     meta = {**_identity(student, teacher), "stages": settings.stages, "top_k": settings.top_k}
     arrays = {name: getattr(relation, name) for name in PAIRS + BEGINNINGS}
-    arrays |= {"offsets": relation.projection.offsets, "columns": relation.projection.columns}
-    arrays |= {"values": relation.projection.values}
-    for side in ("students", "teachers"):
+    arrays |= {name: getattr(relation.projection, name) for name in MATRIX}
+    for side in SIDES:
         found = getattr(relation.spellings, side)
         arrays |= {f"{side}_prefix_ids": found.prefixes.ids, f"{side}_prefix_offsets": found.prefixes.offsets}
-        arrays |= {
-            f"{side}_offsets": found.offsets,
-            f"{side}_tokens": found.tokens,
-            f"{side}_lasts": found.lasts,
-        }
+        arrays |= {f"{side}_{name}": getattr(found, name) for name in CONTINUATIONS}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
@@ -87,17 +81,14 @@ def load_relation(path: Path, student: Tokenizer, teacher: Tokenizer) -> Vocabul
     """Read a relation. Raises UsageError for a damaged file, and for one made for other tokenizers."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            meta, arrays = (
-                json.loads(str(file[META])),
-                {name: file[name] for name in file.files if name != META},
-            )
+            arrays = {name: file[name] for name in file.files}
+        meta = json.loads(str(arrays.pop(META)))
     except Exception as error:  # numpy and zipfile raise a dozen different errors for a damaged file
         raise _refused(path, f"it cannot be read: {type(error).__name__}: {error}") from error
     for name, expected in _identity(student, teacher).items():
         if meta.get(name) != expected:
-            raise _refused(
-                path, f"its {name.replace('_', ' ')} is {meta.get(name)}, and this run's is {expected}"
-            )
+            what, found = name.replace("_", " "), meta.get(name)
+            raise _refused(path, f"its {what} is {found}, and this run's is {expected}")
     try:
         relation = _assemble(arrays, student.vocab_size, teacher.vocab_size)
     except KeyError as error:
@@ -156,14 +147,11 @@ def _key(student: Tokenizer, teacher: Tokenizer, settings: ProjectionSettings) -
 
 
 def _assemble(arrays: dict[str, np.ndarray], student_size: int, teacher_size: int) -> VocabularyRelation:
-    projection = SparseMatrix(arrays["offsets"], arrays["columns"], arrays["values"], teacher_size)
-    sides = [
-        Continuations(
-            Pieces(arrays[f"{side}_prefix_ids"], arrays[f"{side}_prefix_offsets"]),
-            *(arrays[f"{side}_{name}"] for name in ("offsets", "tokens", "lasts")),
-        )
-        for side in ("students", "teachers")
-    ]
+    projection = SparseMatrix(*(arrays[name] for name in MATRIX), teacher_size)
+    sides = []
+    for side in SIDES:
+        prefixes = Pieces(arrays[f"{side}_prefix_ids"], arrays[f"{side}_prefix_offsets"])
+        sides.append(Continuations(prefixes, *(arrays[f"{side}_{name}"] for name in CONTINUATIONS)))
     pairs, starts = ([arrays[name] for name in names] for names in (PAIRS, BEGINNINGS))
     return VocabularyRelation(student_size, teacher_size, *pairs, projection, Spellings(*sides), *starts)
 
@@ -178,17 +166,11 @@ def _problem(relation: VocabularyRelation) -> str | None:
     starts = relation.student_beginnings, relation.teacher_beginnings
     if tuple(map(len, starts)) != sizes:
         return f"it names the beginnings of {len(starts[0])} and {len(starts[1])} tokens"
-    ids = [
-        (relation.common_student, sizes[0]),
-        (relation.common_teacher, sizes[1]),
-        (matrix.columns, sizes[1]),
-    ]
-    ids += [(array[array >= 0], sizes[0]) for array in starts]
+    ours = [relation.common_student, *(array[array >= 0] for array in starts)]
+    ids = [(array, sizes[0]) for array in ours]
+    ids += [(array, sizes[1]) for array in (relation.common_teacher, matrix.columns)]
     if any(len(array) and not 0 <= array.min() <= array.max() < size for array, size in ids):
-        return (
-            f"it names ids beyond the {sizes[0]} of the student's "
-            f"and the {sizes[1]} of the teacher's tokenizer"
-        )
+        return f"it names ids beyond the {sizes[0]} of the student and the {sizes[1]} of the teacher"
     return None
 
 

@@ -63,10 +63,8 @@ class SparseMatrix:
     def plus(self, other: SparseMatrix) -> SparseMatrix:
         """Return the sum of two matrices of the same shape."""
         assert self.shape == other.shape
-        rows, columns, values = (
-            np.concatenate(parts) for parts in zip(self._entries(), other._entries(), strict=True)
-        )
-        return SparseMatrix.from_entries(rows, columns, values, self.shape)
+        entries = zip(self._entries(), other._entries(), strict=True)
+        return SparseMatrix.from_entries(*map(np.concatenate, entries), self.shape)
 
     def with_rows_of(self, other: SparseMatrix) -> SparseMatrix:
         """Return this matrix with each row replaced by that row of `other` unless the latter is empty."""

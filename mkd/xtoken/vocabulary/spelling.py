@@ -42,13 +42,8 @@ class Pieces:
 
 
 def spell_all(tokenizer: Tokenizer, fragments: Sequence[bytes | None]) -> Pieces:
-    """Spell each fragment with `tokenizer` as in the middle of a text.
-
-    None, and a fragment that the tokenizer cannot write exactly, gives an empty sequence.
-    """
-    return Pieces.from_sequences(
-        [(tokenizer.spell(fragment) or ()) if fragment else () for fragment in fragments]
-    )
+    """Spell each fragment as in the middle of a text; empty for None and what `tokenizer` cannot write."""
+    return Pieces.from_sequences([fragment and tokenizer.spell(fragment) or () for fragment in fragments])
 
 
 def distinct_tokens(tokenizer: Tokenizer) -> dict[bytes, int]:
@@ -123,25 +118,19 @@ class Spellings:
         Of ids with the same bytes only one is a candidate, so that no token comes twice among the candidates
         of a chunk.
         """
-        students, teachers = (
-            np.array(sorted(distinct_tokens(t).values()), np.int64) for t in (student, teacher)
-        )
-        return Spellings(
-            Continuations.from_spelled(by_teacher, students), Continuations.from_spelled(by_student, teachers)
-        )
+
+        def candidates(own: Tokenizer, spelled: Pieces) -> Continuations:
+            tokens = np.array(sorted(distinct_tokens(own).values()), np.int64)
+            return Continuations.from_spelled(spelled, tokens)
+
+        return Spellings(candidates(student, by_teacher), candidates(teacher, by_student))
 
     def one_to_many(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (student ids, last teacher ids) of student tokens that the teacher writes after `prefix`.
-
-        The teacher writes such a token as `prefix`, which is not empty, and one more token.
-        """
+        """Return (student ids, last teacher ids): the teacher writes each as `prefix` and that last id."""
         return self.students.after(prefix)
 
     def many_to_one(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (last student ids, teacher ids) of teacher tokens that the student writes after `prefix`.
-
-        The student writes such a token as `prefix`, which is not empty, and one more token.
-        """
+        """Return (last student ids, teacher ids): the student writes each as `prefix` and that last id."""
         teachers, lasts = self.teachers.after(prefix)
         return lasts, teachers
 

@@ -64,11 +64,10 @@ def special_map(
             teachers = pairs.setdefault(student_roles[role], [])
             if not teachers or (role in ENDS and teacher_roles[role] not in teachers):
                 teachers.append(teacher_roles[role])
-    entries = [
-        (student, teacher, 1 / len(teachers)) for student, teachers in pairs.items() for teacher in teachers
-    ]
-    rows, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
-    return SparseMatrix.from_entries(rows, columns, np.array(weights), shape)
+    rows = [student for student, teachers in pairs.items() for _ in teachers]
+    columns = [teacher for teachers in pairs.values() for teacher in teachers]
+    weights = np.array([1 / len(pairs[student]) for student in rows])
+    return SparseMatrix.from_entries(rows, columns, weights, shape)
 
 
 def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int]) -> dict[int, int]:
@@ -83,10 +82,7 @@ def role_pairs(student_roles: Mapping[str, int], teacher_roles: Mapping[str, int
 
 
 def _weighted_pieces(spelled: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (token, piece, weight) of the first MAX_PIECES pieces of every token.
-
-    The weights of a token sum to 1.
-    """
+    """Return (token, piece, weight) of each token's first MAX_PIECES pieces; its weights sum to 1."""
     tokens = np.repeat(np.arange(len(spelled)), spelled.lengths)
     places = np.arange(len(spelled.ids)) - spelled.offsets[tokens]
     used = places < MAX_PIECES

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.stored.topk import vocab_parallel_topk_kd
-from mkd.losses.stored.topk_reference import dense_topk_kd
+from tests.losses.stored.topk_reference import dense_topk_kd
 
 PADDED = 320  # columns of the head; on 4 ranks of 80 the last one starts at id 240
 TINY = 1e-30
@@ -38,6 +38,11 @@ def batch(
     return (student.to(dtype), ids, logprobs.float(), labels, weight), teacher
 
 
+def topk_kd(*case, tp_group=None, teacher_metrics=None, overwrite_student_logits=False, **settings):
+    more = dict(teacher_metrics=teacher_metrics, overwrite_student_logits=overwrite_student_logits)
+    return vocab_parallel_topk_kd(*case, KDObjective(**settings), tp_group=tp_group, **more)
+
+
 def values(output) -> dict:
     return {f.name: getattr(output, f.name) for f in fields(output) if getattr(output, f.name) is not None}
 
@@ -49,16 +54,14 @@ def sharded(student, ids, logprobs, labels, mask, settings):
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     student = student.chunk(size, dim=-1)[rank].clone().requires_grad_()
-    output = vocab_parallel_topk_kd(
-        student, ids, logprobs, labels, mask, tp_group=dist.group.WORLD, **settings
-    )
+    output = topk_kd(student, ids, logprobs, labels, mask, tp_group=dist.group.WORLD, **settings)
     (2.0 * output.loss).backward()
     return {k: v.detach() for k, v in values(output).items()}, student.grad
 
 
 def whole(student, ids, logprobs, labels, mask, **settings):
     student = student.clone().requires_grad_()
-    output = vocab_parallel_topk_kd(student, ids, logprobs, labels, mask, tp_group=None, **settings)
+    output = topk_kd(student, ids, logprobs, labels, mask, tp_group=None, **settings)
     output.loss.backward()
     return output, student.grad
 
@@ -208,7 +211,7 @@ def test_gradcheck():
         settings = dict(student_vocab_size=9, teacher_vocab_size=11, temperature=temperature, kd_ratio=ratio)
 
         def loss(logits, case=case, settings=settings):
-            return vocab_parallel_topk_kd(logits, *case[1:], tp_group=None, **settings).loss
+            return topk_kd(logits, *case[1:], tp_group=None, **settings).loss
 
         assert torch.autograd.gradcheck(loss, case[0][:, :12].contiguous().requires_grad_())
 
@@ -270,9 +273,7 @@ def test_metrics_shapes_and_chunks():
     shaped = [t.view(40, 100, *t.shape[1:]) for t in (case[0], case[1].int(), *case[2:])]
     leaf = shaped[0].clone().requires_grad_()
     logits = leaf * 1.0
-    again = vocab_parallel_topk_kd(
-        logits, *shaped[1:], tp_group=None, overwrite_student_logits=True, **settings
-    )
+    again = topk_kd(logits, *shaped[1:], tp_group=None, overwrite_student_logits=True, **settings)
     again.loss.backward()
     assert torch.equal(again.loss, output.loss)
     assert torch.equal(leaf.grad.view_as(gradient), gradient)

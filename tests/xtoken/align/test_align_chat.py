@@ -8,6 +8,7 @@ import pytest
 from mkd.errors import DataError
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import align_chat, align_completion
+from tests.reported import refused
 from tests.tokenizers.trained import CHATML, llama_tokenizer, train_hf_tokenizer
 
 INSTRUCTION = (  # as Llama 2: a blank before the answer and before the end-of-turn token
@@ -138,12 +139,12 @@ def test_modes_agree_and_an_answer_of_blanks_has_only_its_end():
 
 def test_what_cannot_be_aligned_is_refused(spm_file):
     student = with_template(CHATML)
-    with pytest.raises(DataError, match="(?s)has no chat template.*do: "):
+    with refused("chat-template-missing", DataError):
         align_chat(student, spm_file, CHAT)
-    with pytest.raises(DataError, match="(?s)message 2: .*cannot be found.*why:.*do: "):
+    with refused("chat-turn-not-found", DataError):
         align_chat(student, with_template(REPEATS), CHAT)
     content = [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
-    with pytest.raises(DataError, match="(?s)why:.*do: "):
+    with refused("record-message-not-text", DataError):
         align_chat(student, student, content)
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from mkd.errors import UsageError
 from mkd.xtoken.published.projections import load_published
+from tests.reported import refused
 
 # The fifth row is beyond the student's tokenizer.
 INDICES = torch.tensor([[2, 1], [0, -1], [3, 3], [1, 2], [9, 9]])
@@ -41,17 +42,17 @@ def test_half_precision_rows_add_up_to_one(tmp_path):
 @pytest.mark.parametrize(
     ("indices", "likelihoods", "why"),
     [
-        (INDICES[:3], LIKELIHOODS[:3], "it has 3 rows, and the student's tokenizer has 4 ids"),
+        (INDICES[:3], LIKELIHOODS[:3], "it has 3 rows"),
         (INDICES, LIKELIHOODS[:4], "do not share a shape"),
-        (INDICES + 2, LIKELIHOODS, "it names teacher id 5, and the teacher's tokenizer has 5 ids"),
+        (INDICES + 2, LIKELIHOODS, "it names teacher id 5"),
         (INDICES, -LIKELIHOODS, "not all finite and positive"),
         (INDICES, LIKELIHOODS / 0, "not all finite and positive"),
     ],
 )
 def test_matrices_of_other_vocabularies_are_refused(tmp_path, indices, likelihoods, why):
-    with pytest.raises(UsageError) as error:
+    with refused("projection-not-valid", UsageError) as error:
         load_published(write(tmp_path / "m.pt", indices, likelihoods), 4, 5)
-    assert why in error.value.why and "m.pt is not a projection matrix" in error.value.what and error.value.do
+    assert why in error.value.why  # one code for every way in which a matrix may not fit
 
 
 def test_files_of_another_form_are_refused(tmp_path):
@@ -59,6 +60,6 @@ def test_files_of_another_form_are_refused(tmp_path):
     (tmp_path / "b.safetensors").write_bytes(b"no")
     torch.save({"indices": INDICES, "likelihoods": print}, tmp_path / "c.pt")  # code is never run
     for name, why in (("a.pt", "indices"), ("b.safetensors", "header"), ("c.pt", "they could run code")):
-        with pytest.raises(UsageError, match=f"{name} is not a projection matrix") as error:
+        with refused("projection-not-valid", UsageError) as error:
             load_published(tmp_path / name, 4, 5)
         assert why in error.value.why.lower() and "weights_only" not in error.value.why

@@ -9,6 +9,7 @@ import torch
 from mkd.errors import UsageError
 from mkd.xtoken.vocabulary.chunk_vocabulary import ChunkVocabulary, ClassMap
 from mkd.xtoken.vocabulary.slots import TeacherSlots
+from tests.reported import refused
 from tests.xtoken.chunk_cases import relation_of
 
 RELATION = relation_of(35, 42, 20)
@@ -87,5 +88,5 @@ def test_beginnings_of_all_ranks_are_those_of_the_relation(tp):
 
 def test_heads_without_a_common_row_are_refused():
     slots = TeacherSlots.from_relation(relation_of(35, 42, 0), 48, 45, 1)
-    with pytest.raises(UsageError, match="no common token"):
+    with refused("no-common-token-in-heads", UsageError):
         ChunkVocabulary.from_slots(slots, 37, 0)
