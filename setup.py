@@ -9,13 +9,14 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mkd/version.py").read_text(encoding="utf-8")).group(1)
 
 setup(
-    name="mkd",
+    name="megatron-kd",  # the import and the command are mkd; `mkd` on PyPI is another project
     version=VERSION,
     description="Distils large language models on Megatron-core",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mkd", "mkd.*"]),
+    entry_points={"console_scripts": ["mkd = mkd.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
         "megatron-core==0.16.1",

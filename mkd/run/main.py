@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
 from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError
@@ -141,7 +142,7 @@ def what_is_kept(current) -> tuple[str, str]:
     return f"iteration {iteration} is saved in {progress.kept_in}", again
 
 
-def leave(exit_code: int) -> None:
+def leave(exit_code: int) -> NoReturn:
     """End the process with `exit_code`, even if schedulers keep sending signals.
 
     The interpreter's own shutdown is skipped, because library threads that still run may abort it. After a
