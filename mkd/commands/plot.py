@@ -91,7 +91,7 @@ def new_figure(picture: Path, flag: str) -> Figure:
         raise UsageError(
             "matplotlib is not installed",
             why,
-            "pip install -e '.[quickstart]' -c constraints.txt",
+            "pip install matplotlib",
             code="matplotlib-missing",
         ) from error
     return Figure(layout="constrained")

@@ -10,7 +10,7 @@ from mkd.errors import UsageError
 _CONFIG_JSON = "--student-hf and --teacher-hf: both models' config.json say it"
 _ITERATIONS = "--train-iters and the other counts of iterations: a run counts optimizer steps"
 _CHECKPOINTS = "--load: mkd always restores what the checkpoint holds"
-_CONVERT = "tools/convert_hf_to_mcore.py"
+_CONVERT = "mkd convert"
 
 USE_INSTEAD: dict[str, str] = {
     **dict.fromkeys(

@@ -165,7 +165,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
     except ImportError as error:
         raise DataError(
             f"{path} needs pyarrow, which is not installed",
-            do="pip install 'mkd[data]'",
+            do="pip install pyarrow",
             code="pyarrow-missing",
         ) from error
     try:

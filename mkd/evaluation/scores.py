@@ -104,7 +104,7 @@ def log_likelihoods(
         raise NonFiniteError(
             f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite",
             "no metric can be made of them",
-            "check the model's weights, for example with tools/check_parity.py",
+            "check the model's weights, for example with `mkd parity`",
             code="evaluation-not-finite",
         )
     return scores

@@ -47,7 +47,7 @@ def locate_model(
             raise CheckpointError(
                 f"the {role}'s folder {source.load} holds no checkpoint",
                 "its weights are read from there",
-                f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}",
+                f"name a folder that --save or `mkd convert` has written to: {place}",
                 code="model-checkpoint-missing",
             )
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER

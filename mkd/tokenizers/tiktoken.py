@@ -137,7 +137,7 @@ def load_tiktoken(model: str) -> Tokenizer:
         raise UsageError(
             f"--tokenizer-model {model} needs the package tiktoken",
             str(error),
-            "pip install 'mkd[tiktoken]'",
+            "pip install tiktoken",
             code="tiktoken-missing",
         ) from error
     try:

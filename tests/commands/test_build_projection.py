@@ -1,4 +1,4 @@
-"""Run tools/build_projection.py as a person does."""
+"""Run `mkd projection` as a person does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run tools/evaluate.py on a folder or a checkpoint, without training and its data."""
+"""Run `mkd evaluate` on a folder or a checkpoint, without training and its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run tools/inspect_data.py, and check how it shows an alignment."""
+"""Run `mkd inspect`, and check how it shows an alignment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that tools/plan.py plans a run without torch, data or weights."""
+"""Check that `mkd plan` plans a run without torch, data or weights."""
 
 from __future__ import annotations
 

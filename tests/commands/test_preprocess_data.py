@@ -1,4 +1,4 @@
-"""Run tools/preprocess_data.py as a person does."""
+"""Run `mkd preprocess` as a person does."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_token_ids_that_the_models_do_not_know(files, ranks):
         DATA,
         f"{files / 'wide'}.bin: document 1 has token id 307, the model knows 0 to 306",
         "why: the corpus was made with another tokenizer, or the file is damaged",
-        "tools/preprocess_data.py",
+        "mkd preprocess",
     )
 
 
