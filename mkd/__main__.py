@@ -26,6 +26,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "parity": "compare a model in mkd with the same model in transformers",
     "projection": "relate the vocabularies of a student and a cross-tokenizer teacher",
     "topk": "store a teacher's predictions, to train from them later",
+    "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
 }
 _USAGE = "usage: mkd COMMAND [--flag value ...]\n       torchrun --nproc-per-node N -m mkd COMMAND ..."
 

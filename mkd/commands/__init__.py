@@ -16,4 +16,5 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for each c
     parity.py        mkd against transformers
     projection.py    vocabularies of two tokenizers
     topk.py          a teacher's stored predictions
+    launch_scripts.py    the scripts of launch/, copied out of an installed mkd
 """

@@ -56,7 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(prog="mkd train", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/"
+        "--config",
+        metavar="FILE.yaml",
+        help="YAML file with the same names, or an example of configs/ by its name",
     )
     groups = {"": run}
     for section, cls in section_types().items():
