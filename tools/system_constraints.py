@@ -35,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if earlier is None:
         print(*constraints(kept, TESTED.read_text(encoding="utf-8")), sep="\n")
         return 0
-    before = [
-        line for line in earlier.read_text(encoding="utf-8").splitlines() if KEPT.fullmatch(name_of(line))
-    ]
-    now = pins(kept)
-    replaced = [line for line in before if line not in now]
+    lines, now = earlier.read_text(encoding="utf-8").splitlines(), pins(kept)
+    replaced = [line for line in lines if KEPT.fullmatch(name_of(line)) and line not in now]
     for line in replaced:
         print(f"{line} was replaced or removed", file=sys.stderr)
     return 1 if replaced else 0
@@ -52,7 +49,7 @@ def installed() -> dict[str, str]:
 
 
 def constraints(kept: dict[str, str], tested: str) -> list[str]:
-    """Return the installed versions, then the lines of constraints.txt about packages that are free to change.
+    """Return the installed versions, then the lines of constraints.txt about all other packages.
 
     A GPU library that is not installed has no line: its version depends on the installed torch.
     """

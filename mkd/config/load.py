@@ -34,8 +34,8 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     """
     command_line = parse_command_line(argv)
     file, errors = YamlFile(""), list(command_line.errors)
-    if command_line.config_file:
-        path = collect_error(errors, lambda: config_path(command_line.config_file))
+    if given_file := command_line.config_file:
+        path = collect_error(errors, lambda: config_path(given_file))
         file = file if path is None else read_yaml(str(path))
     errors = file.errors + errors
     if errors:
