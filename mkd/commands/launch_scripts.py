@@ -21,9 +21,7 @@ from mkd.errors import UsageError, returns_exit_code
 @returns_exit_code
 def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(
-        prog="mkd launch-scripts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="mkd launch-scripts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder in which to make the folder launch")
     target = parser.parse_args(argv).folder / "launch"

@@ -89,10 +89,7 @@ def new_figure(picture: Path, flag: str) -> Figure:
     except ImportError as error:
         why = f"the import failed with: {error}"
         raise UsageError(
-            "matplotlib is not installed",
-            why,
-            "pip install matplotlib",
-            code="matplotlib-missing",
+            "matplotlib is not installed", why, "pip install matplotlib", code="matplotlib-missing"
         ) from error
     return Figure(layout="constrained")
 
