@@ -8,6 +8,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mkd/version.py").read_text(encoding="utf-8")).group(1)
+PACKAGED = ("constraints.txt", "configs/*.yaml", "launch/*.sh", "launch/*.sbatch", "launch/*.py")
 
 
 class BuildWithPackagedFiles(build_py):
@@ -18,7 +19,7 @@ class BuildWithPackagedFiles(build_py):
         if self.editable_mode:
             return  # an editable mkd finds them in the checkout
         target = Path(self.build_lib) / "mkd" / "packaged"
-        for path in [ROOT / "constraints.txt", *ROOT.glob("configs/*.yaml"), *ROOT.glob("launch/*.*")]:
+        for path in [path for pattern in PACKAGED for path in sorted(ROOT.glob(pattern))]:
             self.mkpath(str((target / path.relative_to(ROOT)).parent))
             self.copy_file(str(path), str(target / path.relative_to(ROOT)))
 

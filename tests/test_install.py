@@ -89,7 +89,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def test_the_sdist_is_the_repository(dist):
-    (path,) = dist.glob("megatron_kd-*.tar.gz")
+    (path,) = dist.glob("megatron?kd-*.tar.gz")
     with tarfile.open(path) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     kept = {path.relative_to(ROOT).as_posix() for path in repository_files()}
@@ -105,9 +105,9 @@ def test_both_wheels_are_the_same(dist, wheel):
             names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
             contents.append({name: archive.read(name) for name in names})
     assert contents[0] == contents[1]
-    packaged = [path for folder in ("configs", "launch") for path in sorted((ROOT / folder).glob("*.*"))]
-    for path in [*packaged, ROOT / "launch/Dockerfile", ROOT / "constraints.txt"]:
-        assert contents[0][f"mkd/packaged/{path.relative_to(ROOT)}"] == path.read_bytes()
+    patterns = ("constraints.txt", "configs/*.yaml", "launch/*.s*", "launch/*.py")
+    packaged = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
+    assert {f"mkd/packaged/{name}" for name in packaged} == {n for n in contents[0] if "/packaged/" in n}
     assert not [name for name in contents[0] if name.startswith(("tests/", "tools/", "configs/", "launch/"))]
 
 

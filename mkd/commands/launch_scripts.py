@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             code="launch-scripts-exist",
         )
     try:
-        shutil.copytree(packaged("launch"), target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            packaged("launch"), target, ignore=shutil.ignore_patterns("__pycache__", "Dockerfile*")
+        )
     except OSError as error:
         raise UsageError(
             f"cannot write {target}: {error}", "", "name another folder", code="launch-scripts-not-writable"

@@ -12,10 +12,9 @@ LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return name -> (contents, mode) of the files of a folder."""
-    return {
-        path.name: (path.read_bytes(), path.stat().st_mode) for path in folder.iterdir() if path.is_file()
-    }
+    """Return name -> (contents, mode) of the scripts of a folder, without the Dockerfile."""
+    scripts = [path for path in folder.iterdir() if path.suffix in (".sh", ".sbatch", ".py")]
+    return {path.name: (path.read_bytes(), path.stat().st_mode) for path in scripts}
 
 
 def test_scripts_are_copied_once_and_never_over_others(tmp_path, capsys):
@@ -23,6 +22,7 @@ def test_scripts_are_copied_once_and_never_over_others(tmp_path, capsys):
     copy = tmp_path / "new" / "launch"
     assert capsys.readouterr().out == f"{copy}\n"
     assert contents(copy) == contents(LAUNCH)
+    assert len(contents(copy)) == len(list(copy.iterdir()))
     (copy / "env.sh").write_text("changed")
     assert main([str(tmp_path / "new")]) == EXIT_USAGE
     assert reported_codes(capsys.readouterr().err) == ["launch-scripts-exist"]
