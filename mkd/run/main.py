@@ -21,7 +21,7 @@ INDENT = " "  # before each logged line, as before Megatron's progress lines
 
 
 def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
-    """Run `pretrain_kd.py argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
+    """Run `mkd train argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
 
     Rank 0 prints user errors that all ranks share. The lowest rank prints an error of some ranks, with its
     number. When one failure brings down other ranks, the rank that failed first prints the traceback; the
