@@ -1,14 +1,20 @@
 # `make test` and `make quickstart` need nothing but Python >= 3.10: each makes .venv and installs into it first.
 PYTHON ?= python3
+# SYSTEM_SITE=1: keep the torch and Transformer Engine of $(PYTHON), as in NVIDIA's containers (docs/containers.md).
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The suite starts some hundred processes: compiled modules are kept, and two cores are shared.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: help check test test-slow faults quickstart invariance lint types clean
+EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help install check test test-slow faults quickstart invariance lint types clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+install: $(READY)  ## set up .venv; SYSTEM_SITE=1 keeps the system's torch and Transformer Engine
 
 check: lint types  ## lint, format, import contracts, types and the tests without ranks and downloads (two minutes)
 	$(BIN)/ruff format --check .
@@ -43,7 +49,14 @@ clean:  ## remove the environment, caches and build products; runs/ stays
 $(READY): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mkd needs Python >= 3.10; use make PYTHON=...")'
 	@echo "setting up $(VENV) (a few minutes, once)"
-	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,quickstart,data,xtoken,tiktoken,log]' -c constraints.txt
+	@$(PYTHON) -m venv --clear $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
+ifdef SYSTEM_SITE
+	@$(BIN)/python tools/system_constraints.py >$(VENV)/keep.txt
+	@PIP_CONSTRAINT=$(VENV)/keep.txt $(PIP) setuptools
+	@PIP_CONSTRAINT=$(VENV)/keep.txt $(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(BIN)/python tools/system_constraints.py --check $(VENV)/keep.txt
+else
+	@$(PIP) torch -c constraints.txt
+	@$(PIP) -e '.[$(EXTRAS)]' -c constraints.txt
+endif
 	@touch $@

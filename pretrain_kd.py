@@ -1,12 +1,9 @@
-"""Distil a teacher into a student.
+"""Distil a teacher into a student: `mkd train` from a checkout, without installing it.
 
 torchrun --nproc-per-node N pretrain_kd.py --teacher-hf A --student-hf B --data-path T
 """
 
-import signal
-import sys
-
-from mkd.run.main import leave, main
+from mkd.commands.train import main
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], signals_afterwards=signal.SIG_IGN))
+    main()

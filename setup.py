@@ -4,18 +4,36 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mkd/version.py").read_text(encoding="utf-8")).group(1)
+PACKAGED = ("constraints.txt", "configs/*.yaml", "launch/*.sh", "launch/*.sbatch", "launch/*.py")
+
+
+class BuildWithPackagedFiles(build_py):
+    """Copy into mkd/packaged what a checkout has beside mkd: see mkd/config/packaged.py."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return  # an editable mkd finds them in the checkout
+        target = Path(self.build_lib) / "mkd" / "packaged"
+        for path in [path for pattern in PACKAGED for path in sorted(ROOT.glob(pattern))]:
+            self.mkpath(str((target / path.relative_to(ROOT)).parent))
+            self.copy_file(str(path), str(target / path.relative_to(ROOT)))
+
 
 setup(
-    name="mkd",
+    cmdclass={"build_py": BuildWithPackagedFiles},
+    name="megatron-kd",  # the import and the command are mkd; `mkd` on PyPI is another project
     version=VERSION,
     description="Distils large language models on Megatron-core",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mkd", "mkd.*"]),
+    entry_points={"console_scripts": ["mkd = mkd.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
         "megatron-core==0.16.1",

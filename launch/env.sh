@@ -2,12 +2,24 @@
 # Each line keeps a value that is already set: `NCCL_DEBUG=INFO launch/local.sh ...` wins.
 # shellcheck shell=bash
 
-# The interpreter: the one that `make` installed, else python3.
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export ROOT
+# The interpreter: the one that `make` installed, else python3. On a machine with GPUs the first of these two that can
+# import Transformer Engine and Megatron-core: in NVIDIA's containers that is python3, unless `make SYSTEM_SITE=1`
+# installed.
 if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x "$ROOT/.venv/bin/python" ] && PYTHON=$ROOT/.venv/bin/python
+    pythons=(python3)
+    [ -x "$ROOT/.venv/bin/python" ] && pythons=("$ROOT/.venv/bin/python" python3)
+    PYTHON=${pythons[0]} why="no Python here can import Transformer Engine: attention is slower (docs/containers.md)"
+    if command -v nvidia-smi >/dev/null; then
+        for python in "${pythons[@]}"; do
+            if "$python" -c "import megatron.core, transformer_engine.pytorch" >/dev/null 2>&1; then
+                PYTHON=$python why="it can import Transformer Engine"
+                break
+            fi
+        done
+        echo "launch/env.sh: PYTHON=$PYTHON, $why" >&2
+    fi
 fi
 export PYTHON
 

@@ -5,7 +5,7 @@
 #     NPROC=2 launch/local.sh --config configs/quickstart.yaml --tensor-model-parallel-size 2
 #
 # NPROC is the number of processes (default: one per GPU, 1 without GPUs). The exit code is the one of
-# pretrain_kd.py.
+# the training.
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

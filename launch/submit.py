@@ -2,7 +2,7 @@
 
     python launch/submit.py --nodes 4 --partition gpu --time 24:00:00 --config FILE.yaml [--flag value ...]
 
-Everything that is not an option of this tool goes to pretrain_kd.py. Paths are relative to the repository,
+Everything that is not an option of this tool goes to `mkd train`. Paths are relative to the repository,
 where the job runs. The tool needs no torch and runs on a login node in under a second. Exit codes: 0, 64 for
 what cannot work, 1 if sbatch refuses.
 """
@@ -67,7 +67,7 @@ def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = FlagParser(
         prog="submit.py",
         description=__doc__.splitlines()[0],
-        epilog="The flags of pretrain_kd.py follow, --config FILE.yaml first of all.",
+        epilog="The flags of mkd train follow, --config FILE.yaml first of all.",
         allow_abbrev=False,
     )
     parser.add_argument("--nodes", type=whole_number, default=1, metavar="N", help="machines (default: 1)")

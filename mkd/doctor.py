@@ -305,12 +305,12 @@ _NEEDED = {
     "google.protobuf": "transformers needs it to read SentencePiece models",
 }
 _EXTRAS = {
-    "pyarrow": ("no .parquet and .arrow data", "data"),
-    "numba": ("--xtoken-alignment dp is slower", "xtoken"),
-    "tiktoken": ("no .tiktoken files as tokenizers", "tiktoken"),
-    "tensorboard": ("no --tensorboard-dir", "log"),
-    "wandb": ("no --wandb-project", "log"),
-    "matplotlib": ("tools/plot_run.py draws nothing", "quickstart"),
+    "pyarrow": "no .parquet and .arrow data",
+    "numba": "--xtoken-alignment dp is slower",
+    "tiktoken": "no .tiktoken files as tokenizers",
+    "tensorboard": "no --tensorboard-dir",
+    "wandb": "no --wandb-project",
+    "matplotlib": "`mkd plot` draws nothing",
 }
 _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}
 
@@ -333,9 +333,9 @@ def _packages() -> Iterator[Finding]:
     yield Finding(
         "ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named)
     )
-    for name, (cost, extra) in _EXTRAS.items():
+    for name, cost in _EXTRAS.items():
         version = version_of(name)
-        text = version or f"not installed: {cost} (pip install -e '.[{extra}]' -c constraints.txt)"
+        text = version or f"not installed: {cost} (pip install {name})"
         yield Finding("ok" if version else "note", name, text)
 
 

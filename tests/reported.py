@@ -13,14 +13,6 @@ from mkd.errors import MkdError
 _REPORT = re.compile(r"\berror(?:\[([a-z0-9-]+)\])?: ")
 
 
-@contextmanager
-def refused(code: str) -> Iterator[pytest.ExceptionInfo]:
-    """Expect the block to raise an error of mkd with this code."""
-    with pytest.raises(MkdError) as caught:
-        yield caught
-    assert caught.value.code == code, caught.value
-
-
 def reported_codes(stderr: str) -> list[str]:
     """Return the code of every `error[CODE]: ...` in order; the head of a numbered list has none."""
     return [code for code in _REPORT.findall(stderr) if code]

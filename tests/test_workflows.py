@@ -43,7 +43,7 @@ def test_workflows_run_targets_that_exist_and_may_only_read(path):
 
 def test_a_bug_report_asks_for_the_doctor():
     fields = {part["id"]: part for part in parse(ROOT / ".github/ISSUE_TEMPLATE/bug.yml")["body"]}
-    assert "python tools/doctor.py" in fields["doctor"]["attributes"]["label"]
+    assert "mkd doctor" in fields["doctor"]["attributes"]["label"]
     assert fields["doctor"]["validations"] == {"required": "true"}
 
 

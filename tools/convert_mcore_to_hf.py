@@ -1,42 +1,11 @@
-"""Convert a Megatron distributed checkpoint to a Hugging Face folder.
+"""Run `mkd export` from a checkout, with the same flags: mkd/commands/export.py."""
 
-The folder holds weights, index, configuration and tokenizer. Every checkpoint of mkd holds its configuration
-and tokenizer; for others give the model's folder to --reference-hf. One process converts any model that fits
-in its memory; under torchrun the parallel sizes split the model. They may differ from those of the run that
-saved the checkpoint, and do not change the result.
-
-    python tools/convert_mcore_to_hf.py --load CKPT --hf-out DIR
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mkd.config.flags import FlagParser  # noqa: E402
-from tools.convert_hf_to_mcore import DTYPES, add_layout_arguments, run_tool  # noqa: E402
-
-
-def main() -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder"
-    )
-    parser.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)"
-    )
-    parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--reference-hf", metavar="DIR_OR_ID", help="source of configuration and tokenizer (default: CKPT)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
-    add_layout_arguments(parser)
-    return run_tool("mcore_to_hf", parser)
-
+from mkd.commands.export import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,36 +1,11 @@
-"""Check this machine and its Python environment, and say how to fix what a run needs.
+"""Run `mkd doctor` from a checkout, with the same flags: mkd/commands/doctor.py."""
 
-    python tools/doctor.py [--folder DIR]
-
-Starts no run and changes nothing. The output is one block to paste into a report; variables that may hold a
-secret are left out. The exit code is 0 if a run can start here, else 1.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mkd.config.flags import FlagParser  # noqa: E402
-from mkd.doctor import describe, examine, is_healthy  # noqa: E402
-from mkd.errors import returns_exit_code  # noqa: E402
-
-
-@returns_exit_code
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs"), help="where runs are to be written (default: runs)"
-    )
-    findings = examine(parser.parse_args(argv).folder)
-    print(describe(findings))
-    return 0 if is_healthy(findings) else 1
-
+from mkd.commands.doctor import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

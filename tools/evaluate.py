@@ -1,110 +1,11 @@
-"""Score a model on held-out tasks by likelihood, at any layout, without training (docs/evaluation.md).
+"""Run `mkd evaluate` from a checkout, with the same flags: mkd/commands/evaluate.py."""
 
-    python tools/evaluate.py --multiple-choice mmlu.jsonl --completions HumanEval.jsonl.gz \\
-        --student-hf DIR --seq-length 2048
-    torchrun --nproc-per-node 4 tools/evaluate.py --completions mbpp.jsonl --config RUN.yaml \\
-        --student-load CKPT
-
-All other flags, and the exit codes, are those of pretrain_kd.py. The relevant ones are the model
-(--student-hf, or --student-load for a folder written by --save), the packs (--seq-length,
---micro-batch-size), --bf16 and the parallel sizes. Without task flags the files are those of the
-configuration.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mkd.config.flags import FlagParser  # noqa: E402
-from mkd.config.load import load_config  # noqa: E402
-from mkd.errors import UsageError, returns_exit_code  # noqa: E402
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return (the tool's own flags, those of a run)."""
-    parser = FlagParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--multiple-choice",
-        nargs="+",
-        metavar="FILE",
-        help="files of questions, choices and answers (JSON lines)",
-    )
-    parser.add_argument(
-        "--completions", nargs="+", metavar="FILE", help="files of prompts and completions (JSON lines)"
-    )
-    parser.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="answered examples before each question (default: 0)"
-    )
-    parser.add_argument(
-        "--styles",
-        nargs="+",
-        choices=("letter", "continuation"),
-        default=["letter", "continuation"],
-        help="ways to answer: compare the letters of listed options, or their texts (default: both)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file to also write the metrics to")
-    return parser.parse_known_args(argv)
-
-
-@returns_exit_code
-def main(argv: list[str]) -> None:
-    """Run the evaluation and return the exit code."""
-    args, rest = parse(argv)
-    evaluate(args, rest, rank=int(os.environ.get("RANK", "0")))
-
-
-def evaluate(args: argparse.Namespace, rest: list[str], rank: int) -> None:
-    """Read the tasks, score the model, print one metric per line."""
-    config = load_config(rest).config
-    own = {"eval_multiple_choice": args.multiple_choice, "eval_completions": args.completions}
-    given = {name: tuple(paths) for name, paths in own.items() if paths}
-    fewshot = {} if args.num_fewshot is None else {"eval_num_fewshot": args.num_fewshot}
-    data = replace(config.data, **(given and dict.fromkeys(own, ()) | given), **fewshot)
-    if not (data.eval_multiple_choice or data.eval_completions):
-        raise UsageError(
-            "no task is given",
-            "there is nothing to evaluate",
-            "give --multiple-choice or --completions FILE",
-            code="task-missing",
-        )
-    if data.eval_num_fewshot < 0:
-        raise UsageError(
-            f"--num-fewshot {data.eval_num_fewshot} is negative",
-            "",
-            "give 0 or more",
-            code="fewshot-negative",
-        )
-    from mkd.platform import detect
-
-    platform = detect()  # before Megatron is imported, to silence its warnings
-    from mkd.evaluation.tasks import read_tasks
-    from mkd.operations.console import LOG, console
-    from mkd.run.one_model import evaluate_student
-
-    tasks = read_tasks(data.eval_multiple_choice, data.eval_completions, data.eval_num_fewshot, args.styles)
-    with console(rank):
-        metrics = evaluate_student(config, tasks, platform, int(os.environ.get("WORLD_SIZE", "1")))
-        width = max(map(len, metrics))
-        for key, value in metrics.items():
-            LOG.info(f"{key:{width}}  {value:.6g}" if isinstance(value, float) else f"{key:{width}}  {value}")
-    if args.out is not None and rank == 0:
-        try:
-            args.out.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"cannot write --out {args.out}: {error}", "", "choose another file", code="out-not-writable"
-            ) from error
-
+from mkd.commands.evaluate import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,115 +1,11 @@
-"""Plan a run without torch: batch, layouts, stage times, bubble, FLOPs, and memory of every pipeline rank.
+"""Run `mkd plan` from a checkout, with the same flags: mkd/commands/plan.py."""
 
-    python tools/plan.py --world-size 32 --config configs/qwen3_1.7b_from_8b.yaml [--flag value ...]
-
-It takes the flags of pretrain_kd.py, except that data and --train-iters may be missing. Models need only
-their config.json. Exit codes are those of pretrain_kd.py.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mkd.config.flags import FlagParser, whole_number
-from mkd.config.load import load_config
-from mkd.config.schema import Config, StudentConfig, TeacherConfig
-from mkd.errors import CheckpointError, ErrorList, MkdError, returns_exit_code
-from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH
-from mkd.plan.forecast import Forecast
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.verdict import describe
-
-
-@returns_exit_code
-def main(argv: list[str]) -> None:
-    """Print the plan."""
-    own, rest = own_flags(argv)
-    print(describe(plan(load_config(rest).config, own.world_size, own.document_length)))
-
-
-def own_flags(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of this tool, and the rest of the command line: the flags of pretrain_kd.py."""
-    parser = FlagParser(
-        prog="plan.py",
-        description=__doc__.splitlines()[0],
-        epilog="The flags of pretrain_kd.py follow.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument(
-        "--world-size", type=whole_number, default=1, metavar="N", help="processes of the run, one per GPU"
-    )
-    parser.add_argument(
-        "--document-length",
-        type=whole_number,
-        default=DOCUMENT_LENGTH,
-        metavar="N",
-        help=f"tokens of a typical document, for the cost of attention (default: {DOCUMENT_LENGTH}). "
-        "A run with --pipeline-layout auto assumes the default; for other documents, give it the layouts "
-        "printed here",
-    )
-    if "--help" in argv:
-        parser.print_help()
-    return parser.parse_known_args(argv)
-
-
-def plan(config: Config, world_size: int, document_length: int = DOCUMENT_LENGTH) -> Forecast:
-    """Return the forecast of a run on `world_size` processes.
-
-    Raises ErrorList with everything that is wrong.
-    """
-    config = replace(
-        config,
-        training=replace(config.training, train_iters=config.training.train_iters or 1),
-        data=replace(config.data, data_path=config.data.data_path or ("-",)),
-    )
-    problems: list[MkdError] = []
-    student = find_shape(problems, "--student-hf", config.student)
-    running = [teacher for teacher in config.teachers if config.kd.kd_ratio > 0 and not teacher.topk]
-    flags = ["--teacher-hf", *(f"teachers[{index}].hf" for index in range(1, len(running)))]
-    teachers = [find_shape(problems, flag, teacher) for flag, teacher in zip(flags, running, strict=False)]
-    if problems:
-        raise ErrorList([*problems, *find_problems(config, world_size, student, teachers)])
-    return Forecast.from_config(config, world_size, student, teachers, document_length)
-
-
-def find_shape(
-    problems: list[MkdError], flag: str, source: StudentConfig | TeacherConfig
-) -> ModelShape | None:
-    """Return the shape of a model folder, a hub model (only config.json is fetched) or a checkpoint."""
-    if not (source.hf or source.load):
-        return None
-    try:
-        if source.hf is None:
-            written = sorted(Path(source.load).glob("**/hf/config.json"))
-            return ModelShape.from_hf_dir(written[-1].parent if written else source.load)
-        folder = Path(source.hf).expanduser()
-        return ModelShape.from_hf_dir(folder if folder.is_dir() else fetch_config(flag, source.hf))
-    except MkdError as error:
-        problems.append(error)
-        return None
-
-
-def fetch_config(flag: str, hub_id: str) -> Path:
-    """Download a model's config.json and return its folder. Raises CheckpointError if there is none."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(hub_id, "config.json")).parent
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{flag} {hub_id} is neither a model folder nor a Hugging Face model that can be downloaded",
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            "check the path; a plan needs only a folder with the model's config.json",
-            code="hf-model-not-found",
-        ) from error
-
+from mkd.commands.plan import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

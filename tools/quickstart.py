@@ -20,12 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mkd.commands.plot import plot  # noqa: E402
 from mkd.config.flags import FlagParser  # noqa: E402
 from mkd.errors import returns_exit_code  # noqa: E402
 from mkd.log.records import read_records, split_of  # noqa: E402
 from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 from tools.make_student import make_student  # noqa: E402
-from tools.plot_run import plot  # noqa: E402
 
 PROMPT = "def read_lines(path):\n    "
 HELD_OUT_EVERY = 10

@@ -259,7 +259,7 @@ def require_same_model(folder: Path, shape: ModelShape) -> None:
             f"{folder} is a checkpoint of another model: it has {', '.join(differences)}",
             "its weights would silently be cut, dropped or used in another architecture",
             "name the Hugging Face folder that it was made from; to change a model, export it with"
-            " tools/convert_mcore_to_hf.py and change the config.json of that",
+            " `mkd export` and change the config.json of that",
             code="checkpoint-of-another-model",
         )
 

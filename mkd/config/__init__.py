@@ -12,5 +12,6 @@ In reading order:
     megatron_flags.py    flags of Megatron-LM that mkd does not have
     flags.py             the command line
     yaml_file.py         the YAML file
+    packaged.py          example configurations and launch scripts that come with mkd
     load.py              both together, with the origin of every value
 """

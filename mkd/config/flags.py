@@ -12,7 +12,7 @@ from mkd.config.megatron_flags import unsupported
 from mkd.config.options import FIRST_TEACHER, Option, all_options, section_types
 from mkd.errors import MkdError, UsageError
 
-_USAGE = "torchrun --nproc-per-node N pretrain_kd.py [--config FILE.yaml] [--flag value ...]"
+_USAGE = "torchrun --nproc-per-node N -m mkd train [--config FILE.yaml] [--flag value ...]"
 _DESCRIPTION = (
     "Distil a teacher language model into a student. "
     "The command line wins over the file, the file over defaults."
@@ -48,10 +48,12 @@ def whole_number(text: str, least: int = 1) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser, with a group of flags per section. Values stay text."""
-    parser = FlagParser(prog="pretrain_kd.py", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser = FlagParser(prog="mkd train", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--config", metavar="FILE.yaml", help="YAML file with the same names; examples are in configs/"
+        "--config",
+        metavar="FILE.yaml",
+        help="YAML file with the same names, or an example of configs/ by its name",
     )
     groups = {"": run}
     for section, cls in section_types().items():

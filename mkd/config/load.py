@@ -10,9 +10,10 @@ from typing import Any
 
 from mkd.config.flags import parse_command_line
 from mkd.config.options import FIRST_TEACHER, XTOKEN, build_config, settings
+from mkd.config.packaged import config_path
 from mkd.config.schema import Config
 from mkd.config.yaml_file import YamlFile, read_yaml
-from mkd.errors import ErrorList
+from mkd.errors import ErrorList, collect_error
 
 DEFAULT = "default"
 
@@ -32,8 +33,11 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     problem.
     """
     command_line = parse_command_line(argv)
-    file = read_yaml(command_line.config_file) if command_line.config_file else YamlFile("")
-    errors = file.errors + command_line.errors
+    file, errors = YamlFile(""), list(command_line.errors)
+    if given_file := command_line.config_file:
+        path = collect_error(errors, lambda: config_path(given_file))
+        file = file if path is None else read_yaml(str(path))
+    errors = file.errors + errors
     if errors:
         raise ErrorList(errors)
     given = file.values | command_line.values

@@ -60,7 +60,7 @@ USE_INSTEAD = _by_flag(
             "use-checkpoint-args use-checkpoint-opt_param-scheduler"
         ),
         "--save-interval": "non-persistent-save-interval",
-        "tools/convert_hf_to_mcore.py": "load-model-format ckpt-convert-format",
+        "mkd convert": "load-model-format ckpt-convert-format",
         "--name": "wandb-exp-name",
         "--log-dir": "wandb-save-dir",
         "--log-dir: snapshots are in its folder profile/": "memory-snapshot-path",

@@ -63,7 +63,7 @@ class XTokenConfig:
     )
     projection: str | None = option(
         None,
-        "file that relates both vocabularies, written by tools/build_projection.py "
+        "file that relates both vocabularies, written by `mkd projection` "
         "(default: built at the start and cached)",
     )
     top_k: int | None = option(
@@ -100,7 +100,7 @@ class TeacherConfig(TeacherDivergence):
     )
     topk: str | None = option(
         None,
-        "folder written by tools/export_teacher_topk.py. Trains from the teacher's stored top-k "
+        "folder written by `mkd topk`. Trains from the teacher's stored top-k "
         "log-probabilities; no teacher runs. With --teacher-hf or --teacher-load it must be an export of "
         "that same teacher (default: run the teacher)",
     )

@@ -192,7 +192,7 @@ def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> No
         raise DataError(
             f"{name} was tokenised with another tokenizer",
             f"{store.prefix}.meta.json describes another vocabulary, so the ids mean other strings",
-            "tokenise the raw files with this run's tokenizer: tools/preprocess_data.py",
+            "tokenise the raw files with this run's tokenizer: `mkd preprocess`",
             code="corpus-of-another-tokenizer",
         )
 

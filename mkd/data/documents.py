@@ -164,9 +164,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
-            f"{path} needs pyarrow, which is not installed",
-            do="pip install 'mkd[data]'",
-            code="pyarrow-missing",
+            f"{path} needs pyarrow, which is not installed", do="pip install pyarrow", code="pyarrow-missing"
         ) from error
     try:
         if path.suffix == ".parquet":

@@ -71,14 +71,14 @@ def find_prefix(path: str, flag: str = "--data-path") -> str:
             raise DataError(
                 f"{flag} {path}: {missing} is missing",
                 f"{there} is there, and a corpus is the pair of both",
-                "copy the missing file too, or make the pair again with tools/preprocess_data.py",
+                "copy the missing file too, or make the pair again with `mkd preprocess`",
                 code="corpus-file-missing",
             )
     looked_for = ", ".join(f"{prefix}.bin with {prefix}.idx" for prefix in candidates)
     raise DataError(
         f"{flag} {path}: nothing found",
         f"looked for {looked_for}; files of records end in {', '.join(RAW_SUFFIXES)}",
-        "check the path, or make the pair with tools/preprocess_data.py",
+        "check the path, or make the pair with `mkd preprocess`",
         code="data-path-not-found",
     )
 

@@ -76,7 +76,7 @@ class TokenStore:
             raise DataError(
                 f"{prefix}: {' and '.join(missing)} not found",
                 "a tokenised corpus is a pair of .bin and .idx files",
-                "check the path, or make the pair with tools/preprocess_data.py",
+                "check the path, or make the pair with `mkd preprocess`",
                 code="corpus-files-missing",
             )
         if files.bin.stat().st_size == 0:
@@ -182,7 +182,7 @@ class TokenStore:
             f"{self.prefix}.bin: document {document} has token id {token_id}, "
             f"the model knows 0 to {vocab_size - 1}",
             "the corpus was made with another tokenizer, or the file is damaged",
-            "tokenise the corpus with the tokenizer of this model: tools/preprocess_data.py",
+            "tokenise the corpus with the tokenizer of this model: `mkd preprocess`",
             code="corpus-token-beyond-vocabulary",
         )
 
@@ -281,6 +281,6 @@ def _damaged(path: Path, why: str) -> DataError:
     return DataError(
         f"{path} is damaged or incomplete",
         why,
-        "tokenise the corpus again: tools/preprocess_data.py",
+        "tokenise the corpus again: `mkd preprocess`",
         code="corpus-damaged",
     )

@@ -1,4 +1,4 @@
-"""Build a tokenised corpus from raw files, for tools/preprocess_data.py and for the token cache."""
+"""Build a tokenised corpus from raw files, for `mkd preprocess` and for the token cache."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def log_likelihoods(
     not_finite = np.count_nonzero(~np.isfinite(scores))
     if not_finite:
         what = f"the predictions of {not_finite} of {len(scores)} evaluated continuations are not finite"
-        do = "check the model's weights, for example with tools/check_parity.py"
+        do = "check the model's weights, for example with `mkd parity`"
         raise NonFiniteError(what, "no metric can be made of them", do, code="evaluation-not-finite")
     return scores
 

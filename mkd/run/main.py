@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
 from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError
@@ -20,7 +21,7 @@ INDENT = " "  # before each logged line, as before Megatron's progress lines
 
 
 def main(argv: list[str], signals_afterwards: signal.Handlers | None = None) -> int:
-    """Run `pretrain_kd.py argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
+    """Run `mkd train argv` and return the exit code. See `caught_signals` for `signals_afterwards`.
 
     Rank 0 prints user errors that all ranks share. The lowest rank prints an error of some ranks, with its
     number. When one failure brings down other ranks, the rank that failed first prints the traceback; the
@@ -135,7 +136,7 @@ def what_is_kept(current) -> tuple[str, str]:
     return f"iteration {iteration} is saved in {progress.kept_in}", again
 
 
-def leave(exit_code: int) -> None:
+def leave(exit_code: int) -> NoReturn:
     """End the process with `exit_code`, even if schedulers keep sending signals.
 
     The interpreter's own shutdown is skipped, because library threads that still run may abort it. After a

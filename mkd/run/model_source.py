@@ -49,7 +49,7 @@ def locate_model(
             place = "--student-load" if is_student else "--teacher-load, or load: of a teacher in a file"
             what = f"the {role}'s folder {source.load} holds no checkpoint"
             why = "its weights are read from there"
-            do = f"name a folder that --save or tools/convert_hf_to_mcore.py has written to: {place}"
+            do = f"name a folder that --save or `mkd convert` has written to: {place}"
             raise CheckpointError(what, why, do, code="model-checkpoint-missing")
         assets = resolve_hf(source.hf) if source.hf else folder / HF_FOLDER
         shape = ModelShape.from_hf_dir(assets)

@@ -1,6 +1,6 @@
 """Run a teacher over the packs of a run and store its top-k log-probabilities.
 
-Command: `tools/export_teacher_topk.py`. The teacher runs alone, on the packs that the run's tokenizer and
+Command: `mkd topk`. The teacher runs alone, on the packs that the run's tokenizer and
 data settings make, under any layout.
 """
 
@@ -250,7 +250,7 @@ class _Exporter:
                     "are not finite",
                     f"they are in {part} shards {', '.join(map(str, shards))} of "
                     f"{self.meta.samples_per_shard} packs each",
-                    "check the teacher's weights, for example with tools/check_parity.py",
+                    "check the teacher's weights, for example with `mkd parity`",
                     code="teacher-not-finite",
                 )
 

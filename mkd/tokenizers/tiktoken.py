@@ -125,7 +125,7 @@ def load_tiktoken(model: str) -> Tokenizer:
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
     except ImportError as error:
-        what, do = f"--tokenizer-model {model} needs the package tiktoken", "pip install 'mkd[tiktoken]'"
+        what, do = f"--tokenizer-model {model} needs the package tiktoken", "pip install tiktoken"
         raise UsageError(what, str(error), do, code="tiktoken-missing") from error
     try:
         ranks = load_tiktoken_bpe(str(model))

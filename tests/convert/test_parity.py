@@ -1,4 +1,4 @@
-"""Check the figures that compare two sets of logits; tools/test_convert.py compares real models."""
+"""Check the figures that compare two sets of logits; tests/commands/test_convert.py compares real models."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_perplexity_equals_transformers(human_eval, smollm2, ranks, tmp_path):
         tmp_path / "found.json",
     ]
     argv += ["--tensor-model-parallel-size", 2]
-    results = run_main(ranks, [str(word) for word in argv], 2, command="tools.evaluate")
+    results = run_main(ranks, [str(word) for word in argv], 2, command="mkd.commands.evaluate")
     assert [result.exit_code for result in results] == [0, 0], results[0].stderr
     found = json.loads((tmp_path / "found.json").read_text())
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
+from mkd.commands.preprocess import main as preprocess
 from mkd.config.load import load_config
 from mkd.errors import CheckpointError, DataError, ErrorList
 from mkd.operations import disk
@@ -22,7 +23,6 @@ from tests.reported import reported_codes, reported_text
 from tests.tiny_models import add_tokenizer, make_model
 from tests.tokenizers.trained import spm_file, write_ranks  # noqa: F401
 from tests.train.command import TEACHER, flags, make_files, run_main, write_records
-from tools.preprocess_data import main as preprocess
 
 NOBODY = 65534  # user id
 TEXT, OTHER_TEXT = (

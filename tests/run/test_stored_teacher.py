@@ -294,7 +294,7 @@ def test_only_forward_kl(cache, files, ranks):
 
 def test_no_cache_no_held_out_part_not_finished(cache, files, ranks):
     argv = offline(files, "nothing", "nowhere", *T2)
-    assert_refused(ranks, argv, 65, "nowhere holds no teacher cache", "tools/export_teacher_topk.py")
+    assert_refused(ranks, argv, 65, "nowhere holds no teacher cache", "`mkd topk`")
     (result,) = export(ranks, files, "no valid", "--k", 4, *T2, "--split", "1")
     assert result.exit_code == 0, result.stderr
     held_out = ("--split", "1", "--valid-data-path", files / "text.jsonl")

@@ -7,9 +7,9 @@ import torch
 
 from mkd.plan.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
+from tests.commands.test_convert import start
 from tests.models.test_hf_parity import TOLERANCE, packed_logits, reference_logits
 from tests.tiny_models import add_tokenizer, make_model
-from tests.tools.test_convert import start
 from tests.train.command import flags, run_main, write_records
 
 

@@ -96,7 +96,7 @@ def test_the_gradient_of_128_ids_is_that_of_the_vocabulary(files, ranks):
                 dtype,
                 *run_flags(files, layers, *teacher),
             ]
-            (result,) = run_main(ranks, argv, command="tools.export_teacher_topk")
+            (result,) = run_main(ranks, argv, command="mkd.commands.topk")
             assert result.exit_code == 0, result.stderr
         values = compared(run(layers, "--teacher-topk", out), wanted[layers])
         size = sum(path.stat().st_size for path in out.glob("*.parquet"))

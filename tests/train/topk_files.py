@@ -13,7 +13,7 @@ def export(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) ->
     """Export the teacher of `files` into `out`, on every rank; `more` overrides the flags of a run."""
     argv = ["--out", str(files / out), "--logprob-dtype", "float32", "--samples-per-shard", "10"]
     argv += flags(files, f"{out} log", *DATA, *more, **paths)
-    return run_main(ranks, argv, world_size, command="tools.export_teacher_topk")
+    return run_main(ranks, argv, world_size, command="mkd.commands.topk")
 
 
 def exported(ranks, files: Path, out: str, *more, world_size: int = 1, **paths) -> Path:

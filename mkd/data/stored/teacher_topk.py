@@ -59,7 +59,7 @@ class TopKMeta:
             raise DataError(
                 f"{folder} holds no teacher cache",
                 f"there is no {META_FILE}",
-                "name the --out folder of tools/export_teacher_topk.py",
+                "name the --out folder of `mkd topk`",
                 code="teacher-cache-not-found",
             )
         try:
@@ -215,7 +215,7 @@ class TopKPart:
                 f"the teacher cache {folder} is incomplete",
                 f"{len(missing)} of {meta.num_shards(part)} {part} shards are missing: "
                 "the export has not finished",
-                "start the same tools/export_teacher_topk.py command again; it goes on where it stopped",
+                "start the same `mkd topk` command again; it goes on where it stopped",
                 code="teacher-cache-incomplete",
             )
         self._file = lru_cache(OPEN_FILES)(self._open)
@@ -345,7 +345,7 @@ def load_pyarrow() -> tuple[ModuleType, ModuleType]:
     except ImportError as error:
         raise DataError(
             "a teacher cache needs pyarrow, which is not installed",
-            do="pip install 'mkd[data]'",
+            do="pip install pyarrow",
             code="teacher-cache-needs-pyarrow",
         ) from error
     return pyarrow, pyarrow.parquet

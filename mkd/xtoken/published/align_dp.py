@@ -9,7 +9,7 @@ Two things differ from the published form. The canonical form of a token is the 
 in which vocabularies write blanks and bytes amount to that. And the work is bounded: a stretch between
 anchors with more than MAX_CELLS cells is not searched but treated as one run of mismatches.
 
-`dp_kernel` searches the path; numba compiles it if installed (pip install 'mkd[xtoken]').
+`dp_kernel` searches the path; numba compiles it if installed (pip install numba).
 """
 
 from __future__ import annotations

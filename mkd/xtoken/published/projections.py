@@ -66,7 +66,6 @@ def _refused(path: Path, why: str) -> UsageError:
     return UsageError(
         f"{path} is not a projection matrix for these tokenizers",
         why,
-        "build one with tools/build_projection.py from this run's tokenizers, "
-        "or drop the setting: mkd then builds it",
+        "build one with `mkd projection` from this run's tokenizers, or drop the setting: mkd then builds it",
         code="projection-not-valid",
     )

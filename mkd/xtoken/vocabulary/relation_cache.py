@@ -35,7 +35,7 @@ def build_projection(
 ) -> VocabularyRelation:
     """Return the relation of two vocabularies, from `cache_dir` if it is there; else build and store it.
 
-    `projection` names a file with the matrix to use instead: one that tools/build_projection.py wrote, or the
+    `projection` names a file with the matrix to use instead: one that `mkd projection` wrote, or the
     published dense form (see load_published). Several processes may call this at once; they write the same
     file. Raises UsageError for tokenizers that share no token or lose bytes, and for a file that is damaged
     or made for other tokenizers.

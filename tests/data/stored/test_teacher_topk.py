@@ -177,9 +177,7 @@ def test_an_unfinished_export(dataset, cache):
 
 
 def test_no_cache_and_a_part_that_it_lacks(dataset, cache):
-    assert_refused(
-        lambda: TopKMeta.read(cache), "holds no teacher cache", "--out folder of tools/export_teacher_topk.py"
-    )
+    assert_refused(lambda: TopKMeta.read(cache), "holds no teacher cache", "--out folder of `mkd topk`")
     part = write(cache, dataset, describe(len(dataset)))
     assert_refused(lambda: TopKPart(cache, "valid", part.meta), "has no valid data")
     for text in ('{"format_version": 2}', "{}", "[]", "{"):

@@ -1,4 +1,4 @@
-"""Run tools/inspect_data.py, and check how it shows an alignment."""
+"""Run `mkd inspect`, and check how it shows an alignment."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.commands.inspect import main
 from mkd.data.pack_view import RESET as PLAIN
 from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
@@ -21,7 +22,6 @@ from mkd.xtoken import AlignedText
 from mkd.xtoken.align.align_view import COLOURS, RESET, view_alignment
 from tests.reported import reported_codes
 from tests.tokenizers.trained import train_hf_tokenizer
-from tools.inspect_data import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_data.py"
 CHAT = [{"role": "user", "content": "Which fox?"}, {"role": "assistant", "content": "The fox."}]

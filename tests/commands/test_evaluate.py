@@ -1,4 +1,4 @@
-"""Run tools/evaluate.py on a folder or a checkpoint, without training and its data."""
+"""Run `mkd evaluate` on a folder or a checkpoint, without training and its data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 def evaluate(ranks, files, *more, world_size=1):
     argv = ["--seq-length", 128, "--multiple-choice", files / "animals.jsonl", *more]
-    return run_main(ranks, [str(word) for word in argv], world_size, command="tools.evaluate")
+    return run_main(ranks, [str(word) for word in argv], world_size, command="mkd.commands.evaluate")
 
 
 def test_a_folder_and_its_checkpoint_give_the_numbers_of_transformers(files, ranks):

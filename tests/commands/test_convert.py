@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mkd.commands import convert, export, parity
 from mkd.convert.models import DTYPES
 from mkd.errors import EXIT_CHECKPOINT, EXIT_USAGE
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import make_model
-from tools import check_parity, convert_hf_to_mcore, convert_mcore_to_hf
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,9 +43,8 @@ def start(tool, *args, tensor_parallel=1):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
 
 
-def exit_code(tool, monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, args)])
-    return tool.main()
+def exit_code(command, *args):
+    return command.main([str(arg) for arg in args])
 
 
 def test_there_and_back_at_another_layout_is_bitwise(original, checkpoint, tmp_path):
@@ -72,48 +71,46 @@ def test_parity_fails_for_another_model(original, tmp_path):
 
 
 def test_dtypes_are_those_of_the_conversion():
-    assert tuple(DTYPES) == convert_hf_to_mcore.DTYPES
+    assert tuple(DTYPES) == convert.DTYPES
 
 
-def test_wrong_number_of_processes(original, tmp_path, monkeypatch, capsys):
+def test_wrong_number_of_processes(original, tmp_path, capsys):
     args = ["--hf", original, "--save", tmp_path / "new", "--pipeline-model-parallel-size", 4]
-    assert exit_code(convert_hf_to_mcore, monkeypatch, *args) == EXIT_USAGE
+    assert exit_code(convert, *args) == EXIT_USAGE
     message = capsys.readouterr().err
     assert "tensor-model-parallel-size 1 x pipeline-model-parallel-size 4 is not 1 processes" in message
     assert "torchrun --nproc-per-node 4" in message
 
 
-def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, monkeypatch, capsys):
-    assert (
-        exit_code(convert_hf_to_mcore, monkeypatch, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
-    )
+def test_a_folder_of_a_run_is_not_overwritten(original, checkpoint, capsys):
+    assert exit_code(convert, "--hf", original, "--save", checkpoint) == EXIT_CHECKPOINT
     assert "already holds checkpoints" in capsys.readouterr().err
 
 
-def test_nothing_to_convert(tmp_path, monkeypatch, capsys):
+def test_nothing_to_convert(tmp_path, capsys):
     args = ["--load", tmp_path, "--hf-out", tmp_path / "out"]
-    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert exit_code(export, *args) == EXIT_CHECKPOINT
     assert f"--load {tmp_path} holds no checkpoint" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_does_not_say_what_it_is(tmp_path, capsys):
     (tmp_path / "metadata.json").write_text("{}")
     args = ["--load", tmp_path, "--hf-out", tmp_path / "out"]
-    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert exit_code(export, *args) == EXIT_CHECKPOINT
     assert "--reference-hf" in capsys.readouterr().err
 
 
-def test_the_configuration_of_another_model(original, checkpoint, tmp_path, monkeypatch, capsys):
+def test_the_configuration_of_another_model(original, checkpoint, tmp_path, capsys):
     """The checkpoint has the same tensors in other places: an unchecked export would be nonsense."""
     other = make_model(tmp_path / "other", "llama", num_key_value_heads=6)
     args = ["--load", checkpoint, "--hf-out", tmp_path / "out", "--reference-hf", other]
-    assert exit_code(convert_mcore_to_hf, monkeypatch, *args) == EXIT_CHECKPOINT
+    assert exit_code(export, *args) == EXIT_CHECKPOINT
     assert (
         "is a checkpoint of another model: it has num_query_groups 3 instead of 6" in capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_to_compare(original, monkeypatch, capsys):
-    assert exit_code(check_parity, monkeypatch, "--hf", original, "--num-tokens", 0) == EXIT_USAGE
+def test_nothing_to_compare(original, capsys):
+    assert exit_code(parity, "--hf", original, "--num-tokens", 0) == EXIT_USAGE
     assert "nothing would be compared" in capsys.readouterr().err

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.tools.test_compare_runs import write_run
-from tools.plot_run import main, names
+from mkd.commands.plot import main, names
+from tests.commands.test_compare_runs import write_run
 
 
 def colours(png) -> int:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.compare_runs import main
+from mkd.commands.compare import main
 
 
 def write_run(folder, losses, agreement=0.5, time_ms=100.0, share=0.25):

@@ -1,4 +1,4 @@
-"""Run tools/doctor.py on this environment, and on environments that are broken in usual ways."""
+"""Run `mkd doctor` on this environment, and on environments that are broken in usual ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run tools/build_projection.py as a person does."""
+"""Run `mkd projection` as a person does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.commands.projection import main
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.load import open_tokenizer
 from mkd.xtoken import build_projection
 from tests.xtoken.conftest import tokenizer_paths  # noqa: F401
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level, train_sentence_piece
-from tools.build_projection import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "build_projection.py"
 

@@ -1,4 +1,4 @@
-"""Run tools/preprocess_data.py as a person does."""
+"""Run `mkd preprocess` as a person does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from mkd.commands.preprocess import main
 from mkd.data.store import TokenStore
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
-from tools.preprocess_data import main
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 

@@ -1,4 +1,4 @@
-"""Check that tools/plan.py plans a run without torch, data or weights."""
+"""Check that `mkd plan` plans a run without torch, data or weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mkd.commands.plan import main
 from tests.train.command import flags, make_files, run_main
-from tools.plan import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=300)
@@ -30,7 +30,7 @@ def models(tmp_path) -> list[str]:
 
 def test_plan_without_torch(models):
     """Run the tool as a command, and print the modules that it has loaded."""
-    code = "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
+    code = "import sys; from mkd.commands.plan import main; code = main(sys.argv[1:]); "
     code += "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules]); sys.exit(code)"
     argv = [*models, "--world-size", "4", "--pipeline-model-parallel-size", "2", "--pipeline-layout", "auto"]
     done = subprocess.run(

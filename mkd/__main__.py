@@ -1,0 +1,68 @@
+"""The command line of mkd: `mkd COMMAND ...`, and `python -m mkd COMMAND ...` where it is not installed."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mkd.errors import EXIT_DONE, UsageError, returns_exit_code
+from mkd.version import __version__
+
+COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
+    "train": "distil a teacher into a student",
+    "plan": "predict time and memory of a run, without GPUs or torch",
+    "doctor": "check this machine and its Python environment",
+    "make-student": "cut a smaller student out of a model",
+    "preprocess": "tokenise text once instead of at the start of every run",
+    "inspect": "show training data as models see it",
+    "evaluate": "score a model on held-out tasks",
+    "report": "write the report of a run",
+    "plot": "draw the curves of runs",
+    "compare": "compare the metrics of two runs",
+    "convert": "convert a Hugging Face folder to a Megatron checkpoint",
+    "export": "convert a Megatron checkpoint to a Hugging Face folder",
+    "parity": "compare a model in mkd with the same model in transformers",
+    "projection": "relate the vocabularies of a student and a cross-tokenizer teacher",
+    "topk": "store a teacher's predictions, to train from them later",
+    "launch-scripts": "copy the scripts for one machine and for Slurm out of an installed mkd",
+}
+_USAGE = "usage: mkd COMMAND [--flag value ...]\n       torchrun --nproc-per-node N -m mkd COMMAND ..."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mkd argv` (default: the process's own arguments) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(help_text())
+        return EXIT_DONE
+    if words[0] in ("--version", "version"):
+        print(f"mkd {__version__}")
+        return EXIT_DONE
+    return run(words[0], words[1:])
+
+
+@returns_exit_code
+def run(command: str, argv: list[str]) -> int:
+    """Import the command and call its `main` with `argv`. Raises UsageError for an unknown one."""
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
+        do = f"did you mean `mkd {nearest[0]}`?" if nearest else "`mkd --help` lists the commands"
+        error = UsageError(f"`{command}` is not a command of mkd", do=do, code="command-unknown")
+        error.on_all_ranks = True
+        raise error
+    module = import_module(f"mkd.commands.{command.replace('-', '_')}")
+    return int(module.main(argv))
+
+
+def help_text() -> str:
+    """Return the text of `mkd --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    end = "`mkd COMMAND --help` describes a command. `mkd --version` prints the version."
+    return "\n".join([_USAGE, "", "Distil large language models on Megatron-core.", "", *lines, "", end])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The commands of `mkd`, a file each: a parser of flags and `main(argv)`, which returns the exit code.
+
+mkd/__main__.py has the table of commands. Libraries that take seconds are imported after the flags are
+parsed, so that `--help` is quick. tools/ has a script of a few lines for each command, for checkouts.
+
+    train.py         training; the run itself is in mkd/run
+    plan.py          time and memory of a run, without torch
+    doctor.py        the machine and its Python environment
+    preprocess.py    text to a tokenised corpus
+    inspect.py       packs, and aligned chunks, as models see them
+    evaluate.py      held-out tasks
+    plot.py          curves of runs
+    compare.py       the metrics of two runs
+    convert.py       Hugging Face to Megatron
+    export.py        Megatron to Hugging Face
+    parity.py        mkd against transformers
+    projection.py    vocabularies of two tokenizers
+    topk.py          a teacher's stored predictions
+    launch_scripts.py    the scripts of launch/, copied out of an installed mkd
+"""

@@ -1,0 +1,37 @@
+"""Convert a Megatron distributed checkpoint to a Hugging Face folder.
+
+The folder holds weights, index, configuration and tokenizer. Every checkpoint of mkd holds its configuration
+and tokenizer; for others give the model's folder to --reference-hf. One process converts any model that fits
+in its memory; under torchrun the parallel sizes split the model. They may differ from those of the run that
+saved the checkpoint, and do not change the result.
+
+    mkd export --load CKPT --hf-out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mkd.commands.convert import DTYPES, add_layout_arguments, run_conversion
+from mkd.config.flags import FlagParser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = FlagParser(
+        prog="mkd export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--load", type=Path, required=True, metavar="CKPT", help="folder of --save, or one iter_* folder"
+    )
+    parser.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="iteration to export (default: the latest)"
+    )
+    parser.add_argument("--hf-out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--reference-hf", metavar="DIR_OR_ID", help="source of configuration and tokenizer (default: CKPT)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
+    add_layout_arguments(parser)
+    return run_conversion("mcore_to_hf", parser.parse_args(argv))

@@ -1,0 +1,212 @@
+"""Show training data as models see it: packs with documents and masks, or the same text in two tokenizers.
+
+    mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 [--limit 3] \\
+        [--histogram out.png]
+    mkd inspect --input a.jsonl --student MODEL_DIR --seq-length 2048 --samples 17 4
+    mkd inspect --align --input a.jsonl --student MODEL_DIR --teacher MODEL_DIR [--limit 3]
+
+In packs, tokens with loss are green and others grey (without colours: in parentheses). The fraction of loss
+tokens, the packing efficiency and the lengths of documents follow. --align shows aligned chunks in two
+colours. Colours appear on terminals unless NO_COLOR is set, and with --color.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkd.config.flags import FlagParser, whole_number
+from mkd.errors import DataError, UsageError, returns_exit_code
+
+if TYPE_CHECKING:  # libraries that take seconds are imported after the arguments are parsed
+    from mkd.data.documents import Record
+    from mkd.tokenizers.tokenizer import Tokenizer
+    from mkd.xtoken import AlignedText
+
+PACKINGS = ("bfd", "none")  # those of mkd.data.packing
+OVERLONG = ("split", "truncate", "drop")
+TOKENIZER = "folder or Hub id of a model, a SentencePiece .model file, or a .tiktoken rank file"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="mkd inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="file to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and completion. "
+        "Packs may also come from a .txt file or the prefix of a tokenised .bin/.idx pair",
+    )
+    add("--student", required=True, metavar="TOKENIZER", help=TOKENIZER)
+    add(
+        "--limit",
+        type=partial(whole_number, least=0),
+        default=3,
+        metavar="N",
+        help="packs or records to show (default: 3)",
+    )
+    add(
+        "--samples",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="packs to show instead of the first ones, by their numbers in non_finite.jsonl or "
+        "loss_spikes.jsonl of a run. Give the run's data flags, and its one --data-path as --input",
+    )
+    add("--color", action="store_true", help="use colours even if the output is not a terminal")
+    add("--seq-length", type=int, default=2048, metavar="N", help="tokens of a pack (default: 2048)")
+    add("--pack", default="bfd", choices=PACKINGS, help="same as in training (default: bfd)")
+    add("--overlong", default="split", choices=OVERLONG, help="same as in training (default: split)")
+    add(
+        "--split",
+        default="1",
+        metavar="A,B,C",
+        help="same as in training; packs for training are shown (default: all documents)",
+    )
+    add("--characters-per-sample", type=int, metavar="N", help="same as in training")
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="same as in training (default: yes)",
+    )
+    add("--max-bad-records", type=int, default=0, metavar="N", help="same as in training (default: 0)")
+    add(
+        "--data-cache-path", metavar="DIR", help="folder of a run's tokenised text (default: a temporary one)"
+    )
+    add("--histogram", metavar="PNG", help="file to draw the lengths of documents to (needs matplotlib)")
+    add("--align", action="store_true", help="show the aligned chunks of each record instead of packs")
+    add("--teacher", metavar="TOKENIZER", help="teacher's tokenizer, for --align")
+    add("--mode", default="byte_offset", help="alignment: byte_offset or dp (default: byte_offset)")
+    add(
+        "--reasoning",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="align reasoning of conversations too (default: yes)",
+    )
+    return parser
+
+
+def aligned_records(
+    args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
+) -> Iterator[tuple[int, AlignedText]]:
+    """Yield (row number, alignment) of the first records of a file.
+
+    Raises MkdError that names file and row.
+    """
+    from mkd.data.documents import parse_row, read_rows
+
+    for number, row in islice(read_rows(args.input), args.limit):
+        try:
+            yield number, align_record(parse_row(row), args, student, teacher)
+        except DataError as error:
+            raise error.located(f"{args.input}:{number}") from error
+
+
+def align_record(
+    record: Record, args: argparse.Namespace, student: Tokenizer, teacher: Tokenizer
+) -> AlignedText:
+    from mkd.xtoken import align, align_chat, align_completion
+
+    if record.kind == "messages":
+        return align_chat(student, teacher, record.values[0], reasoning=args.reasoning, mode=args.mode)
+    if record.kind == "prompt-completion":
+        return align_completion(student, teacher, *record.values, mode=args.mode)
+    return align(student, teacher, record.values[0], mode=args.mode)
+
+
+def show_alignment(args: argparse.Namespace, colour: bool) -> None:
+    """Print the aligned chunks of the first records."""
+    from mkd.tokenizers.load import open_tokenizer
+    from mkd.xtoken.align.align_view import view_alignment
+
+    if not args.teacher:
+        raise UsageError(
+            "--align needs --teacher",
+            "it compares the tokens of two models",
+            "add --teacher TOKENIZER",
+            code="align-without-teacher",
+        )
+    if args.max_bad_records:
+        raise UsageError(
+            "--max-bad-records has no effect with --align",
+            "it shows the records as they are",
+            "leave it out",
+            code="setting-without-effect",
+        )
+    student, teacher = open_tokenizer(args.student), open_tokenizer(args.teacher)
+    for number, aligned in aligned_records(args, student, teacher):
+        print(f"{args.input}:{number}: {view_alignment(aligned, student, teacher, colour=colour)}\n")
+
+
+def show_packs(args: argparse.Namespace, colour: bool) -> None:
+    """Tokenise and pack the file as training does; print the first packs and a summary of all."""
+    from mkd.commands.plot import new_figure, save_figure
+    from mkd.data.build import open_datasets
+    from mkd.data.pack_view import document_lengths, draw_lengths, summarise, view_pack
+    from mkd.tokenizers.load import open_tokenizer
+
+    if args.seq_length < 1:
+        raise UsageError(
+            f"--seq-length {args.seq_length} is not a number of tokens",
+            do="use 1 or more",
+            code="seq-length-below-one",
+        )
+    figure = new_figure(Path(args.histogram), "--histogram") if args.histogram else None
+    tokenizer = open_tokenizer(args.student)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset, _ = open_datasets(
+            data_path=[args.input],
+            tokenizer=tokenizer,
+            seq_length=args.seq_length,
+            vocab_size=tokenizer.vocab_size,
+            pack=args.pack,
+            overlong=args.overlong,
+            split=args.split,
+            characters_per_sample=args.characters_per_sample,
+            append_eod=args.append_eod,
+            max_bad_records=args.max_bad_records,
+            cache_dir=args.data_cache_path or folder,
+        )
+        for index in wanted_packs(args, len(dataset)):
+            print(view_pack(dataset[index], tokenizer, colour=colour) + "\n")
+        print(*summarise(dataset), sep="\n")
+        if figure is not None:
+            draw_lengths(document_lengths(dataset), args.seq_length, figure)
+            figure.set_size_inches(8, 4)
+            save_figure(figure, Path(args.histogram), "--histogram")
+
+
+def wanted_packs(args: argparse.Namespace, num_packs: int) -> Sequence[int]:
+    """Return the numbers of the packs to show. Raises UsageError for a pack that does not exist."""
+    if args.samples is None:
+        return range(min(args.limit, num_packs))
+    beyond = [index for index in args.samples if not 0 <= index < num_packs]
+    if beyond:
+        raise UsageError(
+            f"--samples {beyond[0]}: the file becomes packs 0 to {num_packs - 1}",
+            "settings that differ from the run's make different packs",
+            "give --seq-length, --pack, --overlong, --split and --append-eod as the run had them",
+            code="sample-beyond-packs",
+        )
+    return args.samples
+
+
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    from mkd.platform import prepare_for_files
+
+    prepare_for_files()  # before mkd.data imports Megatron
+    colour = args.color or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    show_alignment(args, colour) if args.align else show_packs(args, colour)

@@ -1,0 +1,158 @@
+"""Draw the curves of one or several runs in one picture.
+
+    mkd plot runs/qwen
+    mkd plot runs/a runs/b --keys kd_loss grad_norm --out both.png
+
+A run is its log folder or its metrics.jsonl. Lines are training, dots are held-out data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkd.config.flags import FlagParser
+from mkd.errors import DataError, UsageError, returns_exit_code
+from mkd.log.metrics import find_metric
+from mkd.log.records import TRAIN, curve, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KEYS = ("kd_loss", "ce_loss", "top1_agreement", "grad_norm")  # default; a run draws those that it has
+PICTURES = (".png", ".jpg", ".svg", ".pdf")
+STYLES = ((TRAIN, "-"), ("valid", "o--"))
+
+
+def plot(runs: Sequence[Path], picture: Path, keys: Sequence[str] = ()) -> None:
+    """Write `picture`, with one panel per key.
+
+    Raises UsageError without matplotlib, for a key that no record has, or if the picture cannot be written.
+    Raises DataError for files without records.
+    """
+    figure = new_figure(picture, "--out")
+    records = {name: read_records(run) for name, run in zip(names(runs), runs, strict=True)}
+    if not any(records.values()):
+        raise DataError(
+            f"no records in {', '.join(map(str, runs))}",
+            "the runs have not logged a step",
+            "let them run on",
+            code="metrics-empty",
+        )
+    keys = _recorded(keys, [record for of_run in records.values() for record in of_run])
+    columns = min(len(keys), 2)
+    height = -(-len(keys) // columns)
+    figure.set_size_inches(5 * columns, 3.5 * height)
+    axes = figure.subplots(height, columns, squeeze=False)
+    for axis, key in zip(axes.flat, keys, strict=False):
+        draw(axis, key, records)
+    for axis in axes.flat[len(keys) :]:
+        axis.set_visible(False)
+    save_figure(figure, picture, "--out")
+
+
+def _recorded(keys: Sequence[str], records: list[dict[str, Any]]) -> Sequence[str]:
+    """Return `keys`; by default those of KEYS that have a number in some record."""
+    present = {
+        key: None for record in records for key, value in record.items() if isinstance(value, (int, float))
+    }
+    chosen = keys or [key for key in KEYS if key in present] or KEYS
+    if missing := [key for key in chosen if key not in present]:
+        others = ", ".join(key for key in present if key != "iteration")
+        raise UsageError(
+            f"no record has a number for {', '.join(missing)}",
+            "",
+            f"name some of {others} with --keys",
+            code="metrics-key-unknown",
+        )
+    return chosen
+
+
+def new_figure(picture: Path, flag: str) -> Figure:
+    """Return an empty matplotlib figure for the file that `flag` names.
+
+    Raises UsageError without matplotlib, or for an unknown suffix.
+    """
+    if picture.suffix not in PICTURES:
+        why = "the suffix decides the format"
+        raise UsageError(
+            f"{picture} is not the name of a picture",
+            why,
+            f"give one with {', '.join(PICTURES)} to {flag}",
+            code="picture-kind-unknown",
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        why = f"the import failed with: {error}"
+        raise UsageError(
+            "matplotlib is not installed", why, "pip install matplotlib", code="matplotlib-missing"
+        ) from error
+    return Figure(layout="constrained")
+
+
+def save_figure(figure: Figure, picture: Path, flag: str) -> None:
+    """Write the figure. Raises UsageError if the file cannot be written."""
+    try:
+        figure.savefig(picture, dpi=110)
+    except OSError as error:
+        what = f"{picture} cannot be written: {error.strerror or error}"
+        raise UsageError(
+            what, "", f"name a file in a folder that exists with {flag}", code="picture-not-writable"
+        ) from error
+
+
+def draw(axis: Axes, key: str, records: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw the curves of one key; a run has the same colour in every panel."""
+    for index, (name, of_run) in enumerate(records.items()):
+        for split, style in STYLES:
+            points = curve(of_run, split, key)
+            if points:
+                label = f"{name} {split}" if len(records) > 1 else split
+                axis.plot(list(points), list(points.values()), style, color=f"C{index}", label=label)
+    axis.set(title=f"{key} ({unit(key)})", xlabel="iteration")
+    axis.grid(alpha=0.3)
+    if axis.lines:
+        axis.legend(fontsize="small")
+
+
+def unit(key: str) -> str:
+    """Return the unit of a registered key; keys of evaluation tasks have none."""
+    try:
+        return find_metric(key).unit
+    except KeyError:
+        return "of the task"
+
+
+def names(runs: Sequence[Path]) -> list[str]:
+    """Return labels that tell the runs apart: folder names, or whole paths if two names are equal."""
+    folders = [run.parent if run.suffix == ".jsonl" else run for run in runs]
+    short = [folder.resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(run) for run in runs]
+
+
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = FlagParser(
+        prog="mkd plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="log folder of a run, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--keys", nargs="+", default=(), metavar="KEY", help=f"keys to draw (default: {' '.join(KEYS)})"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="picture to write (default: metrics.png in the first run's folder)",
+    )
+    args = parser.parse_args(argv)
+    first = args.runs[0]
+    out = args.out or (first.with_suffix(".png") if first.is_file() else first / "metrics.png")
+    plot(args.runs, out, args.keys)
+    print(out)

@@ -1,0 +1,133 @@
+"""Tokenise files of records into a Megatron .bin/.idx corpus, once instead of at the start of every run.
+
+    mkd preprocess --input a.jsonl b.parquet --output-prefix corpus/ab \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model MODEL_DIR --workers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mkd.config.flags import FlagParser
+from mkd.errors import UsageError, returns_exit_code
+
+if TYPE_CHECKING:
+    from mkd.data.store_builder import StoreSummary
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="mkd preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files to read: .jsonl, .json, .parquet or .arrow with text, messages, or prompt and "
+        "completion. Every line of a .txt file that is not blank is a document; see --characters-per-sample",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="prefix of the files to write: PREFIX.bin, .idx, .meta.json and, unless every token has loss, "
+        ".loss_mask.bin",
+    )
+    add(
+        "--tokenizer-type",
+        default="HuggingFaceTokenizer",
+        help="kind: HuggingFaceTokenizer (default), SentencePieceTokenizer or TiktokenTokenizer",
+    )
+    add(
+        "--tokenizer-model",
+        required=True,
+        metavar="DIR_OR_ID_OR_FILE",
+        help="model folder, hub id, SentencePiece .model or .tiktoken file",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that tokenise. The result does not depend on it (default: 1)",
+    )
+    add(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every text and completion with the tokenizer's end-of-sequence token (default: yes)",
+    )
+    add(
+        "--characters-per-sample",
+        type=int,
+        metavar="N",
+        help="characters that a document must reach. Consecutive text records (.txt: lines, also blank ones) "
+        "are joined with newlines until it does; other records stay as they are (default: every record is a "
+        "document)",
+    )
+    add(
+        "--max-bad-records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="unreadable records to leave out, at most, listed in PREFIX.quarantine.jsonl (default: 0)",
+    )
+    return parser
+
+
+def preprocess(args: argparse.Namespace) -> StoreSummary:
+    if args.workers < 1:
+        raise UsageError(
+            f"--workers {args.workers} is not a number of processes",
+            do="use 1 or more",
+            code="workers-negative",
+        )
+    if args.max_bad_records < 0:
+        raise UsageError(
+            f"--max-bad-records {args.max_bad_records} is not a number of records",
+            do="use 0 or more",
+            code="max-bad-records-negative",
+        )
+    characters = args.characters_per_sample
+    if characters is not None and characters < 1:
+        raise UsageError(
+            f"--characters-per-sample {characters} is not a number of characters",
+            do="use 1 or more",
+            code="characters-per-sample-below-one",
+        )
+    # not in the workers, which import this file
+    from mkd.platform import prepare_for_files
+
+    prepare_for_files()
+    from mkd.data.store_builder import build_store
+    from mkd.tokenizers.load import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
+    workers = 0 if args.workers == 1 else args.workers  # a single worker needs no separate process
+    return build_store(
+        args.input,
+        args.output_prefix,
+        tokenizer,
+        args.append_eod,
+        workers,
+        characters_per_sample=characters,
+        max_bad_records=args.max_bad_records,
+    )
+
+
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    start = time.perf_counter()
+    summary = preprocess(args)
+    seconds = time.perf_counter() - start
+    print(
+        f"{args.output_prefix}: {summary.documents} documents, {summary.tokens} tokens,"
+        f" {summary.loss_tokens} loss tokens, {summary.tokens / seconds:.0f} tokens/s"
+        + (f"; {summary.bad_records} bad records skipped" if summary.bad_records else "")
+    )

@@ -1,0 +1,70 @@
+"""Check the table of commands: each has its module and its help, and none needs torch to explain itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkd.__main__ import COMMANDS, main
+from mkd.errors import EXIT_USAGE
+from mkd.version import __version__
+from tests.reported import reported_codes
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_HELPS = """
+import sys
+from mkd.__main__ import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert not end.code, command
+print([name for name in ("torch", "megatron", "transformers", "matplotlib") if name in sys.modules])
+"""
+
+
+def test_commands_and_modules_are_the_same():
+    modules = {path.stem for path in (ROOT / "mkd/commands").glob("*.py")} - {"__init__"}
+    assert {command.replace("-", "_") for command in COMMANDS} == modules
+
+
+def test_every_help_is_without_heavy_libraries():
+    done = subprocess.run([sys.executable, "-c", ALL_HELPS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *helps, modules = done.stdout.splitlines()
+    assert modules == "[]"
+    usages = [line for line in helps if line.startswith("usage: ")]
+    assert len(usages) == len(COMMANDS)
+    assert not [name for name, usage in zip(COMMANDS, usages, strict=True) if f"mkd {name} " not in usage]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(argv, capsys):
+    assert main(argv) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed == list(COMMANDS)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"mkd {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "nearest"), [("trian", "mkd train"), ("launch_scripts", "launch-scripts"), ("xyz", "--help")]
+)
+def test_an_unknown_command_is_a_usage_error(command, nearest, capsys):
+    assert main([command, "--lr", "1"]) == EXIT_USAGE
+    message = capsys.readouterr().err
+    assert reported_codes(message) == ["command-unknown"] and nearest in message
+
+
+def test_the_door_is_open_from_anywhere(tmp_path):
+    """`python -m mkd` alone prints the help: silence would look as if it had trained."""
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkd"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: mkd COMMAND"), done.stderr
