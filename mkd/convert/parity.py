@@ -74,7 +74,7 @@ def mkd_logits(model: LanguageModel, documents: list[Tensor], device: torch.devi
     packed = packed_documents(borders, borders, int(lengths.max()))
     tokens = torch.cat(documents)[None].to(device)
     positions = torch.cat([torch.arange(len(ids)) for ids in documents])[None].to(device)
-    hidden = model.eval()(tokens, positions, None, packed_seq_params=packed)
+    hidden = model.eval()(tokens, positions, packed_seq_params=packed)
     return model.logits(hidden)[:, 0, : model.shape.vocab_size].float().cpu()
 
 

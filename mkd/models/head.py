@@ -15,22 +15,6 @@ class LMHead(ColumnParallelLinear):
     With overlapped parameter gathers, Megatron's DDP waits for a module's parameters in its forward pre-hook.
     """
 
-    @classmethod
-    def replacing(cls, head: ColumnParallelLinear) -> LMHead:
-        """Return the same head, sharing its weight (None where it is tied to the embedding of this stage)."""
-        new = cls(
-            head.input_size,
-            head.output_size,
-            config=head.config,
-            init_method=head.config.init_method,
-            bias=False,
-            gather_output=head.gather_output,
-            skip_weight_param_allocation=True,
-            tp_group=head.tp_group,
-        )
-        new.weight = head.weight
-        return new
-
     def forward(
         self, input_: Tensor | None, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Any:

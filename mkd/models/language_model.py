@@ -1,12 +1,14 @@
-"""`LanguageModel`: Megatron's GPTModel that ends at the final hidden state and takes packs of documents."""
+"""`LanguageModel`: one model part, from token ids or the previous stage to the final hidden state."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
 
 from mkd.models.head import LMHead
@@ -19,11 +21,11 @@ from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 
 
-class LanguageModel(GPTModel):
+class LanguageModel(LanguageModule):
     """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
 
-    It differs from GPTModel in three points. Rotary angles come from the shapes of the layers. The last stage
-    returns its final hidden state, so that the loss decides how and when logits are made. Checkpoint entries
+    It ends at the final hidden state, so that the loss decides how and when logits are made. Rotary angles
+    come from the shapes of the layers. Names and checkpoint keys are those of Megatron's GPTModel. Entries
     whose padding depends on the tensor-parallel size (vocabulary rows, attention groups) may be loaded at
     another size.
     """
@@ -47,20 +49,14 @@ class LanguageModel(GPTModel):
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
         layers = shape.layers[first_layer : first_layer + num_layers]
         spec = block_spec(layers, shape.ropes, context.platform.transformer_engine, packed_attention)
-        super().__init__(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=padded_vocab_size or shape.padded_vocab_size(context.tp_size),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=context.is_first_stage(virtual_stage),
-            post_process=context.is_last_stage(virtual_stage),
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            position_embedding_type="none",
-            pg_collection=context.groups,
-            vp_stage=virtual_stage if context.virtual_stages > 1 else None,
-        )
+        super().__init__(config, context.groups)
         self.shape = shape
         self.first_layer = first_layer
+        self.vp_stage = virtual_stage if context.virtual_stages > 1 else None
+        self.pre_process = context.is_first_stage(virtual_stage)
+        self.post_process = context.is_last_stage(virtual_stage)
+        self.share_embeddings_and_output_weights = shape.tie_word_embeddings
+        self._build_modules(spec, padded_vocab_size or shape.padded_vocab_size(context.tp_size))
         self.rotary_pos_emb = (
             RotaryEmbedding(shape.ropes[0], context.device)
             if len(shape.ropes) == 1
@@ -69,8 +65,41 @@ class LanguageModel(GPTModel):
         # Rounded to the dtype of the embeddings, as in transformers.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
+
+    def _build_modules(self, spec: TransformerBlockSubmodules, vocab_size: int) -> None:
+        """Build embedding, layers and head in Megatron's order, which random weights depend on.
+
+        Collective over the first and last stage if the head is tied to the embedding.
+        """
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=vocab_size,
+                max_sequence_length=self.shape.max_position_embeddings,
+                position_embedding_type="none",
+                tp_group=self.pg_collection.tp,
+            )
+        self.decoder = TransformerBlock(
+            config=self.config,
+            spec=spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
         if self.post_process:
-            self.output_layer = LMHead.replacing(self.output_layer)
+            self.output_layer = LMHead(
+                self.config.hidden_size,
+                vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=self.pg_collection.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
 
     def _drop_absent_biases(self) -> None:
         """Remove biases that the layers do not have.
@@ -87,27 +116,25 @@ class LanguageModel(GPTModel):
                 layer.mlp.linear_fc1.register_parameter("bias", None)
                 layer.mlp.linear_fc2.register_parameter("bias", None)
 
-    def _preprocess(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        decoder_input: Tensor | None = None,
-        inference_context=None,
-        packed_seq_params: PackedDocuments | None = None,
-        padding_mask: Tensor | None = None,
-    ):
-        """Return the embeddings and the rotary angles of the pack.
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Take the hidden state of the previous stage, [t(/tp), 1, h]; `forward` reads it."""
+        self.decoder.set_input_tensor(input_tensor)
 
-        Embeddings are [t(/tp), 1, h] on the first stage, None elsewhere.
+    def forward(self, tokens: Tensor, position_ids: Tensor, packed_seq_params: PackedDocuments) -> Tensor:
+        """Run this part on one pack: [1, t] int64 twice -> hidden state [t(/tp), 1, h].
+
+        It is the final one, after the last norm, on the last stage. Other stages than the first ignore
+        `tokens`; no position embedding is learned, so all ignore `position_ids`.
         """
-        if self.pre_process:
-            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            if self.embedding_scale != 1.0:
-                decoder_input = decoder_input * self.embedding_scale
-        return decoder_input, self.rotary_pos_emb(packed_seq_params), None, None, None, None
-
-    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
-        return hidden_states
+        hidden = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
+        if hidden is not None and self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
+        return self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
+            packed_seq_params=packed_seq_params,
+        )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Apply the head: final hidden states [t(/tp), 1, h] -> logits [t, 1, v/tp].
@@ -147,6 +174,7 @@ class LanguageModel(GPTModel):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Return Megatron's sharded state with layout-dependent padding marked as such."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)  # it is empty, and old checkpoints have none
         for name, entry in state.items():
             if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
                 entry.allow_shape_mismatch = True

@@ -116,4 +116,4 @@ def take_teacher_ms(stages: Sequence[nn.Module]) -> float | None:
 
 
 def _run(model: LanguageModel, row: StageInput) -> Tensor:
-    return model(row.tokens, row.position_ids, None, packed_seq_params=row.packed_seq_params)
+    return model(row.tokens, row.position_ids, packed_seq_params=row.packed_seq_params)

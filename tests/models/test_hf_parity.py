@@ -52,7 +52,7 @@ def packed_logits(folder, tp, sequence_parallel, padding_joins_document=False):
     tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
     positions = torch.arange(tokens.numel())
     hidden = model(
-        tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING, padding_joins_document)
+        tokens[None], positions[None], packed_seq_params=pack(LENGTHS, PADDING, padding_joins_document)
     )
     return model.logits(hidden)[: sum(LENGTHS), 0].clone()
 
@@ -106,7 +106,7 @@ def gradients(folder):
     model = load_model(folder, tp=1)
     tokens = torch.cat([*documents(model.shape.vocab_size), torch.zeros(PADDING, dtype=torch.int64)])
     positions = torch.arange(tokens.numel())
-    hidden = model(tokens[None], positions[None], None, packed_seq_params=pack(LENGTHS, PADDING))
+    hidden = model(tokens[None], positions[None], packed_seq_params=pack(LENGTHS, PADDING))
     logits = model.logits(hidden)[: sum(LENGTHS), 0, : model.shape.vocab_size]
     weighted_sum(logits).backward()
     found = {}

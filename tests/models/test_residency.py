@@ -21,7 +21,7 @@ def row(seed, device):
     """Return the arguments of a model for one pack of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(307, (1, sum(LENGTHS)), generator=generator).to(device)
-    return tokens, torch.arange(sum(LENGTHS), device=device)[None], None
+    return tokens, torch.arange(sum(LENGTHS), device=device)[None]
 
 
 def run(model, seed):

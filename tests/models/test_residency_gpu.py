@@ -53,7 +53,7 @@ def row(context, seed, length):
     tokens = torch.randint(1000, (1, length), generator=generator).to(context.device)
     documents = pack((length - 10, 10), 0, context.platform.transformer_engine, context.device)
     positions = torch.arange(length, device=context.device)[None]
-    return lambda model: model(tokens, positions, None, packed_seq_params=documents)
+    return lambda model: model(tokens, positions, packed_seq_params=documents)
 
 
 @torch.no_grad()

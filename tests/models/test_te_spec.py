@@ -65,7 +65,7 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
         if isinstance(value, torch.Tensor):
             setattr(packed, name, value.to(context.device))
     positions = torch.arange(tokens.numel(), device=context.device)
-    hidden = model.eval()(tokens[None], positions[None], None, packed_seq_params=packed)
+    hidden = model.eval()(tokens[None], positions[None], packed_seq_params=packed)
     logits = model.logits(hidden).squeeze(1)
     if fp32_logits:
         logits = head_logits(hidden.squeeze(1), model.head_weight(), torch.float32)

@@ -64,7 +64,7 @@ def mkd_logits(hf: Path, checkpoint: Path | None):
     else:
         load_checkpoint(find_checkpoint(checkpoint), TrainingState([model]), context)
     model.eval()
-    hidden = model(IDS[None], torch.arange(IDS.numel())[None], None, packed_seq_params=pack([IDS.numel()], 0))
+    hidden = model(IDS[None], torch.arange(IDS.numel())[None], packed_seq_params=pack([IDS.numel()], 0))
     return model.logits(hidden)[:, 0, : shape.vocab_size].clone()
 
 

@@ -82,7 +82,7 @@ def teacher_forward(engine: Engine, batches: Sequence[PackedBatch]) -> Callable[
             packed = packed_documents(
                 batch.cu_seqlens, batch.cu_seqlens_padded, batch.max_seqlen, padding_joins_document=joins
             )
-            teacher.logits(teacher(batch.tokens, batch.position_ids, None, packed_seq_params=packed))
+            teacher.logits(teacher(batch.tokens, batch.position_ids, packed_seq_params=packed))
 
     return run
 
