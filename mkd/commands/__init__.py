@@ -1,0 +1,1 @@
+"""Commands that a user starts, one file each."""
