@@ -155,6 +155,26 @@ def test_channels_that_add_most(ranks, llama, tmp_path):
         assert set(kept) == set(added.topk(40).indices.tolist())
 
 
+def test_hidden_channels_that_norms_let_through(ranks, llama, tmp_path):
+    """Compare the kept hidden channels, and the factors of the norms, with hooks on transformers."""
+    (made,) = ranks.run(make_on_rank, 1, request(*llama, tmp_path / "student", Sizes(hidden_size=32)))
+    model = AutoModelForCausalLM.from_pretrained(llama[0], dtype=torch.float32).eval()
+    inputs = {f"{name}.weight": [] for name, _ in model.named_modules() if name.endswith("norm")}
+    for name, given in inputs.items():
+        norm = model.get_submodule(name.removesuffix(".weight"))
+        norm.register_forward_pre_hook(lambda _, args, given=given: given.append(args[0][0]))
+    logits(model, documents(*llama))
+    scores, shares = 0, {}
+    for name, given in inputs.items():
+        squares = torch.cat(given).square().double()
+        shares[name] = (squares / squares.sum(dim=1, keepdim=True)).mean(dim=0)
+        scores = scores + shares[name] * model.get_parameter(name).square()
+    assert set(made.cut.hidden) == set(scores.topk(32).indices.tolist())
+    kept = list(made.cut.hidden)
+    factors = {name: (share[kept].sum() * 48 / 32).sqrt().item() for name, share in shares.items()}
+    assert made.cut.norm_factors == pytest.approx(factors, rel=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama3.2", "qwen2"])
 def test_a_cut_to_the_teachers_own_shape_is_the_teacher(family, tmp_path):
     teacher, _ = make_teacher(tmp_path, family, dtype=torch.bfloat16)
