@@ -8,7 +8,7 @@ from typing import Any
 
 from mkd.errors import UsageError
 from mkd.plan.model_shape import ModelShape
-from mkd.pruning.sizes import Sizes
+from mkd.pruning.sizes import StudentSizes
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 
@@ -40,20 +40,14 @@ class Cut:
 
     def shape(self, teacher: ModelShape) -> ModelShape:
         """Return the student's shape, windows and position embeddings of the kept layers included."""
-        sizes = Sizes(
+        sizes = StudentSizes(
             num_layers=len(self.layers),
             ffn_hidden_size=len(self.ffn[0]) if self.ffn else teacher.layers[0].ffn_hidden_size,
             num_query_groups=len(self.groups[0]) if self.groups else teacher.num_query_groups,
             hidden_size=len(self.hidden) if self.hidden else teacher.hidden_size,
         )
-        layers = tuple(
-            replace(
-                teacher.layers[layer],
-                ffn_hidden_size=len(self.ffn[i]) if self.ffn else teacher.layers[layer].ffn_hidden_size,
-            )
-            for i, layer in enumerate(self.layers)
-        )
-        return replace(sizes.shape(teacher), layers=layers)
+        kept = tuple(teacher.layers[layer] for layer in self.layers)
+        return sizes.shape(replace(teacher, layers=kept))
 
     def config(self, teacher: ModelShape) -> dict[str, Any]:
         """Return the student's config.json.

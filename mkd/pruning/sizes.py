@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mkd.errors import ErrorList, MkdError, UsageError
@@ -19,8 +18,36 @@ FLAGS = {"num_layers": "--num-layers", **WIDTH_FLAGS}
 
 
 @dataclass(frozen=True)
+class StudentSizes:
+    """Sizes of a student, all of them."""
+
+    num_layers: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    hidden_size: int
+
+    @classmethod
+    def of(cls, model: ModelShape) -> StudentSizes:
+        """Return the sizes of a model whose layers are equally wide."""
+        return cls(
+            model.num_layers, model.common("ffn_hidden_size"), model.num_query_groups, model.hidden_size
+        )
+
+    def shape(self, teacher: ModelShape) -> ModelShape:
+        """Return a model of these sizes; its layers are the teacher's first ones."""
+        kept = teacher.layers[: self.num_layers]
+        return replace(
+            teacher,
+            layers=tuple(replace(layer, ffn_hidden_size=self.ffn_hidden_size) for layer in kept),
+            hidden_size=self.hidden_size,
+            num_query_groups=self.num_query_groups,
+            num_attention_heads=self.num_query_groups * teacher.heads_per_group,
+        )
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Sizes of the student. None: as in the teacher, unless `target_params` decides it."""
+    """The sizes that a user asks for. None: as in the teacher, unless `target_params` decides it."""
 
     num_layers: int | None = None
     ffn_hidden_size: int | None = None
@@ -28,8 +55,8 @@ class Sizes:
     hidden_size: int | None = None
     target_params: int | None = None  # the student has at most this many parameters
 
-    def resolve(self, teacher: ModelShape) -> Sizes:
-        """Return the sizes with every number filled in, and `target_params` met.
+    def resolve(self, teacher: ModelShape) -> StudentSizes:
+        """Return all sizes, with `target_params` met.
 
         A target is met by fewer layers; if `num_layers` is given, by fewer FFN channels. Raises UsageError,
         or ErrorList, for sizes that no cut of this teacher has.
@@ -44,44 +71,27 @@ class Sizes:
         problems = [*self._beyond(teacher), *self._not_expressible(teacher)]
         if problems:
             raise problems[0] if len(problems) == 1 else ErrorList(problems)
-        full = Sizes(**{name: getattr(self, name) or own for name, own in _own(teacher).items()})
-        if self.target_params is None:
+        given = {name: getattr(self, name) for name in FLAGS if getattr(self, name) is not None}
+        full = replace(StudentSizes.of(teacher), **given)
+        if self.target_params is None or num_parameters(full.shape(teacher)) <= self.target_params:
             return full
         if self.num_layers is None:
-            return self._fit(teacher, full, "num_layers", 1)
+            return self._fit(teacher, full, "num_layers", 1, self.target_params)
         if self.ffn_hidden_size is None:
-            return self._fit(teacher, full, "ffn_hidden_size", FFN_MULTIPLE)
-        if num_parameters(full.shape(teacher)) > self.target_params:
-            raise self._out_of_reach(num_parameters(full.shape(teacher)), "the sizes given already decide it")
-        return full
+            return self._fit(teacher, full, "ffn_hidden_size", FFN_MULTIPLE, self.target_params)
+        raise self._out_of_reach(num_parameters(full.shape(teacher)), "the sizes given already decide it")
 
-    def shape(self, teacher: ModelShape) -> ModelShape:
-        """Return a model of these sizes, all given; its layers are the teacher's first ones."""
-        layers = tuple(
-            replace(layer, ffn_hidden_size=self.ffn_hidden_size)
-            for layer in teacher.layers[: self.num_layers]
-        )
-        return replace(
-            teacher,
-            layers=layers,
-            hidden_size=self.hidden_size,
-            num_query_groups=self.num_query_groups,
-            num_attention_heads=self.num_query_groups * teacher.heads_per_group,
-        )
-
-    def _fit(self, teacher: ModelShape, full: Sizes, name: str, step: int) -> Sizes:
+    def _fit(
+        self, teacher: ModelShape, full: StudentSizes, name: str, step: int, target: int
+    ) -> StudentSizes:
         """Return `full` with the largest `name`, a multiple of `step`, that meets the target."""
-        fits: Callable[[int], bool] = lambda size: (  # noqa: E731
-            num_parameters(replace(full, **{name: size}).shape(teacher)) <= (self.target_params or 0)
-        )
-        most = getattr(full, name)
-        if fits(most):
-            return full
-        found = next((size for size in range((most - 1) // step * step, 0, -step) if fits(size)), None)
+        largest = (getattr(full, name) - 1) // step * step
+        smaller = [replace(full, **{name: size}) for size in range(largest, 0, -step)]
+        found = next((one for one in smaller if num_parameters(one.shape(teacher)) <= target), None)
         if found is None:
-            least = num_parameters(replace(full, **{name: step}).shape(teacher))
-            raise self._out_of_reach(least, f"{FLAGS[name]} {step} still leaves that many")
-        return replace(full, **{name: found})
+            least = num_parameters((smaller or [full])[-1].shape(teacher))
+            raise self._out_of_reach(least, f"the smallest {FLAGS[name]} still leaves that many")
+        return found
 
     def _out_of_reach(self, least: int, why: str) -> UsageError:
         return UsageError(
@@ -92,7 +102,8 @@ class Sizes:
         )
 
     def _beyond(self, teacher: ModelShape) -> list[MkdError]:
-        asked = [(FLAGS[name], getattr(self, name), own) for name, own in _own(teacher).items()]
+        own_sizes = vars(StudentSizes.of(teacher)).items()
+        asked = [(FLAGS[name], getattr(self, name), own) for name, own in own_sizes]
         asked.append(("--target-params", self.target_params, num_parameters(teacher)))
         return [
             UsageError(
@@ -118,15 +129,6 @@ class Sizes:
                 code="hidden-cut-not-supported",
             )
         ]
-
-
-def _own(teacher: ModelShape) -> dict[str, int]:
-    return {
-        "num_layers": teacher.num_layers,
-        "ffn_hidden_size": max(layer.ffn_hidden_size for layer in teacher.layers),
-        "num_query_groups": teacher.num_query_groups,
-        "hidden_size": teacher.hidden_size,
-    }
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -16,7 +16,7 @@ from mkd.pruning.cut import Cut, evenly_spaced, without_middle
 from mkd.pruning.depth import DepthCandidate, best, measure, measure_blocks, measure_one_by_one
 from mkd.pruning.measured_text import read_batches
 from mkd.pruning.probe import Probe, Score
-from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, num_parameters
+from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, StudentSizes, num_parameters
 from mkd.pruning.student_files import require_width_rules, write_student
 from mkd.pruning.width import choose_width
 from mkd.tokenizers.load import load_tokenizer
@@ -60,7 +60,8 @@ def make_student(
     folder = resolve_hf(request.teacher)
     teacher = ModelShape.from_hf_dir(folder)
     sizes = request.sizes.resolve(teacher)
-    narrower = [flag for name, flag in WIDTH_FLAGS.items() if _is_cut(name, sizes, teacher)]
+    own = StudentSizes.of(teacher)
+    narrower = [flag for name, flag in WIDTH_FLAGS.items() if getattr(sizes, name) < getattr(own, name)]
     check_request(request, folder, sizes, teacher, narrower)
     say(f"teacher  {describe(teacher)}")
     layers = without_middle(teacher.num_layers, sizes.num_layers)
@@ -82,7 +83,7 @@ def make_student(
 
 
 def check_request(
-    request: StudentRequest, folder: Path, sizes: Sizes, teacher: ModelShape, narrower: Sequence[str]
+    request: StudentRequest, folder: Path, sizes: StudentSizes, teacher: ModelShape, narrower: Sequence[str]
 ) -> None:
     """Raise what is wrong with the request before a weight is read. `narrower` are flags that cut width."""
     if request.out.exists() and request.out.samefile(folder):
@@ -115,15 +116,10 @@ def describe(shape: ModelShape) -> str:
     )
 
 
-def _is_cut(name: str, sizes: Sizes, teacher: ModelShape) -> bool:
-    own = teacher.layers[0].ffn_hidden_size if name == "ffn_hidden_size" else getattr(teacher, name)
-    return getattr(sizes, name) < own
-
-
 def _measured(
     request: StudentRequest,
     folder: Path,
-    sizes: Sizes,
+    sizes: StudentSizes,
     cut: Cut,  # the layers that stay if they are not chosen by measurement
     is_narrower: bool,
     batches: Sequence[PackedBatch],

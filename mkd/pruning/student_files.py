@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,13 +118,14 @@ def _narrowed(
 ) -> Tensor:
     """Return the rows and columns of a tensor that stay."""
     rule, dim = entry.rule, entry.rule.dim
+    model: Any = teacher  # frozen, unlike the protocol that rules read
     blocks = None
     if rule in IN_GROUPS and cut.groups:
         num_blocks, blocks = teacher.num_query_groups, cut.groups[kept]
-        parts = rule.parts(teacher, layer, 1)
+        parts = rule.parts(model, layer, 1)
     elif rule in IN_FFN and cut.ffn and layer is not None:
         num_blocks, blocks = layer.ffn_hidden_size, cut.ffn[kept]
-        parts = rule.parts(teacher, layer, num_blocks)  # one channel a rank: blocks of one channel
+        parts = rule.parts(model, layer, num_blocks)  # one channel a rank: blocks of one channel
     if blocks is not None:
         own = [part for part, of in zip(parts, entry.tensors, strict=True) if of == name]
         tensor = tensor.index_select(dim, _kept_indices(own, num_blocks, blocks))

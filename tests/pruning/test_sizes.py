@@ -7,7 +7,7 @@ import pytest
 from mkd.errors import UsageError
 from mkd.plan.model_shape import ModelShape
 from mkd.pruning.cut import Cut, evenly_spaced, without_block, without_middle
-from mkd.pruning.sizes import Sizes, num_parameters
+from mkd.pruning.sizes import Sizes, StudentSizes, num_parameters
 
 SMOLLM2 = dict(
     model_type="llama",
@@ -37,7 +37,7 @@ def test_a_target_is_met_by_the_most_layers_that_fit(target, layers):
 def test_with_layers_given_a_target_cuts_ffn_channels():
     sizes = Sizes(num_layers=24, target_params=100_000_000).resolve(TEACHER)
     assert sizes.num_layers == 24 and sizes.ffn_hidden_size == 1152
-    wider = Sizes(24, 1152 + 64, 3, 576)
+    wider = StudentSizes(24, 1152 + 64, 3, 576)
     assert num_parameters(sizes.shape(TEACHER)) <= 100_000_000 < num_parameters(wider.shape(TEACHER))
 
 
