@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mkd.pruning.cut import Cut, evenly_spaced
+from mkd.pruning.student_files import write_student
 from tests.train.command import run_main
-from tools.make_student import make_student
 from tools.quickstart import write_text
 
 pytestmark = pytest.mark.download
@@ -22,7 +23,7 @@ def files(smollm2, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     (folder / "teacher").symlink_to(smollm2)
     for layers in (8, 27):
-        make_student(smollm2, folder / f"student {layers}", layers)
+        write_student(smollm2, folder / f"student {layers}", Cut(evenly_spaced(30, layers)))
     train, _ = write_text(folder)
     lines = train.read_text(encoding="utf-8").splitlines()[:2]
     train.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -58,14 +58,14 @@ def export_hf(
     every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
-    _raise_everywhere(context, _prepare(shape, out_dir, assets) if context.rank == 0 else None)
+    _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
     plan = export_plan(shape, dtype or next(model_parts[0][0].parameters()).dtype, max_shard_bytes)
     sources = _Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
     if context.is_first_replica:
         stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
-        problem = _write(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
+        problem = write_folder(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
 
 
@@ -154,7 +154,7 @@ def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None
         start += piece.length
 
 
-def _write(
+def write_folder(
     plan: ExportPlan, stream: Iterator[Tensor], out_dir: Path, assets: HFAssets
 ) -> CheckpointError | None:
     """Write all files on rank 0.
@@ -201,7 +201,7 @@ def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-def _prepare(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
+def prepare_folder(shape: ModelShape, out_dir: Path, assets: HFAssets) -> Exception | None:
     """Check what can be wrong before tensors are sent. Return the first problem, or None."""
     try:
         reference = ModelShape.from_hf_dir(assets.model)

@@ -66,7 +66,7 @@ def test_texts_elsewhere_are_found(found):
         ("mkd/train/nonfinite.py", "...; logits that are not finite: ..."),
         ("mkd/xtoken/loss_settings.py", "xtoken top-k is ..."),
         ("mkd/checkpoint/verifying.py", "... is missing"),
-        ("tools/make_student.py", "--num-layers ... cannot be picked from ... layers"),
+        ("mkd/pruning/sizes.py", "... ... is more than the teacher's ..."),
         ("launch/submit.py", "--time ... is not a time that Slurm reads"),
     ):
         assert (file, what) in places

@@ -1,0 +1,91 @@
+"""The text that cuts are measured on: the beginnings of documents, as batches of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from mkd.data.batch import Pack, PackedBatch, collate
+from mkd.data.documents import Document
+from mkd.data.encoding import encode_files
+from mkd.errors import DataError
+from mkd.tokenizers.tokenizer import Tokenizer
+
+
+def read_batches(
+    paths: Sequence[str], tokenizer: Tokenizer, *, num_tokens: int, seq_length: int, batch_tokens: int
+) -> list[PackedBatch]:
+    """Return about `num_tokens` tokens of the files as batches of about `batch_tokens`.
+
+    Every document gives its first `seq_length` tokens, as many documents as needed; then their following
+    tokens, if the files end before. Raises DataError for a file that cannot be read, a record that is not
+    valid, and a text that is shorter than one sequence.
+    """
+    packs: list[Pack] = []
+    for pack in _pieces(_documents(paths, tokenizer), seq_length):
+        packs.append(pack)
+        if sum(len(one.tokens) for one in packs) >= num_tokens:
+            break
+    found = sum(len(one.tokens) for one in packs)
+    if found < min(seq_length, num_tokens) or not any(pack.loss_mask.any() for pack in packs):
+        raise DataError(
+            f"{', '.join(paths)}: {found} tokens, fewer than one sequence of {seq_length}",
+            "the cut is chosen by what the models predict on this text",
+            "give more text, or lower --seq-length",
+            code="measured-text-too-short",
+        )
+    return [collate(group) for group in _grouped(packs, batch_tokens)]
+
+
+def _documents(paths: Sequence[str], tokenizer: Tokenizer) -> Iterator[Document]:
+    for batch in encode_files(paths, tokenizer, append_eod=tokenizer.eos_id is not None):
+        if batch.errors:
+            raise batch.errors[0]
+        ends = np.cumsum(batch.lengths)
+        for start, end in zip(ends - batch.lengths, ends, strict=True):
+            yield Document(batch.ids[start:end], batch.loss[start:end], "")
+
+
+def _pieces(documents: Iterator[Document], seq_length: int) -> Iterator[Pack]:
+    """Yield the first piece of every document, then the second one of those that have one, and so on."""
+    current, offset = documents, 0
+    while True:
+        longer = []
+        for document in current:
+            piece = _pack(document, offset, seq_length)
+            if piece is not None:
+                yield piece
+            if len(document.ids) > offset + seq_length + 1:
+                longer.append(document)
+        if not longer:
+            return
+        current, offset = iter(longer), offset + seq_length
+
+
+def _pack(document: Document, offset: int, seq_length: int) -> Pack | None:
+    """Return a piece as a pack without padding; None if it predicts nothing."""
+    end = min(offset + seq_length, len(document.ids) - 1)
+    if end <= offset:
+        return None
+    length = np.array([end - offset])
+    return Pack(
+        tokens=document.ids[offset:end].astype(np.int64),
+        labels=document.ids[offset + 1 : end + 1].astype(np.int64),
+        loss_mask=document.loss[offset + 1 : end + 1].astype(np.float32),
+        lengths=length,
+        spans=length,
+        sample_id=-1,
+    )
+
+
+def _grouped(packs: Sequence[Pack], batch_tokens: int) -> Iterator[list[Pack]]:
+    group: list[Pack] = []
+    for pack in chain(packs):
+        group.append(pack)
+        if sum(len(one.tokens) for one in group) >= batch_tokens:
+            yield group
+            group = []
+    if group:
+        yield group
