@@ -30,6 +30,7 @@ from mkd.log.records import TRAIN, curve, read_records, split_of  # noqa: E402
 from tools.benchmarks.benchmark_report import table  # noqa: E402
 
 RATIOS = (0.0, 0.5, 0.9, 1.0)
+ALMOST_CE = 1e-9  # --kd-ratio of CE runs: the teacher then runs along, so that they have its figures too
 EQUAL_TIME = "CE, equal time"
 NUM_QUESTIONS, NUM_HELD_OUT = 500, 120
 MIN_CHARACTERS, MAX_CHARACTERS = 400, 40_000
@@ -94,7 +95,7 @@ def questions(texts: Sequence[str]) -> list[dict]:
 
 
 def command(args: argparse.Namespace, log_dir: Path, ratio: float, seed: int, steps: int) -> list[str]:
-    """Return the training command of one run. In CE runs the teacher is there for the evaluation only."""
+    """Return the training command of one run."""
     flags = {
         "student-hf": args.student_hf, "teacher-hf": args.teacher_hf, "kd-ratio": ratio, "seed": seed,
         "data-path": args.folder / "train.jsonl", "valid-data-path": args.folder / "valid.jsonl",
@@ -127,12 +128,12 @@ def step_ms(args: argparse.Namespace, ratio: float) -> float:
     return times[len(times) // 2]
 
 
-def last(log_dir: Path) -> dict[str, float]:
-    """Return the held-out figures after the last step."""
+def held_out(log_dir: Path, iteration: int | None = None) -> dict[str, float]:
+    """Return the held-out figures after `iteration` (default: the last)."""
     found: dict[str, float] = {}
     for record in read_records(log_dir):
-        if split_of(record) != TRAIN:
-            found |= {key: record[key] for key in FIGURES if key in record}
+        if split_of(record) != TRAIN and iteration in (None, record["iteration"]):
+            found |= record
     return found
 
 
@@ -153,6 +154,12 @@ def draw(picture: Path, runs: dict, arms: Sequence[str], times: dict[float, floa
         axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     figure.savefig(picture, dpi=110)
+
+
+def of_teacher(key: str) -> str:
+    """Return eval/TASK/METRIC for a teacher's eval/TASK/TEACHER/METRIC, and nothing for another key."""
+    parts = key.split("/")
+    return "/".join((*parts[:2], parts[3])) if len(parts) == 4 else ""
 
 
 def cell(figures: dict, name: str, key: str) -> str:
@@ -184,18 +191,24 @@ def main() -> None:
     times = {ratio: step_ms(args, ratio) for ratio in (0.0, 0.9)}
     print(f"a step: CE {times[0.0]:.1f} ms, distillation {times[0.9]:.1f} ms", flush=True)
     arms = {f"KD, ratio {ratio:g}" if ratio else "CE, equal tokens": (ratio, args.steps) for ratio in RATIOS}
-    arms[EQUAL_TIME] = (0.0, round(args.steps * times[0.9] / times[0.0]))
+    arms[EQUAL_TIME] = (0.0, max(2, round(args.steps * times[0.9] / times[0.0])))
     begin = time.perf_counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {
-            (name, seed): pool.submit(run, args, name, ratio, seed, steps)
+            (name, seed): pool.submit(run, args, name, ratio or ALMOST_CE, seed, steps)
             for seed in range(1, args.seeds + 1)
             for name, (ratio, steps) in arms.items()
         }
         runs = {key: future.result() for key, future in futures.items()}
     print(f"{len(runs)} runs in {time.perf_counter() - begin:.0f} s")
-    figures = {key: last(log_dir) for key, log_dir in runs.items()}
+    figures = {key: held_out(log_dir) for key, log_dir in runs.items()}
+    before = held_out(next(iter(runs.values())), iteration=0)
+    teacher = {key: value for key in FIGURES for name, value in before.items() if of_teacher(name) == key}
     rows = [
+        [name, "", *(f"{one[key]:.4f}" if key in one else "" for key in FIGURES)]
+        for name, one in (("teacher", teacher), ("student before", before))
+    ]
+    rows += [
         [name, str(steps), *(cell(figures, name, key) for key in FIGURES)]
         for name, (_, steps) in arms.items()
     ]
