@@ -84,11 +84,11 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     if not config.checkpoint.save:
         return CrashCounter()
     save = Path(config.checkpoint.save)
-    counter = on_rank_0(
-        lambda: CrashCounter.start(save, config),
-        lambda error: CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable"),
-    )
-    return counter or CrashCounter()
+
+    def not_writable(error: Exception) -> CheckpointError:
+        return CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable")
+
+    return on_rank_0(lambda: CrashCounter.start(save, config), not_writable) or CrashCounter()
 
 
 def _last_crash(path: Path) -> dict | None:

@@ -54,10 +54,8 @@ def teacher_texts(
     plan: Plan, cross_tokenizer: Mapping[int, CrossTokenizerTeacher]
 ) -> list[TeacherText | SharedTokens]:
     """Return the tokens that each teacher of the run reads."""
-    return [
-        cross_tokenizer[index].text if index in cross_tokenizer else SharedTokens()
-        for index in range(len(plan.teachers))
-    ]
+    sides = [cross_tokenizer.get(index) for index in range(len(plan.teachers))]
+    return [side.text if side else SharedTokens() for side in sides]
 
 
 def _cross_tokenizer(
