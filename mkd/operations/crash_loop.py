@@ -86,7 +86,8 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     save = Path(config.checkpoint.save)
 
     def not_writable(error: Exception) -> CheckpointError:
-        return CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable")
+        what = f"cannot write to {save}: {error}"
+        return CheckpointError(what, "", "choose another --save", code="save-not-writable")
 
     return on_rank_0(lambda: CrashCounter.start(save, config), not_writable) or CrashCounter()
 

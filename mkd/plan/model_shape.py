@@ -141,8 +141,9 @@ class ModelShape:
     @classmethod
     def _read(cls, family: Family, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if not config.get("is_causal", True):
+            what = "is_causal false is not supported"
             why = "mkd's attention never looks at later tokens"
-            raise UsageError("is_causal false is not supported", why, code="bidirectional-not-supported")
+            raise UsageError(what, why, "use a causal model", code="bidirectional-not-supported")
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:
