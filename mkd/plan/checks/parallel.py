@@ -50,7 +50,7 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
     overlaps_both = parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
     if parallel.overlap_param_gather and not overlaps_both:
         what = "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce"
-        why = "only the distributed optimizer gathers parameters, and Megatron overlaps both directions"
+        why = "only the distributed optimizer gathers parameters; Megatron overlaps both directions together"
         do = "add --use-distributed-optimizer --overlap-grad-reduce"
         yield UsageError(what, why, do, code="overlap-without-distributed-optimizer")
 
