@@ -33,7 +33,8 @@ def swiglu_layers(config: HFConfig, rope: RopeShape, **fields: Any) -> tuple[Lay
     """Return the model's equal layers, with further `fields`. Raise `UsageError` unless the MLP is SwiGLU."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         what = f"hidden_act {config['hidden_act']!r} is not supported"
-        raise UsageError(what, "this family's MLP is SwiGLU (silu)", code="activation-not-supported")
+        do = "use a model of this family with it"
+        raise UsageError(what, "this family's MLP is SwiGLU (silu)", do, code="activation-not-supported")
     layer = LayerShape(config["intermediate_size"], rope, **fields)
     return (layer,) * config["num_hidden_layers"]
 
@@ -50,8 +51,9 @@ def with_windows(
     named = list(kinds or ["sliding_attention"] * len(layers))
     for kind in named:
         if kind not in ("sliding_attention", "full_attention"):
+            what = f"layer type {kind!r} is not supported"
             why = "mkd knows full_attention and sliding_attention"
-            raise UsageError(f"layer type {kind!r} is not supported", why, code="layer-type-not-supported")
+            raise UsageError(what, why, "use a model with these alone", code="layer-type-not-supported")
     if len(set(named)) == 1:  # some configurations with fewer layers than their model keep the whole list
         named = named[:1] * len(layers)
     if len(named) != len(layers):

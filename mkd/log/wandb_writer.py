@@ -24,11 +24,7 @@ class WandbWriter:
     def __init__(
         self, log: LogConfig, folder: str | Path, settings: Mapping[str, Any], resumes: bool = False
     ):
-        """Start a W&B run whose configuration is `settings`.
-
-        If it `resumes`, extend the curves of the folder's run. Raises UsageError if wandb is not installed or
-        does not start.
-        """
+        """Start a W&B run, or extend the folder's if it `resumes`. Raises UsageError if that fails."""
         try:
             from wandb import init
         except ImportError as error:
@@ -39,15 +35,8 @@ class WandbWriter:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = init(
-                project=log.wandb_project,
-                entity=log.wandb_entity,
-                name=log.name,
-                id=run_id(folder, resumes),
-                resume="allow",
-                dir=str(folder),
-                config=dict(settings),
-            )
+            names = dict(project=log.wandb_project, entity=log.wandb_entity, name=log.name, dir=str(folder))
+            self._run = init(id=run_id(folder, resumes), resume="allow", config=dict(settings), **names)
         except Exception as error:  # wandb's errors share no base class
             what = f"W&B did not start: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
             do = "wandb login, or set WANDB_MODE=offline, or leave --wandb-project out"

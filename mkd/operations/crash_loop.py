@@ -84,11 +84,12 @@ def count_crashes(config: Config, context: ParallelContext) -> CrashCounter:
     if not config.checkpoint.save:
         return CrashCounter()
     save = Path(config.checkpoint.save)
-    counter = on_rank_0(
-        lambda: CrashCounter.start(save, config),
-        lambda error: CheckpointError(f"cannot write to {save}: {error}", code="save-not-writable"),
-    )
-    return counter or CrashCounter()
+
+    def not_writable(error: Exception) -> CheckpointError:
+        what = f"cannot write to {save}: {error}"
+        return CheckpointError(what, "", "choose another --save", code="save-not-writable")
+
+    return on_rank_0(lambda: CrashCounter.start(save, config), not_writable) or CrashCounter()
 
 
 def _last_crash(path: Path) -> dict | None:

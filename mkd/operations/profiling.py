@@ -56,15 +56,11 @@ class Profiler(Follower):
     def from_config(cls, log: LogConfig, folder: Path, rank: int) -> Profiler:
         """Build the profiler of a rank, and start the history of GPU memory if the settings ask for it."""
         chosen = str(rank) in log.profile_ranks
-        profiler = cls(
-            folder,
-            rank,
-            first=log.profile_step_start,
-            last=log.profile_step_end,
-            traces=chosen and log.profile and log.use_pytorch_profiler,
-            marks=chosen and log.profile and not log.use_pytorch_profiler,
-            remembers=chosen and log.record_memory_history,
-        )
+        traces = chosen and log.profile and log.use_pytorch_profiler
+        marks = chosen and log.profile and not log.use_pytorch_profiler
+        first, last = log.profile_step_start, log.profile_step_end
+        remembers = chosen and log.record_memory_history
+        profiler = cls(folder, rank, first, last, traces, marks, remembers)
         if profiler.remembers:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         return profiler

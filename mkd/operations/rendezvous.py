@@ -33,11 +33,8 @@ class PeerCannotStart(MkdError):
     on_all_ranks = True
 
     def __init__(self, rank: int, problem: Problem):
-        super().__init__(
-            f"stopped because rank {rank} cannot start: {problem.what}",
-            do="see the error of that rank",
-            code="peer-cannot-start",
-        )
+        what = f"stopped because rank {rank} cannot start: {problem.what}"
+        super().__init__(what, do="see the error of that rank", code="peer-cannot-start")
         self.exit_code = problem.exit_code
 
 

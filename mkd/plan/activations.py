@@ -81,17 +81,13 @@ class Activations:
         return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
 
     def layer_bytes(self, layer: LayerShape) -> int:
-        """Return what one decoder layer keeps until its backward.
-
-        Selective recomputation drops only the softmax statistics, and keeps the joint projection alive
-        through v.
-        """
+        """Return what one decoder layer keeps until its backward."""
         heads, groups = self._heads
         width = self.tokens * self.shape.head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
         attention = 2 * query + 2 * key_value + statistics
         if self.config.training.recompute_granularity == "selective":
-            attention += query + key_value - statistics
+            attention += query + key_value - statistics  # v keeps the joint projection alive
         norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
         if layer.post_norms:
             norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens

@@ -79,10 +79,7 @@ def data_parallel_of(config: Config, world_size: int) -> int:
 
 
 def document_multiple(context_parallel: int) -> int:
-    """Return the number of tokens that the length of padded documents and packs must be a multiple of.
-
-    Context parallelism cuts each document into 2 equal parts a process.
-    """
+    """Return the unit of the lengths of documents and packs: 2 parts a process of context parallelism."""
     return 2 * context_parallel if context_parallel > 1 else 1
 
 

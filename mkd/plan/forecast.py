@@ -52,10 +52,7 @@ class Forecast:
         return cls(config, batch, student, teachers, *layouts, document_length)
 
     def with_config(self, config: Config) -> Forecast:
-        """Predict the same models on as many GPUs with other settings.
-
-        Raises ErrorList if these cannot run.
-        """
+        """Predict the same models on as many GPUs with other settings. Raises ErrorList if they cannot."""
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
     def stage_times(self) -> list[StageTime]:

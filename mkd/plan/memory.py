@@ -189,15 +189,12 @@ class _Models:
         return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
-        """Return the parameters of a teacher on the device of one process.
-
-        The embedding of a cross-tokenizer teacher has its own padding, and the head is never tied to it.
-        """
+        """Return the parameters of a teacher on the device of one process."""
         if not teacher.is_cross_tokenizer:
             return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
         tensor = self.config.parallel.tensor_model_parallel_size
         rows = teacher.shape.padded_vocab_size(tensor) // tensor
-        untied = replace(teacher.shape, tie_word_embeddings=False)
+        untied = replace(teacher.shape, tie_word_embeddings=False)  # its embedding has its own padding
         has_head = rank == layout.pipeline_parallel - 1
         more = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
         return self._parameters(untied, layout, rank, rows, teacher.on_host) + more

@@ -68,10 +68,7 @@ class ModelShape:
         return values.pop()
 
     def padded_query_groups(self, tensor_parallel: int) -> int:
-        """Return the key/value heads after padding to a multiple of `tensor_parallel`.
-
-        A padded group has zero projections, so it contributes nothing and its gradient is exactly zero.
-        """
+        """Return the key/value heads, padded to a multiple of `tensor_parallel` by groups of zeros."""
         return -(-self.num_query_groups // tensor_parallel) * tensor_parallel
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
@@ -80,10 +77,9 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     def differences(self, other: ModelShape) -> list[str]:
-        """List the differences by which the same weights compute another model under `other`.
+        """List each setting, as `name ours instead of theirs`, by which `other` is another model.
 
-        Each is `name ours instead of theirs`. If only some layers differ, it names the first of them. Models
-        that agree give [].
+        If only some layers differ, it names the first of them.
         """
         ours, theirs = self._facts(), other._facts()
         differing = (name for name in ours if ours[name] != theirs[name])
@@ -145,8 +141,9 @@ class ModelShape:
     @classmethod
     def _read(cls, family: Family, config: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ModelShape:
         if not config.get("is_causal", True):
+            what = "is_causal false is not supported"
             why = "mkd's attention never looks at later tokens"
-            raise UsageError("is_causal false is not supported", why, code="bidirectional-not-supported")
+            raise UsageError(what, why, "use a causal model", code="bidirectional-not-supported")
         heads = config["num_attention_heads"]
         groups = config.get("num_key_value_heads") or heads
         if heads % groups:

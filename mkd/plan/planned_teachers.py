@@ -16,17 +16,13 @@ class Teacher:
 
     shape: ModelShape
     role: str
-    seq_length: int  # tokens of its packs
+    seq_length: int  # tokens of its packs; until the data are known, by default the student's number
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
     on_host: bool  # weights wait in host memory
 
 
 def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
-    """Combine `shapes` with the settings of `config.teachers`, in their order.
-
-    There are no shapes if no teacher runs. A cross-tokenizer teacher reads `xtoken.seq_length` tokens a pack.
-    Until the data are known, the default is the student's number.
-    """
+    """Combine `shapes` (none if no teacher runs) with the settings of `config.teachers`, in their order."""
     assert len(shapes) <= len(config.teachers), f"{len(shapes)} shapes of {len(config.teachers)} teachers"
     return tuple(
         Teacher(

@@ -112,39 +112,19 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-class _Stream:
-    """Replacement for a CUDA stream: on the CPU everything is already in order."""
+class _Done:
+    """Replacement for CUDA streams and events: on the CPU everything is already in order."""
 
     def __init__(self, *args, **kwargs):
         pass
 
-    def wait_stream(self, other) -> None:
+    def synchronize(self, *args) -> None:
         pass
 
-    def wait_event(self, event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    wait = wait_stream = wait_event = record = synchronize
 
     def record_event(self, event=None):
-        return event or _Event()
-
-
-class _Event:
-    """Replacement for a CUDA event, always complete."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, stream=None) -> None:
-        pass
-
-    def wait(self, stream=None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+        return event or _Done()
 
     def query(self) -> bool:
         return True
@@ -156,10 +136,8 @@ def _replace_device_functions() -> None:
     cuda.synchronize = lambda device=None: None
     cuda.empty_cache = lambda: None
     cuda.set_device = lambda device: None
-    cuda.Stream = _Stream
-    cuda.Event = _Event
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
+    cuda.Stream = cuda.Event = _Done
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Done()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.nvtx.range_push = lambda message: None
     cuda.nvtx.range_pop = lambda: None

@@ -35,13 +35,27 @@ def build_data(
 
     Collective. Raises Preempted on all ranks if a rank got a signal while files were tokenised.
     """
+    config, data, tokenizer = plan.config, plan.config.data, plan.tokenizers.student
     build = SharedBuild(context, signals or Signals(), phases or Phases())
+    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
     try:
-        return _open(plan, context, cross_tokenizer, build)
+        texts = teacher_texts(plan, cross_tokenizer)
+        train_set, valid_set = open_data(config, tokenizer, vocab_size, build, texts)
     except Preempted as stop:
         if context.rank == 0:
-            leave_preempted(plan.config.checkpoint.save, stop)
+            leave_preempted(config.checkpoint.save, stop)
         raise
+    has_tasks = data.eval_multiple_choice or data.eval_completions
+    if valid_set is None and config.training.evaluates and not has_tasks:
+        paths = " ".join(data.data_path)
+        what = f"there is no held-out document: --split {data.split} of {paths} leaves none"
+        why = "--eval-interval asks for evaluations"
+        do = "give --valid-data-path, a larger second part of --split, or drop --eval-interval"
+        raise DataError(what, why, do, code="held-out-documents-missing")
+    if plan.stored_teacher is not None:
+        held_out = valid_set if config.training.evaluates else None
+        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
+    return train_set, valid_set
 
 
 def open_data(
@@ -74,27 +88,3 @@ def open_data(
         progress=build.progress,
         workers=min(MAX_WORKERS, usable_cores()),
     )
-
-
-def _open(
-    plan: Plan,
-    context: ParallelContext,
-    cross_tokenizer: Mapping[int, CrossTokenizerTeacher],
-    build: SharedBuild,
-):
-    data, tokenizer = plan.config.data, plan.tokenizers.student
-    vocab_size = min(source.shape.vocab_size for source in plan.same_vocabulary)
-    texts = teacher_texts(plan, cross_tokenizer)
-    train_set, valid_set = open_data(plan.config, tokenizer, vocab_size, build, texts)
-    has_tasks = data.eval_multiple_choice or data.eval_completions
-    if valid_set is None and plan.config.training.evaluates and not has_tasks:
-        raise DataError(
-            f"there is no held-out document: --split {data.split} of {' '.join(data.data_path)} leaves none",
-            "--eval-interval asks for evaluations",
-            "give --valid-data-path, a larger second part of --split, or drop --eval-interval",
-            code="held-out-documents-missing",
-        )
-    if plan.stored_teacher is not None:
-        held_out = valid_set if plan.config.training.evaluates else None
-        train_set, valid_set = plan.stored_teacher.attach(train_set, held_out, tokenizer, context)
-    return train_set, valid_set

@@ -99,12 +99,9 @@ def place_beside(
     context: ParallelContext,
 ) -> ChunkVocabulary:
     """Put the rows of the teacher's head where the student has the same tokens. Last stage only."""
+    student_ids, teacher_ids = student.shape.vocab_size, teacher.shape.vocab_size
     slots = TeacherSlots.from_relation(
-        own.relation,
-        student_rows,
-        teacher.shape.vocab_size,
-        context.tp_size,
-        student_vocab_size=student.shape.vocab_size,
+        own.relation, student_rows, teacher_ids, context.tp_size, student_vocab_size=student_ids
     )
     teacher.select_head_rows(torch.from_numpy(slots.teacher_ids[context.tp_rank]).to(context.device))
     vocabulary = ChunkVocabulary.from_slots(
@@ -129,14 +126,10 @@ def build_schedule(
     seq_length, student_config = plan.config.training.seq_length, students[0].config
     shards = context.sequence_shards(student_config.sequence_parallel)
     lengths = teacher_seq_lengths or [seq_length] * len(plan.teachers)
-    teacher_hidden_shapes = [
-        (plan.batch.micro_batch_size * length // shards, 1, source.shape.hidden_size)
-        for source, length in zip(plan.teachers, lengths, strict=True)
-    ]
-    if teacher_hidden_shapes:
-        communicator = TeacherHiddenCommunicator(
-            context.pp_group, student_config, teacher_hidden_shapes, options.dtype
-        )
+    packs, teachers = plan.batch.micro_batch_size, zip(plan.teachers, lengths, strict=True)
+    shapes = [(packs * length // shards, 1, source.shape.hidden_size) for source, length in teachers]
+    if shapes:
+        communicator = TeacherHiddenCommunicator(context.pp_group, student_config, shapes, options.dtype)
     else:
         communicator = P2PCommunicator(context.pp_group, student_config)
     return PipelineSchedule(context, communicator, plan.batch.micro_batch_size * seq_length)
@@ -148,11 +141,5 @@ def load_weights(parts: list[LanguageModel], source: ModelSource, context: Paral
         load_checkpoint(source.load, TrainingState(parts), context)
         return
     for part in parts:
-        load_hf_weights(
-            part,
-            source.shape,
-            source.hf,
-            first_layer=part.first_layer,
-            tp_rank=context.tp_rank,
-            tp_size=context.tp_size,
-        )
+        place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
+        load_hf_weights(part, source.shape, source.hf, **place)

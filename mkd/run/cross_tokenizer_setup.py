@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from mkd.config.schema import Config, XTokenConfig
+from mkd.config.schema import XTokenConfig
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.teacher_input import SharedTokens
 from mkd.operations.run_folders import cache_folder
 from mkd.parallel.context import ParallelContext
-from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken import build_projection
@@ -41,12 +40,10 @@ def find_cross_tokenizer(
     UsageError on every rank for tokenizers that cannot be related.
     """
     found = {}
-    for index, source in enumerate(plan.teachers):
+    for index in range(len(plan.teachers)):
         settings = plan.config.teachers[index].xtoken
         if settings is not None:
-            name, teacher = plan.teacher_names[index], plan.tokenizers.teachers[index]
-            prepare = partial(_cross_tokenizer, plan.config, tokenizer, teacher, source, settings, name)
-            found[index] = context.rank_0_first(prepare)
+            found[index] = context.rank_0_first(partial(_cross_tokenizer, plan, tokenizer, index, settings))
     return found
 
 
@@ -54,32 +51,24 @@ def teacher_texts(
     plan: Plan, cross_tokenizer: Mapping[int, CrossTokenizerTeacher]
 ) -> list[TeacherText | SharedTokens]:
     """Return the tokens that each teacher of the run reads."""
-    return [
-        cross_tokenizer[index].text if index in cross_tokenizer else SharedTokens()
-        for index in range(len(plan.teachers))
-    ]
+    sides = [cross_tokenizer.get(index) for index in range(len(plan.teachers))]
+    return [side.text if side else SharedTokens() for side in sides]
 
 
 def _cross_tokenizer(
-    config: Config,
-    tokenizer: Tokenizer,
-    teacher: Tokenizer,
-    source: ModelSource,
-    settings: XTokenConfig,
-    name: str,
+    plan: Plan, tokenizer: Tokenizer, index: int, settings: XTokenConfig
 ) -> CrossTokenizerTeacher:
-    relation = build_projection(
-        tokenizer, teacher, cache_dir=cache_folder(config), projection=settings.projection
-    )
+    teacher, cache = plan.tokenizers.teachers[index], cache_folder(plan.config)
+    relation = build_projection(tokenizer, teacher, cache_dir=cache, projection=settings.projection)
     text = TeacherText(
         tokenizer=teacher,
-        vocab_size=source.shape.vocab_size,
+        vocab_size=plan.teachers[index].shape.vocab_size,
         spellings=relation.spellings,
         alignment=settings.alignment,
         seq_length=settings.seq_length,
         twins=relation.twins(),
         exact_only=settings.exact_token_match_only,
         reasoning=settings.reasoning,
-        name=name,
+        name=plan.teacher_names[index],
     )
     return CrossTokenizerTeacher(settings, relation, text)

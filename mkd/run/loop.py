@@ -114,10 +114,7 @@ def train(run: Run) -> Stop | None:
 
 
 def one_step(run: Run) -> Stop | None:
-    """Fetch, step, advance the position, report; return why the run ends after this step.
-
-    A step without an update consumes its data too.
-    """
+    """Fetch, step, advance (also without an update), report; return why the run ends after this step."""
     iteration = run.position.iteration + 1
     with run.phase(DATA, iteration):
         batches = run.data.train.next_step()

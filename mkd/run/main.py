@@ -165,14 +165,10 @@ def export(current, folder: Path) -> None:
     """Write the student as a Hugging Face folder."""
     from mkd.checkpoint.hf.hf_writer import export_hf
 
+    models, assets = current.state.models, current.plan.assets
+    parts = [(part, part.first_layer) for part in models]
     with current.engine.parameters_gathered():
-        export_hf(
-            [(part, part.first_layer) for part in current.state.models],
-            current.state.models[0].shape,
-            folder,
-            context=current.engine.context,
-            assets=current.plan.assets,
-        )
+        export_hf(parts, models[0].shape, folder, context=current.engine.context, assets=assets)
     LOG.info("exported the student to %s", folder)
 
 

@@ -97,14 +97,9 @@ def evaluate_student(
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model or str(plan.source.assets))
     context = plan.join(platform)
-    evaluator = TaskEvaluator.build(
-        tasks,
-        tokenizer,
-        context,
-        vocab_size=plan.source.shape.vocab_size,
-        seq_length=config.training.seq_length,
-        micro_batch_size=config.training.micro_batch_size,
-    )
+    sizes = dict(seq_length=config.training.seq_length, micro_batch_size=config.training.micro_batch_size)
+    vocab_size = plan.source.shape.vocab_size
+    evaluator = TaskEvaluator.build(tasks, tokenizer, context, vocab_size=vocab_size, **sizes)
     for line in evaluator.describe():
         LOG.info(line)
     metrics = evaluator.evaluate(plan.build(context))

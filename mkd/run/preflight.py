@@ -70,10 +70,8 @@ def open_tokenizers(
         own.append(None)
         problems += same_vocabulary_problems(tokenizer, config, role, source) if source else []
         if source is not None and not has_tokenizer(source.assets):
-            notes.append(
-                f"note: the {role}'s folder {source.assets} has no tokenizer, so its ids are assumed to be "
-                "the student's"
-            )
+            assumed = "so its ids are assumed to be the student's"
+            notes.append(f"note: the {role}'s folder {source.assets} has no tokenizer, {assumed}")
     files = collect_error(problems, lambda: tokenizer_source(config.data.tokenizer_type, name))
     return Tokenizers(tokenizer, tuple(own), files, (*notes, *_notes(tokenizer, config, student)))
 
@@ -208,10 +206,7 @@ def export_problems(
 
 
 def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_records: int) -> set[str]:
-    """Return the kinds of a corpus's first records; none for a tokenised one.
-
-    Raises DataError if its first records or its sizes show that it cannot be trained on.
-    """
+    """Return the kinds of a corpus's first records, none of a tokenised one. DataError if it is no use."""
     if is_raw(path):
         require_file(path, flag)
         return _kinds_of_records(flag, path, min(max(LOOKED_AT, max_bad_records + 1), sys.maxsize))
@@ -239,10 +234,8 @@ def _kinds_of_records(flag: str, path: str, looked_at: int) -> set[str]:
             refused = refused or error.located(f"{flag} {path}:{number}")
     if not kinds:
         what = f"{flag} {path} is empty"
-        empty = DataError(
-            what, "there is nothing to train on", "check how it was made", code="data-file-empty"
-        )
-        raise refused or empty
+        why = "there is nothing to train on"
+        raise refused or DataError(what, why, "check how it was made", code="data-file-empty")
     return kinds
 
 

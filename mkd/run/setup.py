@@ -156,7 +156,8 @@ def still_due(run: Run) -> frozenset[str]:
         return frozenset()
 
     def unreadable(error: Exception) -> DataError:
-        return DataError(f"cannot read metrics: {error}", code="metrics-unreadable")
+        do = "repair metrics.jsonl in the log folder, or choose another --log-dir"
+        return DataError(f"cannot read metrics: {error}", "", do, code="metrics-unreadable")
 
     records = on_rank_0(lambda: read_records(log_folder(run.config)), unreadable)
     recorded = {split_of(record) for record in records or () if record["iteration"] == iteration}

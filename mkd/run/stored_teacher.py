@@ -77,10 +77,9 @@ class StoredTeacher:
         return self._taught(train_set, valid_set)
 
     def _taught(self, train_set, valid_set) -> tuple:
-        return tuple(
-            None if dataset is None else TaughtDataset(dataset, TopKPart(self.folder, part, self.meta))
-            for part, dataset in (("train", train_set), ("valid", valid_set))
-        )
+        train = TaughtDataset(train_set, TopKPart(self.folder, "train", self.meta))
+        valid = valid_set and TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
+        return train, valid
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:

@@ -183,9 +183,8 @@ def _write_description(
     )
     if (settings.out / "meta.json").exists():
         found = TopKMeta.read(settings.out)
-        differing = [
-            name for name in vars(meta) if name != "teacher" and getattr(found, name) != getattr(meta, name)
-        ]
+        compared = (name for name in vars(meta) if name != "teacher")
+        differing = [name for name in compared if getattr(found, name) != getattr(meta, name)]
         if differing:
             what = f"{settings.out} holds another teacher cache: {', '.join(differing)} differ"
             why = "an export resumes only with the same teacher, data and settings"
@@ -233,26 +232,20 @@ class _Exporter:
         digests = {pack.sample_id: pack_digest(pack) for pack in packs}
         unit = self.micro_batch_size * (self.context.pp_size if self.context.virtual_stages > 1 else 1)
         packs += [dataset.empty_pack()] * (-len(packs) % unit if packs else unit)
-        batches = [
-            collate(packs[i : i + self.micro_batch_size])
-            .context_parallel_shard(self.context.cp_rank, self.context.cp_size)
-            .to(self.context.device)
-            for i in range(0, len(packs), self.micro_batch_size)
-        ]
+        sharded, size = (self.context.cp_rank, self.context.cp_size), self.micro_batch_size
+        rows = [collate(packs[first : first + size]) for first in range(0, len(packs), size)]
+        batches = [row.context_parallel_shard(*sharded).to(self.context.device) for row in rows]
         is_writer = self.context.holds_last_stage and self.context.tp_rank == self.context.cp_rank == 0
         path = None if shard is None else self.meta.shard_path(self.out, part, shard)
         with ShardWriter(path, self.meta) if is_writer and path else nullcontext() as writer:
             collector = _Collector(self.meta, self.context, digests, writer)
             not_finite = self.schedule.run(self.stages, batches, collector, forward_only=True)[0]
             if not_finite:
-                raise NonFiniteError(
-                    f"{self.meta.teacher}: the teacher's predictions of {int(not_finite)} positions "
-                    "are not finite",
-                    f"they are in {part} shards {', '.join(map(str, shards))} of "
-                    f"{self.meta.samples_per_shard} packs each",
-                    "check the teacher's weights, for example with `mkd parity`",
-                    code="teacher-not-finite",
-                )
+                count, size = int(not_finite), self.meta.samples_per_shard
+                what = f"{self.meta.teacher}: the teacher's predictions of {count} positions are not finite"
+                why = f"they are in {part} shards {', '.join(map(str, shards))} of {size} packs each"
+                do = "check the teacher's weights, for example with `mkd parity`"
+                raise NonFiniteError(what, why, do, code="teacher-not-finite")
 
 
 @dataclass(frozen=True)

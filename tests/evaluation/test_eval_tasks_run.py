@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.evaluation.eval_reference import write_tasks
+from tests.reported import reported_codes
 from tests.train.command import flags, make_files, read_metrics, run_main, write_records
 
 EVALUATED = ("--eval-interval", 1, "--seq-length", 128)
@@ -56,5 +57,5 @@ def test_a_bad_line_ends_the_run_before_it_starts(files, ranks):
     )
     results = run_main(ranks, flags(files, "bad", *EVALUATED, "--eval-completions", bad), 2)
     assert [result.exit_code for result in results] == [65, 65]
-    assert f"{bad}, line 2: completion is empty or not a text" in results[0].stderr
+    assert reported_codes(results[0].stderr) == ["task-completion-not-text"]
     assert results[1].stderr == "" and not (files / "bad").exists()

@@ -41,7 +41,7 @@ def test_missing_writers_are_known_before_anything_is_loaded(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     errors = missing_packages(LogConfig(wandb_project="p", tensorboard_dir="d"))
     assert [error.what.split()[0] for error in errors] == ["--tensorboard-dir", "--wandb-project"]
-    assert missing_packages(LogConfig()) == []
+    assert list(missing_packages(LogConfig())) == []
 
 
 def test_the_folder_that_wandb_leaves_is_no_installation(tmp_path, monkeypatch):

@@ -178,10 +178,7 @@ def test_weights_are_not_loaded_into_another_model(change, files, folder, ranks)
     (result,) = run_main(
         ranks, flags(files, "other", "--dry-run", "--student-load", folder, student_hf=student)
     )
-    assert (
-        result.exit_code == 66
-        and f"{folder / 'iter_0000002'} is a checkpoint of another model" in result.stderr
-    )
+    assert result.exit_code == 66 and reported_codes(result.stderr) == ["checkpoint-of-another-model"]
 
 
 def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):
@@ -189,9 +186,7 @@ def test_a_run_does_not_go_on_with_another_model(files, folder, ranks):
     (result,) = go_on(
         ranks, files, folder, "--ckpt-step", 1, student_hf=student_with(files, rms_norm_eps=0.05)
     )
-    assert (
-        result.exit_code == 66 and "another model: it has norm_epsilon 1e-06 instead of 0.05" in result.stderr
-    )
+    assert result.exit_code == 66 and "norm_epsilon 1e-06 instead of 0.05" in result.stderr
     assert (folder / POINTER).read_text() == "2\n"
     (result,) = go_on(ranks, files, folder, student_hf=student_with(files, max_position_embeddings=512))
     assert result.exit_code == 0, result.stderr

@@ -150,6 +150,7 @@ def intervals(files, ranks):
 def test_logged_intervals_obey_the_identities(intervals):
     train = [record for record in intervals if record.get("split", "train") == "train"]
     assert [record["iteration"] for record in train] == [3, 6, 7]
+    assert [(record["iteration"], "split" in record) for record in intervals[-2:]] == [(7, False), (7, True)]
     assert len(intervals) == len(train) + 2, "evaluations before the first step and after the last"
     for record in intervals:
         assert_identities(record)

@@ -47,16 +47,12 @@ def check_parallel(config: Config) -> Iterator[UsageError]:
         why = "both split layers over the pipeline; auto chooses the splits of all models together"
         do = f"remove {given}, or --pipeline-layout auto"
         yield UsageError(what, why, do, code="auto-layout-with-layout")
-    if parallel.overlap_param_gather and not (
-        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
-    ):
-        yield UsageError(
-            "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce",
-            "only the distributed optimizer gathers parameters, and Megatron overlaps both directions "
-            "together",
-            "add --use-distributed-optimizer --overlap-grad-reduce",
-            code="overlap-without-distributed-optimizer",
-        )
+    overlaps_both = parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    if parallel.overlap_param_gather and not overlaps_both:
+        what = "overlap-param-gather needs use-distributed-optimizer and overlap-grad-reduce"
+        why = "only the distributed optimizer gathers parameters; Megatron overlaps both directions together"
+        do = "add --use-distributed-optimizer --overlap-grad-reduce"
+        yield UsageError(what, why, do, code="overlap-without-distributed-optimizer")
 
 
 def check_sequences(config: Config) -> Iterator[UsageError]:

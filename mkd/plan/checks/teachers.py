@@ -29,13 +29,10 @@ def check_models(config: Config) -> Iterator[UsageError]:
     if ratio == 0:  # plain training loads no teacher
         return
     if not any(map(_has_model, teachers)):
-        yield UsageError(
-            f"no teacher is given, but kd-ratio is {ratio}",
-            "the distillation loss needs the teacher's logits",
-            "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or --kd-ratio 0 for plain "
-            "training",
-            code="teacher-missing",
-        )
+        what = f"no teacher is given, but kd-ratio is {ratio}"
+        why = "the distillation loss needs the teacher's logits"
+        do = "give --teacher-hf DIR, --teacher-load CKPT or --teacher-topk DIR, or train with --kd-ratio 0"
+        yield UsageError(what, why, do, code="teacher-missing")
         return
     for index, teacher in enumerate(teachers):
         if not _has_model(teacher):
