@@ -136,5 +136,9 @@ def _normalisers(merged: MergedStatistics) -> tuple[Tensor, ...]:
 
 def _logits(data: LossRows) -> tuple[Tensor, Tensor]:
     """Return both models' logits with columns next to each other; the student's twice without a teacher."""
-    student, teacher = data.student, data.student if data.teacher is None else data.teacher
-    return tuple(one if one.stride(1) == 1 else one.contiguous() for one in (student, teacher))
+    student = _unit_stride(data.student)
+    return student, student if data.teacher is None else _unit_stride(data.teacher)
+
+
+def _unit_stride(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
