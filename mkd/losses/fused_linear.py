@@ -19,13 +19,11 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
+from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, weighted_sums
 from mkd.losses.vocab_parallel import passes_for, row_losses
 from mkd.plan.head import head_block_rows
-
-_Rows = tuple[Tensor, Tensor | None, Tensor, Tensor]  # logits [n, w] of both models, labels and mask [n]
 
 
 class HeadInput(NamedTuple):
@@ -128,13 +126,13 @@ class _Head:
             return next(logits, None)
         return mixture_logits(logits, shares, self.objective.temperature, self.shard.shared, self.tp_group)
 
-    def logit_gradient(self, dtype: torch.dtype, rows: _Rows, merged: MergedStatistics) -> Tensor:
+    def logit_gradient(self, dtype: torch.dtype, data: LossRows, merged: MergedStatistics) -> Tensor:
         """Return the gradient [n, w] in `dtype`, written over the student's logits if they have it."""
-        student, _, _, mask = rows
+        student = data.student
         result = student if student.dtype == dtype else torch.empty_like(student, dtype=dtype)
-        weight = mask if self.loss_gradient is None else mask * self.loss_gradient
+        weight = data.mask if self.loss_gradient is None else data.mask * self.loss_gradient
         write_gradient = passes_for(student, self.objective).write_gradient
-        write_gradient(result, *rows, weight, merged, self.shard, self.objective)
+        write_gradient(result, data, weight, merged, self.shard, self.objective)
         return result
 
 
@@ -262,14 +260,15 @@ class _FusedLinearKD(torch.autograd.Function):
             rows = block if loss_rows is None else loss_rows[block]
             own = hidden[rows]
             student = head_logits(own, weight, head.logits_dtype)
-            data = student, head.teacher_logits(teachers, shares, rows), labels[rows], loss_mask[rows]
-            merged = row_losses(*data, head.shard, head.objective, head.tp_group)
-            block_loss, block_sums = weighted_sums(merged, data[-1], head.objective)
+            teacher = head.teacher_logits(teachers, shares, rows)
+            data = LossRows(student, teacher, labels[rows], loss_mask[rows])
+            merged = row_losses(data, head.shard, head.objective, head.tp_group)
+            block_loss, block_sums = weighted_sums(merged, data.mask, head.objective)
             loss = loss + block_loss
             sums = {name: None if v is None else v + sums.get(name, 0) for name, v in block_sums.items()}
             if gradients is not None:
                 gradients.add(rows, own, head.logit_gradient(hidden.dtype, data, merged))
-            del student, data  # before the next block's logits are made
+            del student, teacher, data  # before the next block's logits are made
         ctx.gradients, ctx.loss_gradient = gradients, head.loss_gradient
         return loss, sums
 

@@ -1,10 +1,11 @@
-"""A distillation loss: its objective `KDObjective`, a rank's columns `VocabShard`, its result `KDOutput`."""
+"""A distillation loss: `KDObjective`, its rows `LossRows` and columns `VocabShard`, its result `KDOutput`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel.utils import VocabUtility
@@ -141,6 +142,18 @@ def require_columns(name: str, vocab_size: int, columns: int) -> None:
             f"choose a value from 1 to {columns}, or pad the LM heads to more columns",
             code="logits-columns-too-few",
         )
+
+
+class LossRows(NamedTuple):
+    """Rows of a micro-batch on one vocabulary shard, as the passes over logits read them."""
+
+    student: Tensor  # [n, w] logits, bf16/fp32/fp64
+    teacher: Tensor | None  # [n, w], same columns; None if the objective has no teacher
+    labels: Tensor  # [n] int64, global vocabulary ids
+    mask: Tensor  # [n] compute dtype, weight of each row; rows of weight 0 may hold anything
+
+    def block(self, rows: slice) -> LossRows:
+        return LossRows(*(None if one is None else one[rows] for one in self))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from torch import Tensor
 
-from mkd.losses.kd_objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
 from mkd.losses.softmax import ShardRows, ShardSoftmax, compute_dtype, real_columns
 from mkd.losses.statistics import MergedStatistics, merge_statistics
 
@@ -32,55 +32,39 @@ ACCELERATOR_BLOCK_BYTES = 256 * 2**20
 ARGMAX_COLUMNS = 256  # of a block of `first_maximum`
 
 
-def local_statistics(
-    student: Tensor,  # [n, w] bf16/fp32/fp64
-    teacher: Tensor | None,  # [n, w], same columns; None when the objective has no teacher
-    labels: Tensor,  # [n] int64, global vocabulary ids
-    loss_mask: Tensor,  # [n]; rows of weight 0 may hold anything
-    shard: VocabShard,
-    objective: KDObjective,
-) -> Tensor:
+def local_statistics(data: LossRows, shard: VocabShard, objective: KDObjective) -> Tensor:
     """Compute this shard's statistics `objective.statistic_names`, [k, n] in the compute dtype."""
     blocks = []
-    for rows in row_blocks(student):
-        named = _statistics(student[rows], _rows(teacher, rows), labels[rows], shard, objective)
+    for rows in row_blocks(data.student):
+        named = _statistics(data.block(rows), shard, objective)
         blocks.append(torch.stack([named[name] for name in objective.statistic_names]))
     return torch.cat(blocks, dim=1)
 
 
 def divergence_terms(
-    student: Tensor,  # [n, w]
-    teacher: Tensor,  # [n, w]
-    loss_mask: Tensor,  # [n]
-    merged: MergedStatistics,
-    shard: VocabShard,
-    objective: KDObjective,
+    data: LossRows, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
 ) -> Tensor:
     """Compute this shard's part [k, n] of the terms of a divergence that needs both whole softmaxes."""
     blocks = []
-    for rows in row_blocks(student):
-        models = _both_models(student[rows], teacher[rows], merged.rows(rows), shard, objective)
+    for rows in row_blocks(data.student):
+        models = _both_models(data.block(rows), merged.rows(rows), shard, objective)
         blocks.append(objective.divergence.terms(*models))
     terms = torch.cat(blocks, dim=1)
     return terms if shard.shared else torch.zeros_like(terms)
 
 
 def write_gradient(
-    result: Tensor,  # [n, w], may be `student` itself
-    student: Tensor,  # [n, w]
-    teacher: Tensor | None,  # [n, w]
-    labels: Tensor,  # [n] int64
-    loss_mask: Tensor,  # [n]
+    result: Tensor,  # [n, w], may be the student's logits themselves
+    data: LossRows,
     row_weight: Tensor,  # [n] compute dtype, derivative of the final scalar by a row's loss
     merged: MergedStatistics,
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
     """Write d loss / d student logits into `result`: zero in padding columns and rows of mask 0."""
-    no_loss = loss_mask == 0
-    for rows in row_blocks(student):
-        own = student[rows], _rows(teacher, rows), labels[rows], merged.rows(rows), row_weight[rows]
-        block = _gradient(*own, shard, objective)
+    no_loss = data.mask == 0
+    for rows in row_blocks(data.student):
+        block = _gradient(data.block(rows), merged.rows(rows), row_weight[rows], shard, objective)
         # A weight of zero is not enough: a masked row may hold NaN.
         result[rows, : block.shape[1]] = clear_rows(block, no_loss[rows])
         result[rows, block.shape[1] :] = 0.0
@@ -104,23 +88,18 @@ def clear_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor
 
 
-def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
-
-
-def _statistics(
-    student: Tensor, teacher: Tensor | None, labels: Tensor, shard: VocabShard, objective: KDObjective
-) -> dict[str, Tensor]:
+def _statistics(data: LossRows, shard: VocabShard, objective: KDObjective) -> dict[str, Tensor]:
     statistics: dict[str, Tensor] = {}
     own = None
     if objective.uses_teacher:
-        own = ShardSoftmax.of(real_columns(student, shard.shared), objective.temperature)
-        statistics |= _kd_statistics(own, real_columns(teacher, shard.shared), labels, shard, objective)
+        own = ShardSoftmax.of(real_columns(data.student, shard.shared), objective.temperature)
+        teacher = real_columns(data.teacher, shard.shared)
+        statistics |= _kd_statistics(own, teacher, data.labels, shard, objective)
     if objective.measures_ce:
         if not objective.ce_reads_kd_softmax:
-            own = ShardSoftmax.of(real_columns(student, shard.student), 1.0)
+            own = ShardSoftmax.of(real_columns(data.student, shard.student), 1.0)
             statistics |= {"ce_max": own.maximum, "ce_sum": own.total}
-        statistics["ce_label"] = _label_logit(own.logits, labels, shard.start, shard.student)
+        statistics["ce_label"] = _label_logit(own.logits, data.labels, shard.start, shard.student)
     return statistics
 
 
@@ -176,39 +155,33 @@ def _label_logit(logits: Tensor, labels: Tensor, start: int, count: int) -> Tens
 
 
 def _both_models(
-    student: Tensor, teacher: Tensor, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
+    data: LossRows, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
 ) -> Iterator[ShardRows]:
     """Yield the shared columns of the student and of the teacher."""
-    for logits, row in ((student, merged.student), (teacher, merged.teacher)):
+    for logits, row in ((data.student, merged.student), (data.teacher, merged.teacher)):
         yield ShardRows(real_columns(logits, shard.shared), objective.temperature, row)
 
 
 def _gradient(
-    student: Tensor,
-    teacher: Tensor | None,
-    labels: Tensor,
-    merged: MergedStatistics,  # of these n rows
-    row_weight: Tensor,
-    shard: VocabShard,
-    objective: KDObjective,
+    data: LossRows, merged: MergedStatistics, row_weight: Tensor, shard: VocabShard, objective: KDObjective
 ) -> Tensor:
     """Return w [(1-r) (softmax(z_s) - 1[y]) + r s(T)/T dD/da] in the compute dtype; columns beyond it: 0."""
     probabilities = result = None
     if objective.uses_teacher and shard.shared:
-        own, target = _both_models(student, teacher, merged, shard, objective)
+        own, target = _both_models(data, merged, shard, objective)
         probabilities = own.probabilities()
         weight = row_weight * (objective.kd_ratio * objective.scale / objective.temperature)
         result = objective.divergence.gradient(own, target, probabilities, merged.residual)
         result.mul_(weight[:, None])
     if objective.uses_ce and shard.student:
         if not objective.ce_reads_kd_softmax:
-            columns = real_columns(student, shard.student)
+            columns = real_columns(data.student, shard.student)
             probabilities = ShardRows(columns, 1.0, merged.student_plain).probabilities()
-        ce = _ce_gradient(probabilities, labels, shard, row_weight * (1.0 - objective.kd_ratio))
+        ce = _ce_gradient(probabilities, data.labels, shard, row_weight * (1.0 - objective.kd_ratio))
         if result is not None:
             ce[:, : shard.shared].add_(result)
         result = ce
-    return row_weight.new_zeros(student.shape[0], 0) if result is None else result
+    return row_weight.new_zeros(len(row_weight), 0) if result is None else result
 
 
 def _ce_gradient(probabilities: Tensor, labels: Tensor, shard: VocabShard, weight: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mkd.losses.kd_objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
 from mkd.losses.softmax import RowSoftmax
 from mkd.losses.statistics import MergedStatistics
 from mkd.losses.triton_divergences import KL, Formula, formula_of
@@ -30,21 +30,13 @@ MERGED = (
 """Names of the rows that `merge_kernel` writes."""
 
 
-def local_statistics(
-    student: Tensor,  # [n, w] bf16/fp16/fp32
-    teacher: Tensor | None,
-    labels: Tensor,
-    loss_mask: Tensor,
-    shard: VocabShard,
-    objective: KDObjective,
-) -> Tensor:
+def local_statistics(data: LossRows, shard: VocabShard, objective: KDObjective) -> Tensor:
     """Do as `torch_rows.local_statistics`; rows of mask 0 hold meaningless numbers."""
-    n = student.shape[0]
-    result = torch.empty(len(objective.statistic_names), n, dtype=torch.float32, device=student.device)
+    n, k = len(data.mask), len(objective.statistic_names)
+    result = torch.empty(k, n, dtype=torch.float32, device=data.student.device)
     if n:
-        student = _unit_stride(student)
-        teacher = student if teacher is None else _unit_stride(teacher)
-        tensors = student, teacher, labels, loss_mask, result
+        student, teacher = _logits(data)
+        tensors = student, teacher, data.labels, data.mask, result
         sizes = student.stride(0), teacher.stride(0), n, student.shape[1]
         numbers = shard.start, shard.shared, shard.student, 1.0 / objective.temperature
         statistics_kernel[(n,)](*tensors, *sizes, *numbers, **_switches(objective), **TILE)
@@ -93,19 +85,14 @@ def _switches(objective: KDObjective) -> dict[str, bool]:
 
 
 def divergence_terms(
-    student: Tensor,
-    teacher: Tensor,
-    loss_mask: Tensor,
-    merged: MergedStatistics,
-    shard: VocabShard,
-    objective: KDObjective,
+    data: LossRows, merged: MergedStatistics, shard: VocabShard, objective: KDObjective
 ) -> Tensor:
     """Do as `torch_rows.divergence_terms`; rows of mask 0 hold zeros."""
-    n, formula = student.shape[0], _formula(objective)
-    result = torch.empty(2, n, dtype=torch.float32, device=student.device)
+    n, formula = len(data.mask), _formula(objective)
+    result = torch.empty(2, n, dtype=torch.float32, device=data.student.device)
     if n:
-        student, teacher = _unit_stride(student), _unit_stride(teacher)
-        tensors = student, teacher, loss_mask, result, *_normalisers(merged)
+        student, teacher = _logits(data)
+        tensors = student, teacher, data.mask, result, *_normalisers(merged)
         sizes = student.stride(0), teacher.stride(0), n, student.shape[1], shard.shared
         numbers = 1.0 / objective.temperature, formula.first, formula.second
         terms_kernel[(n,)](*tensors, *sizes, *numbers, KIND=formula.kind, **TILE)
@@ -114,29 +101,25 @@ def divergence_terms(
 
 def write_gradient(
     result: Tensor,
-    student: Tensor,
-    teacher: Tensor | None,
-    labels: Tensor,
-    loss_mask: Tensor,
+    data: LossRows,
     row_weight: Tensor,
     merged: MergedStatistics,
     shard: VocabShard,
     objective: KDObjective,
 ) -> None:
     """Do as `torch_rows.write_gradient`."""
-    n, width = student.shape
+    n, width = data.student.shape
     if n == 0:
         return
-    source = _unit_stride(student)
-    teacher = source if teacher is None else _unit_stride(teacher)
+    student, teacher = _logits(data)
     unused = row_weight
     kd, ce, temperature = objective.uses_teacher, objective.uses_ce, objective.temperature
     formula, plain = _formula(objective), merged.student_plain
     of_kd = _normalisers(merged) if kd else (unused,) * 4
     of_ce = (plain.maximum, plain.log_sum) if ce else (unused,) * 2
     residual = unused if merged.residual is None else merged.residual
-    tensors = source, teacher, result, labels, loss_mask, row_weight, *of_kd, residual, *of_ce
-    sizes = source.stride(0), teacher.stride(0), result.stride(0), width
+    tensors = student, teacher, result, data.labels, data.mask, row_weight, *of_kd, residual, *of_ce
+    sizes = student.stride(0), teacher.stride(0), result.stride(0), width
     columns = shard.start, shard.shared, shard.student
     kd_weight, ce_weight = objective.kd_ratio * objective.scale / temperature, 1.0 - objective.kd_ratio
     numbers = 1.0 / temperature, kd_weight, ce_weight, formula.first, formula.second
@@ -149,6 +132,12 @@ def write_gradient(
 def _normalisers(merged: MergedStatistics) -> tuple[Tensor, ...]:
     own, target = merged.student, merged.teacher
     return own.maximum, own.log_sum, target.maximum, target.log_sum
+
+
+def _logits(data: LossRows) -> tuple[Tensor, Tensor]:
+    """Return both models' logits with columns next to each other; the student's twice without a teacher."""
+    student = _unit_stride(data.student)
+    return student, student if data.teacher is None else _unit_stride(data.teacher)
 
 
 def _unit_stride(logits: Tensor) -> Tensor:

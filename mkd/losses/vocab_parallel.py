@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mkd.losses import torch_rows
 from mkd.losses.divergences import Divergence
-from mkd.losses.kd_objective import KDObjective, KDOutput, VocabShard
+from mkd.losses.kd_objective import KDObjective, KDOutput, LossRows, VocabShard
 from mkd.losses.softmax import compute_dtype
 from mkd.losses.statistics import MergedStatistics, add_terms, gather_statistics, weighted_sums
 
@@ -82,7 +82,7 @@ class _VocabParallelKD(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, teacher, labels, loss_mask, shard, objective, tp_group, overwrite):
-        merged = row_losses(student, teacher, labels, loss_mask, shard, objective, tp_group)
+        merged = row_losses(LossRows(student, teacher, labels, loss_mask), shard, objective, tp_group)
         ctx.save_for_backward(student, teacher, labels, loss_mask)
         ctx.merged, ctx.shard, ctx.objective, ctx.overwrite = merged, shard, objective, overwrite
         return weighted_sums(merged, loss_mask, objective)
@@ -90,33 +90,26 @@ class _VocabParallelKD(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_gradient, _):
-        student, teacher, labels, loss_mask = ctx.saved_tensors
-        result = student.detach() if ctx.overwrite else torch.empty_like(student)
-        weights = loss_mask, loss_mask * loss_gradient
-        write_gradient = passes_for(student, ctx.objective).write_gradient
-        write_gradient(result, student, teacher, labels, *weights, ctx.merged, ctx.shard, ctx.objective)
+        data = LossRows(*ctx.saved_tensors)
+        result = data.student.detach() if ctx.overwrite else torch.empty_like(data.student)
+        write_gradient = passes_for(data.student, ctx.objective).write_gradient
+        write_gradient(result, data, data.mask * loss_gradient, ctx.merged, ctx.shard, ctx.objective)
         return result, None, None, None, None, None, None, None
 
 
 def row_losses(
-    student: Tensor,  # [n, w], this shard's logits
-    teacher: Tensor | None,  # [n, w]; None if the objective has no teacher
-    labels: Tensor,  # [n] int64
-    loss_mask: Tensor,  # [n] compute dtype
-    shard: VocabShard,
-    objective: KDObjective,
-    tp_group: dist.ProcessGroup | None,
+    data: LossRows, shard: VocabShard, objective: KDObjective, tp_group: dist.ProcessGroup | None
 ) -> MergedStatistics:
     """Return row values of the whole vocabulary.
 
     Communication: one all-gather over the tensor-parallel group; for a divergence that needs a second pass
     also one all-reduce SUM of [<= 2, n]. No backward.
     """
-    passes = passes_for(student, objective)
-    local = passes.local_statistics(student, teacher, labels, loss_mask, shard, objective)
+    passes = passes_for(data.student, objective)
+    local = passes.local_statistics(data, shard, objective)
     merged = passes.merge_statistics(gather_statistics(local, tp_group), shard, objective)
     if objective.uses_teacher and objective.divergence.needs_terms:
-        terms = passes.divergence_terms(student, teacher, loss_mask, merged, shard, objective)
+        terms = passes.divergence_terms(data, merged, shard, objective)
         if tp_group is not None and dist.get_world_size(tp_group) > 1 and terms.shape[1]:
             dist.all_reduce(terms, group=tp_group)
         merged = add_terms(merged, terms, objective)

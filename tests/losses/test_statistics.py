@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mkd.config.divergence import DIVERGENCES
-from mkd.losses.kd_objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
 from mkd.losses.torch_rows import local_statistics, merge_statistics, write_gradient
 from mkd.losses.vocab_parallel import row_losses
 from tests.losses.objectives import divergence_of
@@ -32,10 +32,9 @@ def test_arguments_are_left_as_they_were(dtype, divergence):
     rule = objective(divergence=divergence)
     shard = VocabShard.of(WIDTH, 0, 1, rule)
     copies = student.clone(), teacher.clone(), labels.clone(), mask.clone()
-    merged = row_losses(student, teacher, labels, mask.float(), shard, rule, None)
-    write_gradient(
-        torch.empty_like(student), student, teacher, labels, mask, mask.float(), merged, shard, rule
-    )
+    data = LossRows(student, teacher, labels, mask.float())
+    merged = row_losses(data, shard, rule, None)
+    write_gradient(torch.empty_like(student), data, mask.float(), merged, shard, rule)
     assert all(torch.equal(a, b) for a, b in zip(copies, (student, teacher, labels, mask), strict=True))
 
 
@@ -43,10 +42,11 @@ def test_gradient_may_be_written_over_the_logits():
     student, teacher, labels, mask = problem()
     rule = objective()
     shard = VocabShard.of(WIDTH, 0, 1, rule)
-    merged = row_losses(student, teacher, labels, mask, shard, rule, None)
+    data = LossRows(student, teacher, labels, mask)
+    merged = row_losses(data, shard, rule, None)
     apart = torch.full_like(student, float("nan"))
-    write_gradient(apart, student, teacher, labels, mask, mask, merged, shard, rule)
-    write_gradient(student, student, teacher, labels, mask, mask, merged, shard, rule)
+    write_gradient(apart, data, mask, merged, shard, rule)
+    write_gradient(student, data, mask, merged, shard, rule)
     assert torch.equal(student, apart)
 
 
@@ -60,18 +60,14 @@ def test_rows_are_named_by_the_objective_alone(divergence):
     student, teacher, labels, mask = problem()
     shards = [VocabShard.of(WIDTH // 4, rank, 4, rule) for rank in range(4)]
     assert [(shard.student, shard.shared) for shard in shards] == [(4, 4), (2, 1), (0, 0), (0, 0)]
+    parts = zip(student.chunk(4, 1), teacher.chunk(4, 1), shards, strict=True)
     gathered = torch.stack(
-        [
-            local_statistics(
-                student.chunk(4, 1)[s.rank], teacher.chunk(4, 1)[s.rank], labels % 5, mask, s, rule
-            )
-            for s in shards
-        ]
+        [local_statistics(LossRows(s, t, labels % 5, mask), shard, rule) for s, t, shard in parts]
     )
     assert gathered.shape == (4, len(rule.statistic_names), ROWS)
     merged = [merge_statistics(gathered, shard, rule) for shard in shards]
     whole = VocabShard.of(WIDTH, 0, 1, rule)
-    wanted = row_losses(student, teacher, labels % 5, mask, whole, rule, None)
+    wanted = row_losses(LossRows(student, teacher, labels % 5, mask), whole, rule, None)
     for name in ("ce", "teacher_ce", "teacher_entropy", "top1_agreement") + ("kd",) * (
         not rule.divergence.needs_terms
     ):
@@ -83,4 +79,5 @@ def test_cross_entropy_alone_reads_no_teacher():
     rule = objective(ratio=0.0)
     assert rule.statistic_names == ("ce_max", "ce_sum", "ce_label")
     student, _, labels, mask = problem()
-    assert row_losses(student, None, labels, mask, VocabShard.of(WIDTH, 0, 1, rule), rule, None).kd is None
+    data = LossRows(student, None, labels, mask)
+    assert row_losses(data, VocabShard.of(WIDTH, 0, 1, rule), rule, None).kd is None

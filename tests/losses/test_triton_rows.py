@@ -9,7 +9,7 @@ import torch
 
 from mkd.losses import torch_rows, vocab_parallel_kd
 from mkd.losses.dense_reference import dense_kd
-from mkd.losses.kd_objective import KDObjective, VocabShard
+from mkd.losses.kd_objective import KDObjective, LossRows, VocabShard
 from mkd.losses.vocab_parallel import passes_for
 from tests.losses.objectives import divergence_of, objective_of
 
@@ -97,11 +97,11 @@ def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
     passes = passes_for(student, objective)
     assert passes is not torch_rows
     kernel = torch.stack(
-        [passes.local_statistics(s, t, labels, mask, shard, objective) for s, t, shard in parts]
+        [passes.local_statistics(LossRows(s, t, labels, mask), shard, objective) for s, t, shard in parts]
     )
     plain = torch.stack(
         [
-            torch_rows.local_statistics(s.double(), t.double(), labels, mask, shard, objective)
+            torch_rows.local_statistics(LossRows(s.double(), t.double(), labels, mask), shard, objective)
             for s, t, shard in parts
         ]
     )
@@ -114,10 +114,10 @@ def test_shards_merge_as_in_torch(temperature, divergence, vocabularies):
                     getattr(ours, name).double(), getattr(wanted, name), rtol=1e-5, atol=1e-5
                 )
         if objective.divergence.needs_terms:
-            terms = passes.divergence_terms(student_part, teacher_part, mask, ours, shard, objective)
-            exact = torch_rows.divergence_terms(
-                student_part.double(), teacher_part.double(), mask, wanted, shard, objective
-            )
+            data = LossRows(student_part, teacher_part, labels, mask)
+            terms = passes.divergence_terms(data, ours, shard, objective)
+            doubled = data._replace(student=student_part.double(), teacher=teacher_part.double())
+            exact = torch_rows.divergence_terms(doubled, wanted, shard, objective)
             torch.testing.assert_close(terms.double(), exact, rtol=1e-4, atol=1e-6)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -80,6 +82,9 @@ def steps(student, teacher, flags, is_late, asks_the_module):
     gradients = {name: one.main_grad.clone() for name, one in chunk.named_parameters()}
     with engine.parameters_gathered():
         weights = {name: one.detach().clone() for name, one in chunk.named_parameters()}
+    with suppress(KeyError), engine.parameters_gathered():
+        raise KeyError
+    assert bool(chunk.remove_forward_pre_hook_handles) == ("--overlap-param-gather" in flags)
     return losses, gradients, weights
 
 

@@ -50,7 +50,7 @@ def _llama3(
     )
 
 
-def _tiny(hidden: int, layers: int) -> dict:
+def _tiny(hidden: int, layers: int, tied: bool) -> dict:
     return dict(
         model_type="qwen3",
         hidden_size=hidden,
@@ -60,13 +60,14 @@ def _tiny(hidden: int, layers: int) -> dict:
         head_dim=16,
         intermediate_size=2 * hidden,
         vocab_size=500,
+        tie_word_embeddings=tied,
         max_position_embeddings=4096,
     )
 
 
 SHAPES = {
-    "tiny-student": _tiny(32, 2),
-    "tiny-teacher": _tiny(64, 4),
+    "tiny-student": _tiny(32, 2, tied=True),
+    "tiny-teacher": _tiny(64, 4, tied=False),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),

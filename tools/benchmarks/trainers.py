@@ -56,6 +56,7 @@ def hf_model(name: str, machine: Machine) -> nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype, attn_implementation="sdpa")
     model.to_empty(device=machine.device)
+    model.tie_weights()  # undone by to_empty
     weights = RandomCheckpoint(shape_of(name), machine.device)
     with torch.no_grad():
         for tensor, parameter in model.named_parameters():
