@@ -14,7 +14,7 @@ from mkd.version import __version__
 from tests.reported import reported_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-COMING = {"make-student", "report"}  # their modules are in work
+COMING = {"report"}  # its module is in work
 ALL_HELPS = """
 import sys
 from mkd.__main__ import main
