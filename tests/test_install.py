@@ -108,6 +108,10 @@ def test_both_wheels_are_the_same(dist, wheel):
     patterns = ("constraints.txt", "configs/*.yaml", "launch/*.s*", "launch/*.py")
     packaged = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
     assert {f"mkd/packaged/{name}" for name in packaged} == {n for n in contents[0] if "/packaged/" in n}
+    package = {
+        path.relative_to(ROOT).as_posix() for path in repository_files() if path.is_relative_to(ROOT / "mkd")
+    }
+    assert package - contents[0].keys() == set()
     assert not [name for name in contents[0] if name.startswith(("tests/", "tools/", "configs/", "launch/"))]
 
 

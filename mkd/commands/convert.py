@@ -35,12 +35,8 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-@returns_exit_code
 def run_conversion(name: str, args: argparse.Namespace) -> None:
-    """Call `mkd.convert.<name>.run` with the command's flags and return its exit code.
-
-    Rank 0 reports for all.
-    """
+    """Call `mkd.convert.<name>.run` with the command's flags. Rank 0 reports errors for all."""
     from mkd.platform import detect
 
     detect()  # before Megatron is imported, to silence its warnings
@@ -51,7 +47,8 @@ def run_conversion(name: str, args: argparse.Namespace) -> None:
         raise
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(
         prog="mkd convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,4 +62,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype", choices=DTYPES, help="dtype of the checkpoint (default: bf16 if the files are, else fp32)"
     )
     add_layout_arguments(parser)
-    return run_conversion("hf_to_mcore", parser.parse_args(argv))
+    run_conversion("hf_to_mcore", parser.parse_args(argv))

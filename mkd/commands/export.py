@@ -16,9 +16,11 @@ from pathlib import Path
 
 from mkd.commands.convert import DTYPES, add_layout_arguments, run_conversion
 from mkd.config.flags import FlagParser
+from mkd.errors import returns_exit_code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(
         prog="mkd export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the files (default: as in the checkpoint)")
     add_layout_arguments(parser)
-    return run_conversion("mcore_to_hf", parser.parse_args(argv))
+    run_conversion("mcore_to_hf", parser.parse_args(argv))

@@ -4,8 +4,9 @@ With --data-path the parts to keep are chosen by measurement: layers by the KL t
 channels and attention groups by their activations. Without text, a block in the middle of the layers is
 removed. The student is a Hugging Face folder with the teacher's tokenizer, ready for --student-hf.
 
-    make_student --hf TEACHER --out STUDENT --num-layers 24 --data-path text.jsonl
-    make_student --hf TEACHER --out STUDENT --target-params 100M --ffn-hidden-size 1024 --data-path text.jsonl
+    mkd make-student --hf TEACHER --out STUDENT --num-layers 24 --data-path text.jsonl
+    mkd make-student --hf TEACHER --out STUDENT --target-params 100M --ffn-hidden-size 1024 \\
+        --data-path text.jsonl
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def parameters(text: str) -> int:
 
 def build_parser() -> FlagParser:
     """Build the parser of the command."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(
+        prog="mkd make-student", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf", required=True, metavar="DIR_OR_ID", help="Hugging Face folder of the teacher")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     size = parser.add_argument_group("sizes of the student (default: those of the teacher)")

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from mkd.commands.convert import run_conversion
 from mkd.config.flags import FlagParser
+from mkd.errors import returns_exit_code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@returns_exit_code
+def main(argv: Sequence[str] | None = None) -> None:
     parser = FlagParser(
         prog="mkd parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,4 +46,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kl-tolerance", type=float, default=1e-8, help="largest KL in nats per token (default: 1e-8)"
     )
-    return run_conversion("parity", parser.parse_args(argv))
+    run_conversion("parity", parser.parse_args(argv))
