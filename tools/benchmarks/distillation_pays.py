@@ -101,7 +101,7 @@ def command(args: argparse.Namespace, log_dir: Path, ratio: float, seed: int, st
         "data-path": args.folder / "train.jsonl", "valid-data-path": args.folder / "valid.jsonl",
         "data-cache-path": args.folder / "cache", "log-dir": log_dir, "train-iters": steps, "lr": args.lr,
         "lr-decay-style": "cosine", "lr-warmup-iters": max(1, steps // 20), "seq-length": 2048,
-        "micro-batch-size": 4, "global-batch-size": 16, "eval-interval": max(1, steps // 4), "eval-iters": 4,
+        "micro-batch-size": 16, "global-batch-size": 16, "eval-interval": max(1, steps // 4), "eval-iters": 4,
         "eval-multiple-choice": args.folder / "next_line.jsonl",
         "eval-completions": args.folder / "held_out.jsonl",
     }  # fmt: skip
