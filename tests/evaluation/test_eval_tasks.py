@@ -68,8 +68,8 @@ def test_completions_of_three_forms_and_gzip(tmp_path):
 def test_a_bad_question_is_named_with_its_line(record, code, write_jsonl):
     path = write_jsonl("q.jsonl", QUESTION, record)
     with refused(code) as caught:
-        read_tasks([path], [])
-    assert str(caught.value).startswith(f"{path}, line 2: ")
+        read_questions(path)
+    assert caught.value.what.startswith(f"{path}, line 2: ")
 
 
 @pytest.mark.parametrize(
