@@ -120,6 +120,7 @@ def draw_picture(folder: Path, models: Mapping[str, Mapping[str, float]]) -> Non
     for axis, key, title in zip(axes, PANELS, ("KL to the teacher", "top-1 agreement"), strict=False):
         draw(axis, key, records)
         axis.set_title(title + (", nats per token" if key == "kd_loss" else " with the teacher"))
+        axis.lines[0].set_alpha(0.4)  # one batch is noisy: the held-out values are what counts
     bars = axes[2]
     heights = [values["ce_loss"] for values in models.values()]
     drawn = bars.bar(list(models), heights, color=["C7", "C1", "C0"], width=0.6)
@@ -145,9 +146,9 @@ def next_steps(folder: Path, export: Path) -> str:
     """Return what to try next, as commands."""
     return f"""
 next:
-  python tools/make_student.py --hf {folder / "teacher"} --out {folder / "narrow"} --ffn-hidden-size 1152 \\
-      --data-path {folder / "train.jsonl"}                   # another cut (docs/make-student.md)
-  python tools/evaluate.py --student-hf {export} --completions FILE.jsonl    # docs/evaluation.md
+  mkd make-student --hf {folder / "teacher"} --out {folder / "narrow"} --target-params 113M \\
+      --data-path {folder / "train.jsonl"}         # another cut of the same size (docs/make-student.md)
+  mkd evaluate --student-hf {export} --completions FILE.jsonl     # your own task (docs/evaluation.md)
   docs/quickstart.md explains this output; README.md has the command for your own models"""
 
 

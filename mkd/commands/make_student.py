@@ -4,9 +4,8 @@ With --data-path the parts to keep are chosen by measurement: layers by the KL t
 channels and attention groups by their activations. Without text, a block in the middle of the layers is
 removed. The student is a Hugging Face folder with the teacher's tokenizer, ready for --student-hf.
 
+    mkd make-student --hf TEACHER --out STUDENT --target-params 100M --data-path text.jsonl
     mkd make-student --hf TEACHER --out STUDENT --num-layers 24 --data-path text.jsonl
-    mkd make-student --hf TEACHER --out STUDENT --target-params 100M --ffn-hidden-size 1024 \\
-        --data-path text.jsonl
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def build_parser() -> FlagParser:
         "--target-params",
         type=parameters,
         metavar="N",
-        help="most parameters of the student, such as 100M: remove layers until it has no more; "
-        "with --num-layers, remove FFN channels",
+        help="most parameters of the student, such as 100M: remove layers, FFN channels, or some of both, "
+        "whichever hurts least; a size that is given stays",
     )
     measure = parser.add_argument_group("measurement")
     measure.add_argument(

@@ -6,6 +6,7 @@ measured_text.py    the text that cuts are measured on, as batches
 probe.py            a model whose layers run one at a time, and scores against the teacher
 depth.py            layers: candidates, and the one whose removal hurts least
 width.py            channels and attention groups: importance from activations
+search.py           every way to reach the sizes, measured without writing it
 student_files.py    the student as a Hugging Face folder
 student.py          all of it: from a request to the folder and the table
 """

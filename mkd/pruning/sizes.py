@@ -55,11 +55,12 @@ class Sizes:
     hidden_size: int | None = None
     target_params: int | None = None  # the student has at most this many parameters
 
-    def resolve(self, teacher: ModelShape) -> StudentSizes:
-        """Return all sizes, with `target_params` met.
+    def resolve(self, teacher: ModelShape) -> tuple[StudentSizes, ...]:
+        """Return the sizes that the request allows; each has `target_params` met.
 
-        A target is met by fewer layers; if `num_layers` is given, by fewer FFN channels. Raises UsageError,
-        or ErrorList, for sizes that no cut of this teacher has.
+        Without a target there is one. A target is met by fewer layers, by fewer FFN channels, or by half of
+        the layers and then channels; a size that is given is not touched. Raises UsageError, or ErrorList,
+        for sizes that no cut of this teacher has.
         """
         if self == Sizes():
             raise UsageError(
@@ -74,29 +75,28 @@ class Sizes:
         given = {name: getattr(self, name) for name in FLAGS if getattr(self, name) is not None}
         full = replace(StudentSizes.of(teacher), **given)
         if self.target_params is None or num_parameters(full.shape(teacher)) <= self.target_params:
-            return full
+            return (full,)
+        found: list[StudentSizes | None] = []
         if self.num_layers is None:
-            return self._fit(teacher, full, "num_layers", 1, self.target_params)
+            found = [_fit(teacher, full, "num_layers", 1, self.target_params)]
         if self.ffn_hidden_size is None:
-            return self._fit(teacher, full, "ffn_hidden_size", FFN_MULTIPLE, self.target_params)
-        raise self._out_of_reach(num_parameters(full.shape(teacher)), "the sizes given already decide it")
+            starts = [full]
+            if found and found[0] and full.num_layers - found[0].num_layers > 1:
+                starts.append(replace(full, num_layers=-(-(full.num_layers + found[0].num_layers) // 2)))
+            found += [
+                _fit(teacher, one, "ffn_hidden_size", FFN_MULTIPLE, self.target_params) for one in starts
+            ]
+        if not any(found):
+            raise self._out_of_reach(teacher, full)
+        return tuple(one for one in found if one)
 
-    def _fit(
-        self, teacher: ModelShape, full: StudentSizes, name: str, step: int, target: int
-    ) -> StudentSizes:
-        """Return `full` with the largest `name`, a multiple of `step`, that meets the target."""
-        largest = (getattr(full, name) - 1) // step * step
-        smaller = [replace(full, **{name: size}) for size in range(largest, 0, -step)]
-        found = next((one for one in smaller if num_parameters(one.shape(teacher)) <= target), None)
-        if found is None:
-            least = num_parameters((smaller or [full])[-1].shape(teacher))
-            raise self._out_of_reach(least, f"the smallest {FLAGS[name]} still leaves that many")
-        return found
-
-    def _out_of_reach(self, least: int, why: str) -> UsageError:
+    def _out_of_reach(self, teacher: ModelShape, full: StudentSizes) -> UsageError:
+        least = replace(
+            full, num_layers=self.num_layers or 1, ffn_hidden_size=self.ffn_hidden_size or FFN_MULTIPLE
+        )
         return UsageError(
-            f"--target-params {self.target_params:,} cannot be met: the student has at least {least:,}",
-            why,
+            f"--target-params {self.target_params:,} cannot be met by fewer layers or FFN channels alone",
+            f"with the sizes given, a student has at least {num_parameters(least.shape(teacher)):,}",
             f"raise the target, or give smaller sizes ({', '.join(FLAGS.values())})",
             code="target-params-too-small",
         )
@@ -129,6 +129,15 @@ class Sizes:
                 code="hidden-cut-not-supported",
             )
         ]
+
+
+def _fit(teacher: ModelShape, full: StudentSizes, name: str, step: int, target: int) -> StudentSizes | None:
+    """Return `full` with the largest `name` that meets the target, a multiple of `step`; None without one."""
+    if num_parameters(full.shape(teacher)) <= target:
+        return full
+    largest = (getattr(full, name) - 1) // step * step
+    smaller = (replace(full, **{name: size}) for size in range(largest, 0, -step))
+    return next((one for one in smaller if num_parameters(one.shape(teacher)) <= target), None)
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -29,16 +29,26 @@ def test_parameters_of_the_teacher():
 
 @pytest.mark.parametrize("target, layers", [(134_515_008, 30), (134_515_007, 29), (100_000_000, 20)])
 def test_a_target_is_met_by_the_most_layers_that_fit(target, layers):
-    sizes = Sizes(target_params=target).resolve(TEACHER)
+    sizes = Sizes(target_params=target).resolve(TEACHER)[0]
     assert sizes.num_layers == layers and sizes.ffn_hidden_size == 1536
     assert num_parameters(sizes.shape(TEACHER)) == 134_515_008 - (30 - layers) * LAYER <= target
 
 
 def test_with_layers_given_a_target_cuts_ffn_channels():
-    sizes = Sizes(num_layers=24, target_params=100_000_000).resolve(TEACHER)
+    (sizes,) = Sizes(num_layers=24, target_params=100_000_000).resolve(TEACHER)
     assert sizes.num_layers == 24 and sizes.ffn_hidden_size == 1152
     wider = StudentSizes(24, 1152 + 64, 3, 576)
     assert num_parameters(sizes.shape(TEACHER)) <= 100_000_000 < num_parameters(wider.shape(TEACHER))
+
+
+def test_a_target_is_met_by_layers_by_channels_or_by_both():
+    found = Sizes(target_params=100_000_000).resolve(TEACHER)
+    assert [(one.num_layers, one.ffn_hidden_size) for one in found] == [(20, 1536), (30, 832), (25, 1088)]
+    assert all(num_parameters(one.shape(TEACHER)) <= 100_000_000 for one in found)
+    (only_layers,) = Sizes(ffn_hidden_size=1024, target_params=100_000_000).resolve(TEACHER)
+    assert only_layers.ffn_hidden_size == 1024 and only_layers.num_layers == 26
+    (met,) = Sizes(num_layers=8, target_params=100_000_000).resolve(TEACHER)
+    assert met == StudentSizes(8, 1536, 3, 576)
 
 
 def test_sizes_that_miss_their_target():

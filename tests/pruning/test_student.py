@@ -62,8 +62,11 @@ def make_on_rank(asked):
 
     lines = []
     report = make_student(asked, lines.append, ParallelContext.create(detect()))
-    scores = [(one.layers, vars(one.score)) for one in report.candidates]
-    return SimpleNamespace(cut=report.cut, scores=scores, score=vars(report.score), lines=lines)
+    scores = [(one.layers, vars(one.score)) for one in report.options[0].candidates]
+    options = [(one.cut, vars(one.score)) for one in report.options]
+    return SimpleNamespace(
+        cut=report.cut, scores=scores, options=options, score=vars(report.score), lines=lines
+    )
 
 
 def documents(teacher, text):
@@ -137,6 +140,20 @@ def test_layers_whose_removal_hurts_least(method, ranks, llama, tmp_path):
         second = min(([i for i in first if i != out] for out in first), key=kl)
         assert [list(layers) for layers, _ in made.scores] == [first, second]
         assert list(made.cut.layers) == second
+
+
+def test_a_target_is_met_by_the_option_that_hurts_least(ranks, tmp_path):
+    """Compare the score of every option, which is not written, with transformers."""
+    teacher, text = make_teacher(tmp_path, "llama3.2", intermediate_size=512)
+    target = Sizes(target_params=250_000)
+    (made,) = ranks.run(make_on_rank, 1, request(teacher, text, tmp_path / "student", target))
+    words = documents(teacher, text)
+    expected = logits(AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval(), words)
+    kl = [mean_kl(expected, logits(masked_teacher(teacher, cut), words)) for cut, _ in made.options]
+    assert [score["kl_sum"] / score["num_tokens"] for _, score in made.options] == pytest.approx(kl, rel=1e-4)
+    assert len(kl) == 3 and made.cut == made.options[kl.index(min(kl))][0]
+    student = ModelShape.from_hf_dir(tmp_path / "student")
+    assert student.num_layers == len(made.cut.layers) and num_parameters(student) <= 250_000
 
 
 def test_channels_that_add_most(ranks, llama, tmp_path):
