@@ -30,6 +30,7 @@ class EventLog(Follower, logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
+        self._started = time.time()
         self._iteration = 0
         self._early: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
@@ -46,7 +47,7 @@ class EventLog(Follower, logging.Handler):
         self._iteration = iteration
         self._file = path.open("a", encoding="utf-8")
         begin = (RESUME, f"resumed from iteration {iteration}") if iteration else (START, "started")
-        self._write(_event(iteration, *begin))
+        self._write({**_event(iteration, *begin), "time": self._started})
         for event in self._early:
             self._write({**event, "iteration": iteration})
 

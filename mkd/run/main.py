@@ -102,7 +102,8 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             current.phase.follow(events)
             save_config(loaded, folder / "config.yaml")
             (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
-            (folder / "plan.json").write_text(json.dumps(plan.figures(), indent=1) + "\n", encoding="utf-8")
+            figures = plan.figures() | {"device": platform.describe()}
+            (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
             if checkpoint.save:
                 remove_markers(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
