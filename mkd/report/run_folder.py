@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """How the run ended, as far as its files tell."""
+        """End of the run (`done`, `failed` ...), as far as its files tell."""
         asked, last = self.setting("training.train_iters"), self.last_iteration
         marks = [event.kind for event in self.events if event.kind in (*ENDS, START, RESUME)]
         is_complete = last is not None and asked is not None and last >= asked
