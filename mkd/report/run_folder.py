@@ -59,15 +59,17 @@ class RunFolder:
         """End of the run (`done`, `failed` ...), as far as its files tell."""
         asked, last = self.setting("training.train_iters"), self.last_iteration
         marks = [event.kind for event in self.events if event.kind in (*ENDS, START, RESUME)]
-        is_complete = last is not None and asked is not None and last >= asked
+        is_complete = None not in (last, asked) and last >= asked
         if marks and marks[-1] == FAILURE:
             return "failed"
+        if last is None:
+            return "no records yet"
         if is_complete:
             return "done"
         if marks:
             is_over = marks[-1] in (DONE, STOP)
             return "stopped early" if is_over else "in progress or killed"
-        return "not complete" if last is not None else "no records yet"
+        return "not complete"
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFolder]:

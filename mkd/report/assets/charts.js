@@ -203,7 +203,7 @@ const charts = (() => {
   }
 
   function drawPanel(panel, grid) {
-    const box = element("article", { class: "plot", tabindex: "0", role: "img", "aria-label": `curve of ${panel.key}` });
+    const box = element("article", { class: "plot", tabindex: "0", role: "group", "aria-label": `curve of ${panel.key}` });
     box.append(element("h4", { title: panel.help }, panel.key, " ", element("small", {}, panel.unit)));
     grid.append(box);
     const curves = curvesOf(panel.key);
