@@ -126,7 +126,7 @@ def changes(runs: Sequence[RunFolder]) -> list[Change]:
 
 def _changes(place: int, split: str, columns: Split) -> Iterator[Change]:
     keys = [key for key in columns.keys if _is_result(key)]
-    of_teachers = {key: owner for key in keys for owner in [_student_key(key, keys)] if owner}
+    of_teachers = {key: own for key in keys if (own := _student_key(key, keys))}
     for key in keys:
         points = columns.points(key)
         if key in of_teachers:
@@ -135,8 +135,8 @@ def _changes(place: int, split: str, columns: Split) -> Iterator[Change]:
         best = max(points, key=lambda point: point[1] * direction) if direction else None
         teachers = [
             (other.split("/")[-2], columns.points(other)[-1][1])
-            for other, owner in of_teachers.items()
-            if owner == key
+            for other, own in of_teachers.items()
+            if own == key
         ]
         after = points[-1] if len(points) > 1 else None
         yield Change(place, split, key, points[0], after, best, teachers)
