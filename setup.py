@@ -33,6 +33,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mkd", "mkd.*"]),
+    package_data={"mkd.report": ["assets/*"]},
     entry_points={"console_scripts": ["mkd = mkd.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
@@ -40,6 +41,7 @@ setup(
         "torch>=2.9",
         "numpy",
         "PyYAML",
+        "Jinja2",
         "sentencepiece",
         "transformers",
         "safetensors",

@@ -18,7 +18,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
     "preprocess": "tokenise text once instead of at the start of every run",
     "inspect": "show training data as models see it",
     "evaluate": "score a model on held-out tasks",
-    "report": "write the report of a run",
+    "report": "write one HTML file of curves, tables and events of runs",
     "plot": "draw the curves of runs",
     "compare": "compare the metrics of two runs",
     "convert": "convert a Hugging Face folder to a Megatron checkpoint",

@@ -10,6 +10,7 @@ parsed, so that `--help` is quick. tools/ has a script of a few lines for each c
     preprocess.py    text to a tokenised corpus
     inspect.py       packs, and aligned chunks, as models see them
     evaluate.py      held-out tasks
+    report.py        one HTML file of runs
     plot.py          curves of runs
     compare.py       the metrics of two runs
     convert.py       Hugging Face to Megatron

@@ -68,6 +68,36 @@ def save_config(loaded: LoadedConfig, path: str | Path) -> None:
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class SavedSetting:
+    """A line of a saved configuration: path (`teachers[0].hf`), value, and origin as in `LoadedConfig`."""
+
+    path: str
+    value: Any
+    origin: str
+
+
+def read_saved_config(path: str | Path) -> list[SavedSetting]:
+    """Return the settings in a file that `save_config` wrote, also by another version. Skip other lines."""
+    found, sections, teacher = [], [""], -1
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        depth, text = (len(line) - len(line.lstrip())) // 2, line.strip()
+        name, _, rest = text.partition(":")
+        if text == "-":
+            teacher += 1
+            sections = ["", "", f"teachers[{teacher}]."]
+        elif not rest:
+            sections = [*sections[: depth + 1], f"{sections[depth]}{name}."]
+        elif depth < len(sections):
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest.lstrip())
+            except ValueError:
+                continue
+            origin = rest.lstrip()[end:].removeprefix("  # ")
+            found.append(SavedSetting(f"{sections[depth]}{name}", value, origin))
+    return found
+
+
 def _depth(section: str) -> int:
     """Return the indentation levels of a section's settings; a teacher is an item of a list."""
     return bool(section) + section.startswith("teachers") + section.endswith(XTOKEN)

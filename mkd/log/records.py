@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,27 @@ TRAIN = "train"
 
 
 def read_records(run: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run, given its metrics.jsonl or the folder that holds it.
+    """Return the records of a run, [] if there is none yet; see `each_record`."""
+    return list(each_record(run))
 
-    Return [] if there is no record yet. An unfinished last line, which a running run is still writing, is
-    left out. Raises DataError for a file that cannot be read, or for a line that is not a record.
+
+def each_record(run: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run, given its metrics.jsonl or the folder that holds it.
+
+    An unfinished last line, which a running run is still writing, is left out. Raises DataError for a file
+    that cannot be read, or for a line that is not a record.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    yield _record(path, number, line)
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
         do = "name the log folder of a run, or its metrics.jsonl"
         raise DataError(what, "", do, code="metrics-unreadable") from error
-    return [_record(path, number, line) for number, line in enumerate(lines, 1)]
 
 
 def split_of(record: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Read in this order:
     disk.py           what a run writes, and whether the disks have room for it
     console.py        the lines that rank 0 prints
     phases.py         what a run is doing, announced to everything that follows it
+    event_log.py      what has happened to a run, in LOG/events.jsonl
     signals.py        signals that ask the process to end
     stopping.py       signals and time limits, agreed on by all ranks
     rendezvous.py     all ranks meet before the start; a problem of one ends all

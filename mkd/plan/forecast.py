@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import ErrorList
@@ -117,6 +118,21 @@ class Forecast:
         parallel = self.config.parallel
         ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return ranks * parallel.context_parallel_size * self.batch.data_parallel
+
+    def figures(self) -> dict[str, Any]:
+        """Return figures to compare with those of a run, under the names of its metrics, as JSON values.
+
+        `tflops_per_gpu` is of a predicted step, `peak_memory_gib` what torch allocates on the fullest GPU.
+        """
+        step_ms, seconds = self.step_ms(), self.step_ms() / 1000
+        tokens = self.batch.global_batch_size * self.batch.seq_length
+        return {
+            "num_gpus": self.num_gpus,
+            "step_time_ms": step_ms,
+            "tokens_per_s_per_gpu": tokens / seconds / self.num_gpus,
+            "tflops_per_gpu": self.flops_per_step() / seconds / self.num_gpus / 1e12,
+            "peak_memory_gib": max(rank.allocated_gib for rank in self.memory().ranks),
+        }
 
     def mfu(self, step_ms: float) -> float:
         """Proportion (0 to 1) of the GPUs' bf16 peak that a step of `step_ms` reaches."""

@@ -28,6 +28,7 @@ from mkd.checkpoint.verifying import choose_checkpoint
 from mkd.config.schema import CheckpointConfig
 from mkd.errors import CheckpointError
 from mkd.operations.console import LOG
+from mkd.operations.event_log import SAVE
 from mkd.operations.phases import Phases
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
@@ -172,7 +173,7 @@ class Saver:
         return started.write_s
 
     def _publish(self, written: Save) -> None:
-        LOG.info("saved checkpoint %s", written.finish())
+        LOG.info("saved checkpoint %s", written.finish(), extra={"event": SAVE})
 
 
 def _unreadable(error: Exception) -> CheckpointError:

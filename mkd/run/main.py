@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -85,16 +86,24 @@ def run(
 def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, watchdog, folder: Path) -> None:
     """Build, train, export."""
     from mkd.operations.cleanup import Cleanup
+    from mkd.operations.event_log import STOP, EventLog
     from mkd.operations.run_folders import remove_markers
     from mkd.run.loop import train
     from mkd.run.setup import build_run
 
     checkpoint = loaded.config.checkpoint
     with Cleanup() as cleanup:
+        events = EventLog() if _is_rank_0() else None
+        if events:
+            cleanup.add(events.end)
         current = build_run(plan, platform, signals, watchdog, cleanup)
-        if _is_rank_0():  # not earlier: the folder may belong to another run
+        if events:  # not earlier: the folder may belong to another run
+            events.open(folder, current.position.iteration, appends=bool(checkpoint.load))
+            current.phase.follow(events)
             save_config(loaded, folder / "config.yaml")
             (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
+            figures = plan.figures() | {"device": platform.describe()}
+            (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
             if checkpoint.save:
                 remove_markers(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
@@ -102,7 +111,8 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             LOG.warning("%d iterations are done, --train-iters asks for %d: nothing is trained", done, asked)
         stop = train(current)
         if stop is not None:
-            LOG.warning("stopped at iteration %d: %s", current.position.iteration, stop.reason)
+            what = f"stopped at iteration {current.position.iteration}: {stop.reason}"
+            LOG.warning(what, extra={"event": STOP})
         if checkpoint.export_hf and not (stop and stop.is_preempted):
             export(current, Path(checkpoint.export_hf))
         end(current, stop)

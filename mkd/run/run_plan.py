@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.config.models import teacher_names, teacher_roles
@@ -67,6 +68,10 @@ class Plan:
         """Describe the batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
+
+    def figures(self) -> dict[str, Any]:
+        """Return the forecast as JSON values by the metric that each predicts, and as `text`."""
+        return {**self.forecast.figures(), "text": self.describe()}
 
     def loss_card(self) -> str:
         """Return the objective with its numbers."""

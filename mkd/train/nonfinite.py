@@ -17,6 +17,7 @@ from mkd.config.schema import Config
 from mkd.data.batch import PackedBatch
 from mkd.data.dataset import BlendedDataset
 from mkd.errors import NonFiniteError
+from mkd.operations.event_log import SKIP
 from mkd.operations.run_folders import log_folder
 from mkd.train.step import Engine, StepResult
 from mkd.train.sums import LossSums
@@ -72,7 +73,7 @@ class NonFinitePolicy:
         what = describe(iteration, result, finding)
         self._write(iteration, result, finding, "abort" if ends else "skip")
         if not ends:
-            LOG.warning("skipped the update of %s", what)
+            LOG.warning("skipped the update of %s", what, extra={"event": SKIP})
         elif self.action == "abort":
             raise NonFiniteError(what, WHY, DO, code="step-not-finite")
         else:

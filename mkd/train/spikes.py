@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from mkd.data.dataset import BlendedDataset
+from mkd.operations.event_log import SPIKE
 from mkd.train.nonfinite import append_line, documents_by_sample, shown
 from mkd.train.step import StepResult
 
@@ -61,8 +62,8 @@ class SpikeWatch:
         if self.file is not None:
             ids = samples()
             what = f"{loss:.6g} is {ratio:.1f} times the median of the steps before it"
-            where = f"loss spike at iteration {iteration}"
-            LOG.warning("%s: %s; samples of the step: %s", where, what, shown(ids))
+            text = f"loss spike at iteration {iteration}: {what}; samples of the step: {shown(ids)}"
+            LOG.warning(text, extra={"event": SPIKE})
             record = {"iteration": iteration, "loss": loss, "ratio": ratio, "sample_ids": sorted(ids)}
             record["documents"] = documents_by_sample(self.dataset, ids)
             append_line(self.file, record)

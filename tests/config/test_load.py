@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from mkd.config.load import format_config, load_config, save_config, settings
+from mkd.config.load import format_config, load_config, read_saved_config, save_config, settings
 from mkd.config.schema import Config, TeacherConfig, XTokenConfig
 from mkd.errors import ErrorList
 from mkd.plan.checks.problems import find_problems
@@ -123,6 +124,11 @@ def test_any_number_of_teachers_is_saved(tmp_path, teachers):
     loaded = load_config(["--config", str(source)])
     save_config(loaded, saved)
     assert load_config(["--config", str(saved)]).config == loaded.config
+    read = {one.path: (one.value, one.origin) for one in read_saved_config(saved)}
+    assert {path: json.dumps(value) for path, (value, _) in read.items()} == {
+        option.path: json.dumps(value) for option, value in settings(loaded.config)
+    }
+    assert {path: origin for path, (_, origin) in read.items()} == loaded.origins
 
 
 def test_format_shows_every_value_once_and_aligned(yaml_file):

@@ -49,6 +49,15 @@ def test_mfu_is_of_all_gpus():
     assert one.mfu(1000) == pytest.approx(one.flops_per_step() / 1e12 / PEAK_TFLOPS)
 
 
+def test_figures_agree_with_the_prediction():
+    four = forecast("--tensor-model-parallel-size", 4)
+    figures, seconds = four.figures(), four.step_ms() / 1000
+    assert figures["tokens_per_s_per_gpu"] == pytest.approx(8 * SEQ_LENGTH / seconds / 4)
+    assert figures["tflops_per_gpu"] == pytest.approx(four.mfu(four.step_ms()) * PEAK_TFLOPS)
+    rank = four.memory().ranks[0]
+    assert figures["peak_memory_gib"] == pytest.approx(rank.total_gib - rank.device_gib)
+
+
 def test_description():
     lines = forecast(*PP4, pipeline=4).describe().splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")

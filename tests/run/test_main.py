@@ -5,6 +5,7 @@ Plan, records, export, the teacher's share, early ends.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,12 @@ def test_one_process_without_torchrun(files):
     assert f"exported the student to {files / 'alone hf'}" in done.stdout
     assert (files / "alone" / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert (files / "alone" / "config.yaml").exists()
+    events = [json.loads(line) for line in (files / "alone" / "events.jsonl").read_text().splitlines()]
+    kinds = [(event["iteration"], event["kind"]) for event in events if event["kind"] != "note"]
+    assert kinds == [(0, "start"), (2, "save"), (2, "done")]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    figures = json.loads((files / "alone" / "plan.json").read_text())
+    assert figures["num_gpus"] == 1 and figures["step_time_ms"] > 0 and "4 packs = 1" in figures["text"]
 
 
 def test_dry_run_shows_the_plan_and_loads_nothing(files, ranks):

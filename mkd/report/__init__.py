@@ -1,0 +1,9 @@
+"""Build one HTML file that shows one or several runs.
+
+In reading order:
+
+    run_folder   everything that a run's log folder says
+    columns      the records of a run as columns, and as the points of a plot
+    findings     before and after, planned and measured, settings that differ
+    page         the page, from assets/report.html.j2
+"""

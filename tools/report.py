@@ -1,0 +1,11 @@
+"""Run `mkd report` from a checkout, with the same flags: mkd/commands/report.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mkd.commands.report import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
