@@ -1,4 +1,4 @@
-"""Package description of mkd. The ranges are those of mkd/tested_versions.py; constraints.txt pins one of each."""
+"""Package description of mkd. The ranges are those of mkd/tested_versions.py; constraints.txt has pins."""
 
 import re
 from pathlib import Path
