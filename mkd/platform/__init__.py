@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mkd.platform.megatron_versions import quiet_loggers
+from mkd.platform.megatron_versions import quiet_newer_versions
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,9 @@ def _quiet_remarks() -> None:
 
     `Platform.describe` reports once which libraries are missing and what that costs.
     """
-    quiet_loggers()
+    quiet_newer_versions()
     messages = [".*(Apex|Transformer Engine).* not installed"]
     messages.append("full scope is deprecated")  # Megatron warns about its own default
-    messages.append("The .grad attribute of a Tensor that is not a leaf")  # its schedules ask for it
     messages += [] if torch.cuda.is_available() else [".*CUDA_DEVICE_MAX_CONNECTIONS"]
     for message in messages:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)

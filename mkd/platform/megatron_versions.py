@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,11 +15,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-REMARKS = {  # logger -> remarks, each about code of Megatron that mkd does not choose or that 0.16.1 lacks
+# What newer versions say in every run, about calls that 0.16.1 needs or that are not mkd's.
+LOG_LINES = {  # logger -> start of the line
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
-    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout",
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
-_REMARK = re.compile("|".join(REMARKS.values()))
+WARNINGS = (
+    "MimoModelConfig is experimental",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "The argument order of load has been changed",
+    "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
+)
+_LOG_LINE = re.compile("|".join(LOG_LINES.values()))
 
 
 def gradients_in_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
@@ -28,11 +37,13 @@ def gradients_in_norm(optimizer: MegatronOptimizer) -> list[Tensor]:
     return optimizer.get_main_grads_for_grad_norm()
 
 
-def quiet_loggers() -> None:
-    """Drop log lines that newer versions write in every run and that a user can do nothing about."""
-    for name in REMARKS:
-        logging.getLogger(name).addFilter(_is_news)  # the same function is added once
+def quiet_newer_versions() -> None:
+    """Drop the log lines and warnings that a user can do nothing about."""
+    for name in LOG_LINES:
+        logging.getLogger(name).addFilter(_is_news)  # adding the same function again does nothing
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return _REMARK.search(record.getMessage()) is None
+    return _LOG_LINE.match(record.getMessage()) is None
