@@ -150,7 +150,7 @@ def test_no_run_starts_on_a_full_disk(tmp_path, monkeypatch):
 def test_ranges_are_those_of_setup_and_hold_the_pins():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert 'python_requires=">={}.{}"'.format(*TESTED["Python"].least) in setup
-    assert all(f'"{name}{tested(name)}"' in setup for name in TESTED.keys() - {"Python"})
+    assert all(f'"{name}{in_setup(name)}"' in setup for name in TESTED.keys() - {"Python"})
     assert f"\"transformer-engine[pytorch]{TRANSFORMER_ENGINE['0.16']} ; python_version < '3.12'\"" in setup
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pins = [pin for pin in re.findall(r"^([\w-]+)==([\w.]+)", constraints, re.M) if pin[0] in TESTED]
@@ -158,6 +158,6 @@ def test_ranges_are_those_of_setup_and_hold_the_pins():
     assert all(TESTED[name].holds(version) for name, version in pins)
 
 
-def tested(name: str) -> str:
+def in_setup(name: str) -> str:
     """Return the range as setup.py writes it: torch's takes the pre-releases of NVIDIA's containers."""
     return str(TESTED[name]).replace("2.9,", "2.9.0a0,") if name == "torch" else str(TESTED[name])
