@@ -10,7 +10,7 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help install check test test-slow faults quickstart invariance lint types clean
+.PHONY: help install check test test-slow test-versions faults quickstart invariance lint types clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
@@ -25,6 +25,12 @@ test: lint  ## set up, then run ruff, import contracts and tests, but those that
 
 test-slow: lint  ## the same with the tests that take long
 	MKD_SLOW=1 $(TESTS)
+
+test-versions: $(READY)  ## the tests that depend most on megatron-core: PYTHON=python3.12 VENV=build/py312 has the newest
+	$(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(megatron-core|torch|transformers|numpy) '
+	$(TESTS) tests/models/test_specs.py tests/models/test_hf_parity.py tests/parallel tests/checkpoint/test_saving.py \
+		tests/train/test_resume.py tests/train/test_pair.py tests/train/test_invariance.py \
+		-k 'not killed and not error and not disk and not dies and not retention'
 
 faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
 	MKD_SLOW=1 $(TESTS) -m fault -p tests.faults

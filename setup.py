@@ -1,4 +1,4 @@
-"""Package description of mkd. Versions that are known to work together are pinned in constraints.txt."""
+"""Package description of mkd. The ranges are those of mkd/tested_versions.py; constraints.txt has pins."""
 
 import re
 from pathlib import Path
@@ -37,19 +37,22 @@ setup(
     entry_points={"console_scripts": ["mkd = mkd.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
-        "megatron-core==0.16.1",
-        "torch>=2.9",
-        "numpy",
+        "megatron-core>=0.16.1,<0.20",  # pip takes 0.16.1 on Python 3.10 and 3.11: newer ones need 3.12
+        "torch>=2.9.0a0,<2.14",  # a0: those of NVIDIA's containers
+        "numpy>=1.26,<3.0",
         "PyYAML",
         "Jinja2",
         "sentencepiece",
-        "transformers",
+        "transformers>=5.0,<6.0",
         "safetensors",
         "huggingface_hub",
         "protobuf",  # transformers reads SentencePiece models with it
     ],
     extras_require={
-        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "te": [  # megatron-core 0.16.1 and newer ones, whose bounds differ
+            "transformer-engine[pytorch]>=2.9,<2.12 ; python_version < '3.12'",
+            "transformer-engine[pytorch]>=2.9 ; python_version >= '3.12'",
+        ],
         "data": ["pyarrow>=16"],
         "xtoken": ["numba"],  # compiles the alignment mode dp
         "tiktoken": ["tiktoken"],  # rank files as tokenizers

@@ -1,7 +1,7 @@
 """Examine this machine and its Python environment without trusting either.
 
-Only the standard library is imported here; child processes import everything else. Even an installation that
-kills its process therefore becomes a line of the report.
+Nothing but the standard library is imported here; child processes import everything else. Even an
+installation that kills its process therefore becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from mkd.tested_versions import TESTED, transformer_engine_range
+
 GIB = 2**30
-MEGATRON_CORE = "0.16.1"
-TORCH_AT_LEAST = (2, 9)  # since then torchrun forwards SIGUSR1
-TE_AT_LEAST, TE_BELOW = (2, 9), (2, 12)
 SHARED_MEMORY_GIB = 1.0  # below this, loader processes and NCCL run out of shared memory
 FREE_DISK_GIB = 20.0
 OPEN_FILES = 4096
@@ -137,18 +136,24 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, int]:
-    """Return (2, 11) for `2.11.0+cu130`."""
-    first, second = (re.findall(r"\d+", version) + ["0", "0"])[:2]
-    return int(first), int(second)
+def _judged(name: str, version: str, do: str = "") -> Finding:
+    """Return `ok` for a version that mkd is tested with, and a note for another one."""
+    tested = TESTED[name]
+    if tested.holds(version):
+        return Finding("ok", name, version)
+    age = "older" if tested.is_newer_than(version) else "newer"
+    return Finding("note", name, f"{version}: {age} than what mkd is tested with ({tested})", do)
 
 
 def _python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
-    if sys.version_info < (3, 10):  # noqa: UP036  (the doctor itself also runs on older ones)
+    version = platform.python_version()
+    place = f"at {sys.executable}, {platform.platform()}"
+    if TESTED["Python"].is_newer_than(version):  # the doctor itself also runs on older ones
+        text = f"{version} {place}"
         yield Finding("FAIL", "Python", text, "use Python 3.10 or newer: make test PYTHON=python3.12")
     else:
-        yield Finding("ok", "Python", text)
+        judged = _judged("Python", version)
+        yield Finding(judged.level, "Python", f"{judged.text} {place}")
 
 
 def _torch() -> Iterator[Finding]:
@@ -157,19 +162,15 @@ def _torch() -> Iterator[Finding]:
         return
     seen = probe(_TORCH_PROBE)
     if seen.error:
-        yield Finding(
-            "FAIL",
-            "torch",
-            f"{version_of('torch')}, but its import fails: {seen.error}",
-            "install torch again",
-        )
+        text = f"{version_of('torch')}, but its import fails: {seen.error}"
+        yield Finding("FAIL", "torch", text, "install torch again")
         return
     found = seen.found
-    if numbers(found["version"]) < TORCH_AT_LEAST:
-        do, oldest = "pip install --upgrade torch -c constraints.txt", ".".join(map(str, TORCH_AT_LEAST))
-        yield Finding("FAIL", "torch", f"{found['version']}: too old, {oldest} is the oldest", do)
+    do = "pip install torch -c constraints.txt"
+    if TESTED["torch"].is_newer_than(found["version"]):
+        yield Finding("FAIL", "torch", f"{found['version']}: too old ({TESTED['torch']})", do)
     else:
-        yield Finding("ok", "torch", found["version"])
+        yield _judged("torch", found["version"], do)
     yield from _devices(found)
 
 
@@ -204,21 +205,13 @@ def _driver() -> str | None:
 
 def _megatron() -> Iterator[Finding]:
     version = version_of("megatron-core")
-    install = f"pip install megatron-core=={MEGATRON_CORE} -c constraints.txt"
+    install = "pip install megatron-core -c constraints.txt"
     if version is None:
         yield Finding("FAIL", "megatron-core", "not installed", install)
         return
-    if version != MEGATRON_CORE:
-        why = (
-            "pip takes 0.17 or newer on Python 3.12 unless the version is given"
-            if numbers(version) > (0, 16)
-            else "too old"
-        )
-        yield Finding("FAIL", "megatron-core", f"{version}; mkd needs {MEGATRON_CORE} ({why})", install)
-        return
     seen = probe("import megatron.core, megatron.core.dist_checkpointing\nfound = {}")
     if not seen.error:
-        yield Finding("ok", "megatron-core", version)
+        yield _judged("megatron-core", version, install)
     elif "transformer_engine" in seen.traceback:
         text = f"{version}, but its import fails in a partly installed Transformer Engine: {seen.error}"
         yield Finding("FAIL", "megatron-core", text, _REPAIR_TE)
@@ -227,7 +220,7 @@ def _megatron() -> Iterator[Finding]:
 
 
 _REPAIR_TE = (
-    "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12', or remove it: "
+    "pip install --no-build-isolation 'transformer-engine[pytorch]', or remove it: "
     "pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12 "
     "transformer-engine-cu13"
 )
@@ -248,13 +241,15 @@ def _transformer_engine() -> Iterator[Finding]:
         yield Finding(
             "FAIL", "Transformer Engine", f"installed in part ({present}): {seen.error}", _REPAIR_TE
         )
-    elif not TE_AT_LEAST <= numbers(version) < TE_BELOW:
-        text = f"{version}: megatron-core {MEGATRON_CORE} needs 2.9 to 2.11"
-        yield Finding(
-            "note", "Transformer Engine", text, "pip install 'transformer-engine[pytorch]>=2.9,<2.12'"
-        )
-    else:
+        return
+    megatron = version_of("megatron-core") or "0"
+    tested = transformer_engine_range(megatron)
+    if tested and tested.holds(version):
         yield Finding("ok", "Transformer Engine", version)
+    else:
+        text = f"{version}: tested with megatron-core {megatron} is {tested or 'none so far'}"
+        do = f"pip install --no-build-isolation 'transformer-engine[pytorch]{tested}'" if tested else ""
+        yield Finding("note", "Transformer Engine", text, do)
 
 
 _TE_PARTS = (
@@ -329,6 +324,9 @@ def _packages() -> Iterator[Finding]:
             f"pip install {package} -c constraints.txt",
         )
     fine = [name for name in _NEEDED if name not in failed]
+    for name in sorted(TESTED.keys() & set(fine)):
+        judged = _judged(name, version_of(name) or "0", f"pip install {name} -c constraints.txt")
+        yield from [judged] if judged.level != "ok" else []
     named = [_DISTRIBUTIONS.get(name, name) for name in fine]
     yield Finding(
         "ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named)

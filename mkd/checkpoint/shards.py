@@ -59,7 +59,7 @@ def plan_shards(sharded: ShardedStateDict, group: dist.ProcessGroup, copied: boo
 
     If `copied`, the items are copies in host memory, which later training steps do not change.
     """
-    wrapper = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), group)
+    wrapper = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
     wrapper.apply_saving_parallelization(sharded)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

@@ -1,15 +1,21 @@
 """Layer specifications for Megatron's decoder.
 
-They are Transformer Engine's where it is installed, else Megatron's own layers with mkd's norm and attention.
+Their parts are Transformer Engine's where it is installed, else Megatron's own with mkd's norm and attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -25,6 +31,23 @@ from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
 
 
+@dataclass(frozen=True)
+class LayerParts:
+    """The modules that a layer is made of."""
+
+    norm: type
+    first_norm: type  # norm in front of attention and MLP, if `column_linear` has none inside
+    column_linear: type
+    row_linear: type
+    core_attention: type
+
+
+LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention)
+TRANSFORMER_ENGINE = LayerParts(
+    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention
+)
+
+
 def block_spec(
     layers: Sequence[LayerShape],
     ropes: Sequence[RopeShape],  # the distinct ones of the whole model
@@ -36,68 +59,43 @@ def block_spec(
     If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
     have it.
     """
-    if transformer_engine and HAVE_TE:
-        specs, norm = [te_layer_spec(layer, packed_attention) for layer in layers], TENorm
-    else:
-        specs, norm = [local_layer_spec(layer) for layer in layers], RMSNorm
-    for layer, spec in zip(layers, specs, strict=True):
-        if layer.post_norms:
-            _add_post_norms(spec, norm)
-        if len(ropes) > 1:
-            _select_rope(spec, ropes.index(layer.rope))
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
-
-
-def _add_post_norms(spec: ModuleSpec, norm: type) -> None:
-    """Add a norm at the end of attention and MLP."""
-    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
-    attention.linear_proj = with_post_norm(attention.linear_proj, norm)
-    mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, norm)
-
-
-def _select_rope(spec: ModuleSpec, index: int) -> None:
-    """Select one of several rotary embeddings for attention."""
-    attention = spec.submodules.self_attention
-    attention.module = LayerRopeAttention
-    attention.params = attention.params | {"rope_index": index}
-
-
-def te_layer_spec(layer: LayerShape, packed_attention: bool) -> ModuleSpec:
-    """Return a layer of Transformer Engine's modules, which keep the norms inside the linear layers.
-
-    A norm is part of the linear layer that follows it.
-    """
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=layer.qk_norm)
+    parts = TRANSFORMER_ENGINE if transformer_engine and HAVE_TE else LOCAL
     if packed_attention:
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+        parts = replace(parts, core_attention=PackedAttention)
+    specs = [
+        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None) for layer in layers
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def local_layer_spec(layer: LayerShape) -> ModuleSpec:
-    """Return a layer of Megatron's modules, with the checkpoint keys of the Transformer Engine spec."""
-    head_norm = RMSNorm if layer.qk_norm else IdentityOp
+def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> ModuleSpec:
+    """Return one layer. Its checkpoint keys are the same whatever its parts.
+
+    `rope_index` selects one of several rotary embeddings; None if the model has one.
+    """
+    head_norm = parts.norm if layer.qk_norm else IdentityOp
+    row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
+    rope = {} if rope_index is None else {"rope_index": rope_index}
     attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=LayerRopeAttention if rope else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal} | rope,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
+            linear_qkv=parts.column_linear,
+            core_attention=parts.core_attention,
+            linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=parts.first_norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            pre_mlp_layernorm=parts.first_norm,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",

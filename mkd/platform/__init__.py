@@ -1,9 +1,10 @@
 """The machine: CUDA with NCCL and, if installed, Transformer Engine; or CPU cores with gloo.
 
-__init__.py       `Platform`, `detect` and the settings that must come before the first CUDA call
-cpu.py            Megatron-core without a GPU: the only replaced attributes of other libraries
-host_memory.py    page-locked host memory, and many tensors in one buffer
-processes.py      unique process ids, and whether a process is alive
+__init__.py            `Platform`, `detect` and the settings that must come before the first CUDA call
+megatron_versions.py   what differs between versions of megatron-core
+cpu.py                 Megatron-core without a GPU: the only replaced attributes of other libraries
+host_memory.py         page-locked host memory, and many tensors in one buffer
+processes.py           unique process ids, and whether a process is alive
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+
+from mkd.platform.megatron_versions import quiet_newer_versions
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def _quiet_remarks() -> None:
 
     `Platform.describe` reports once which libraries are missing and what that costs.
     """
+    quiet_newer_versions()
     messages = [".*(Apex|Transformer Engine).* not installed"]
     messages.append("full scope is deprecated")  # Megatron warns about its own default
     messages += [] if torch.cuda.is_available() else [".*CUDA_DEVICE_MAX_CONNECTIONS"]

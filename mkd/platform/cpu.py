@@ -1,6 +1,6 @@
 """Run Megatron-core on CPU. Only this file of mkd replaces attributes of another library.
 
-megatron-core 0.16.1 asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps
+Megatron-core asks for "cuda" devices, streams and generators by name. Without a GPU, this file maps
 those names to the CPU by replacing attributes. (A TorchFunctionMode would be shorter, but it sees every call
 of torch and costs a quarter of a small model's time.) Arithmetic stays Megatron's, except for the norm of
 gradients, whose fallback is not exact enough. Communication and schedules are Megatron's; gloo carries the

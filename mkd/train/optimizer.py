@@ -24,6 +24,7 @@ from mkd.config.schema import Config
 from mkd.models.stage import DistillationStage
 from mkd.operations.stopping import StepAgreement, without_peers
 from mkd.parallel.context import ParallelContext
+from mkd.platform.megatron_versions import gradients_in_norm
 from mkd.train.optimizer_residency import OptimizerResidency
 
 
@@ -125,7 +126,7 @@ class StudentOptimizer:
         """Check gradients that the norm leaves to another rank: replicas and tied embeddings."""
         norms: list[Tensor] = []
         for inner in self.optimizer.chained_optimizers:
-            counted = {id(gradient) for gradient in inner.get_main_grads_for_grad_norm()}
+            counted = {id(gradient) for gradient in gradients_in_norm(inner)}
             gradients = [parameter.grad for parameter in inner.get_parameters() if parameter.grad is not None]
             rest = [gradient for gradient in gradients if id(gradient) not in counted]
             norms += torch._foreach_norm(rest) if rest else []

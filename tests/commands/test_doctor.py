@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mkd import doctor
+from mkd.tested_versions import TESTED, TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,15 +86,45 @@ def test_findings_before_a_failure_are_kept(monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.0"])
-def test_another_megatron_is_named(monkeypatch, version):
+@pytest.mark.parametrize(
+    "version, level, words",
+    [
+        ("0.15.3", "note", "older than"),
+        ("0.16.0", "note", "older than"),
+        ("0.16.1", "ok", ""),
+        ("0.19.2", "ok", ""),
+        ("0.20.0", "note", "newer than"),
+    ],
+)
+def test_versions_of_megatron_outside_the_tested_ones_are_named(monkeypatch, version, level, words):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
     (finding,) = doctor._megatron()
-    assert (
-        finding.level == "FAIL"
-        and version in finding.text
-        and "pip install megatron-core==0.16.1" in finding.do
-    )
+    assert finding.level == level and version in finding.text and words in finding.text
+    assert bool(finding.do) == (level == "note")
+
+
+def test_no_run_starts_without_megatron_or_with_an_old_torch(monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    (finding,) = doctor._megatron()
+    assert finding.level == "FAIL" and "megatron-core" in finding.do
+    found = dict(version="2.8.1", cuda=None, devices=[])
+    monkeypatch.setattr(doctor, "probe", lambda code: doctor.Probe(found))
+    for version, level in (("2.8.1", "FAIL"), ("2.9.0a0+1", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0", "note")):
+        found["version"] = version
+        assert next(doctor._torch()).level == level, version
+
+
+@pytest.mark.parametrize(
+    "megatron, engine, level",
+    [("0.16.1", "2.11.0", "ok"), ("0.16.1", "2.14.1", "note"), ("0.15.0", "2.11.0", "note")],
+)
+def test_transformer_engine_is_judged_by_megatron(monkeypatch, megatron, engine, level):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(doctor, "probe", lambda code: doctor.Probe({}))
+    versions = {"megatron-core": megatron, "transformer-engine": engine}
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    (finding,) = doctor._transformer_engine()
+    assert finding.level == level and engine in finding.text
 
 
 def test_a_folder_that_does_not_exist_is_checked_at_its_parent(tmp_path):
@@ -116,9 +147,17 @@ def test_no_run_starts_on_a_full_disk(tmp_path, monkeypatch):
     assert finding.level == "FAIL" and str(tmp_path / "a") in finding.text and finding.do
 
 
-def test_versions_are_those_of_setup():
+def test_ranges_are_those_of_setup_and_hold_the_pins():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert f'"megatron-core=={doctor.MEGATRON_CORE}"' in setup
-    assert '"torch>={}.{}"'.format(*doctor.TORCH_AT_LEAST) in setup
-    te = ">={}.{},<{}.{}".format(*doctor.TE_AT_LEAST, *doctor.TE_BELOW)
-    assert f'"transformer-engine[pytorch]{te}"' in setup
+    assert 'python_requires=">={}.{}"'.format(*TESTED["Python"].least) in setup
+    assert all(f'"{name}{in_setup(name)}"' in setup for name in TESTED.keys() - {"Python"})
+    assert f"\"transformer-engine[pytorch]{TRANSFORMER_ENGINE['0.16']} ; python_version < '3.12'\"" in setup
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = [pin for pin in re.findall(r"^([\w-]+)==([\w.]+)", constraints, re.M) if pin[0] in TESTED]
+    assert {name for name, _ in pins} == TESTED.keys() - {"Python"}
+    assert all(TESTED[name].holds(version) for name, version in pins)
+
+
+def in_setup(name: str) -> str:
+    """Return the range as setup.py writes it: torch's takes the pre-releases of NVIDIA's containers."""
+    return str(TESTED[name]).replace("2.9,", "2.9.0a0,") if name == "torch" else str(TESTED[name])
