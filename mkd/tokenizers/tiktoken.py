@@ -18,7 +18,7 @@ ENDOFTEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What a rank file lacks; source: tiktoken_ext/openai_public.py of tiktoken 0.14."""
+    """Parts of a tokenizer that a rank file lacks; source: tiktoken_ext/openai_public.py of tiktoken 0.14."""
 
     pattern: str
     special: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""How sure the teacher is of the chunks' tokens, and how often the student's first choice is its own."""
+"""The teacher's certainty about the chunks' tokens, and how often the student's first choice is its own."""
 
 from __future__ import annotations
 
