@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mkd.data.batch import PackedBatch
 from mkd.data.packing import pack_pieces
 from mkd.platform import Platform
+from mkd.train.step import Engine
 from tools.benchmarks import peers, trainers
 from tools.benchmarks.benchmark_report import Report, Requirement, table
 from tools.benchmarks.machine import Machine
@@ -27,79 +30,107 @@ SAME = {
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class Trial:
+    """An arm that was run: `memory` counts its models, optimizer state and peak, as if it ran alone."""
+
+    step: trainers.Step
+    memory: int  # bytes
+    result: tuple[float, float]  # loss, gradient norm
+
+
 def benchmark(
     machine: Machine, platform: Platform, settings: PairSettings, lengths: ChatLengths, num_documents: int
 ) -> Report:
-    """Check every arm's loss against mkd's, time all, and print the table.
-
-    The memory of an arm counts its models, optimizer state and the peak of its step, as if it ran alone.
-    """
+    """Check every arm's loss and gradient norm against mkd's, time those that agree, and print the table."""
     random = np.random.default_rng(machine.seed)
     with parallel_context(platform, settings) as context:
         before = _allocated(machine)
         engine, plan = random_engine(settings, machine, context)
-        shapes = plan.student.shape, plan.teachers[0].shape
-        vocab = min(shape.vocab_size for shape in shapes)
+        vocab = min(plan.student.shape.vocab_size, plan.teachers[0].shape.vocab_size)
         documents = random_documents(lengths.draw(num_documents, random), vocab, random)
         batches = [batch.to(context.device) for batch in packed_batches(documents, settings.seq_length)]
-        train = step_of(engine, batches)
-
-        def mkd() -> tuple[float, float]:
-            result = train()
-            return result.sums.token_sums()["loss"] / result.sums.num_loss_tokens, result.grad_norm
-
-        steps: dict[str, trainers.Step] = {MKD: mkd}
-        own = {MKD: lambda: _allocated(machine) - before}
-        memory = {MKD: _memory(mkd, own[MKD], machine)}
-        base = _allocated(machine)
+        trials = {MKD: _trial(lambda: _mkd_step(engine, batches), before, machine)}
+        before = _allocated(machine)
         pair = trainers.build_pair(settings.student, settings.teacher, machine)
-        models = _allocated(machine) - base
-        found, notes = _peers(pair, documents, settings, machine)
-        results = {MKD: mkd()}
-        for name, make in found.items():
-            held = _allocated(machine)
-            try:
-                step = make()
-                memory[name] = _memory(step, lambda held=held: models + _allocated(machine) - held, machine)
-                results[name], steps[name] = step(), step
-            except peers.PeerMissing as error:
-                notes.append(f"{name}: {error}")
-            except Exception as error:  # a peer's failure is a finding, not an end
-                notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}, skipped")
-            pair.student.zero_grad(set_to_none=True)
-            gc.collect()
-        for name, result in results.items():
-            off = max(abs(a / b - 1) for a, b in zip(result, results[MKD], strict=True))
-            if not off <= SAME[str(machine.dtype)[6:]]:
-                notes.append(f"{name}: loss and gradient norm {result}, mkd's {results[MKD]}: not timed")
-                steps.pop(name)
-        times = time_arms(
-            [Arm(name, step) for name, step in steps.items()], machine.device, machine.rounds, warmup=1
-        )
-    tokens = sum(map(len, documents))
-    rows = [
-        [
-            name, f"{ms:.0f}", f"{1000 * tokens / ms:.0f}", f"{ms / times[MKD]:.2f}",
-            f"{memory[name] / GIB:.1f}", *(f"{value:.5f}" for value in results[name]),
-        ]
-        for name, ms in times.items()
-    ]  # fmt: skip
-    title = f"trainers {settings.student} <- {settings.teacher}, {num_documents} documents, {tokens} tokens"
-    print(
-        table(title, ["", "ms", "tokens/s", "time / mkd", "GiB", "loss", "grad norm"], rows), *notes, sep="\n"
-    )
+        found, notes = _peer_trials(pair, documents, settings, before, machine)
+        trials |= found
+        limit = SAME[str(machine.dtype)[6:]]
+        for name in [name for name, one in trials.items() if not _difference(one, trials[MKD]) <= limit]:
+            results = f"loss and gradient norm {trials.pop(name).result}, mkd's {trials[MKD].result}"
+            notes.append(f"{name}: {results}: not the same, not timed")
+        arms = [Arm(name, one.step) for name, one in trials.items()]
+        times = time_arms(arms, machine.device, machine.rounds, warmup=1)
+    case = f"{settings.student} <- {settings.teacher}, {num_documents} documents"
+    _print_table(case, sum(map(len, documents)), trials, times)
+    print(*notes, sep="\n", end="\n" if notes else "")
     requirements = [
         Requirement("R13", ms / times[MKD], f"times the speed of {name}", ">=", 1.0)
         for name, ms in times.items()
         if name != MKD
     ]
-    return Report(
-        requirements, (), {f"{settings.student} <- {settings.teacher}, {num_documents} documents": times}
-    )
+    return Report(requirements, times={case: times})
 
 
-def _peers(pair, documents, settings: PairSettings, machine: Machine):
-    """Return name -> a call that builds the step, and notes about what is missing."""
+def _mkd_step(engine: Engine, batches: Sequence[PackedBatch]) -> trainers.Step:
+    train = step_of(engine, batches)
+
+    def step() -> tuple[float, float]:
+        result = train()
+        return result.sums.token_sums()["loss"] / result.sums.num_loss_tokens, result.grad_norm
+
+    return step
+
+
+def _trial(make: Callable[[], trainers.Step], before: int, machine: Machine) -> Trial:
+    """Build a step and run it three times; `before` bytes were allocated without the arm."""
+    step = make()
+    step()
+    held = _allocated(machine)
+    if machine.is_cuda:
+        torch.cuda.reset_peak_memory_stats(machine.device)
+    step()
+    peak = torch.cuda.max_memory_allocated(machine.device) if machine.is_cuda else held
+    return Trial(step, peak - before, step())
+
+
+def _peer_trials(
+    pair: trainers.Pair, documents: list[np.ndarray], settings: PairSettings, before: int, machine: Machine
+) -> tuple[dict[str, Trial], list[str]]:
+    """Return the trials of the peers, and a note for each that is missing or fails."""
+    trials: dict[str, Trial] = {}
+    notes = []
+    models = _allocated(machine) - before
+    for name, make in _peers(pair, documents, settings, machine).items():
+        try:
+            trials[name] = _trial(make, _allocated(machine) - models, machine)
+        except peers.PeerMissing as error:
+            notes.append(f"{name}: {error}")
+        except Exception as error:  # a peer's failure is a finding, not an end
+            notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}, skipped")
+        pair.student.zero_grad(set_to_none=True)
+        gc.collect()
+    return trials, notes
+
+
+def _difference(trial: Trial, reference: Trial) -> float:
+    return max(abs(a / b - 1) for a, b in zip(trial.result, reference.result, strict=True))
+
+
+def _print_table(case: str, tokens: int, trials: dict[str, Trial], times: dict[str, float]) -> None:
+    rows = []
+    for name, ms in times.items():
+        speed = [f"{ms:.0f}", f"{1000 * tokens / ms:.0f}", f"{ms / times[MKD]:.2f}"]
+        results = [f"{value:.5f}" for value in trials[name].result]
+        rows.append([name, *speed, f"{trials[name].memory / GIB:.1f}", *results])
+    header = ["", "ms", "tokens/s", "time / mkd", "GiB", "loss", "grad norm"]
+    print(table(f"trainers {case}, {tokens} tokens", header, rows))
+
+
+def _peers(
+    pair: trainers.Pair, documents: list[np.ndarray], settings: PairSettings, machine: Machine
+) -> dict[str, Callable[[], trainers.Step]]:
+    """Return name -> a call that builds the step."""
     packs = pack_pieces(np.array([len(document) for document in documents]), settings.seq_length, "bfd")
     members = [
         [documents[i] for i in packs.piece_ids[first:last]]
@@ -118,22 +149,9 @@ def _peers(pair, documents, settings: PairSettings, machine: Machine):
         found[f"transformers, Liger chunked, {name}"] = lambda rows=rows: loop(
             pair, rows, trainers.liger_kl(1024, machine.compile), count
         )
-    return found, []
+    return found
 
 
 def _allocated(machine: Machine) -> int:
     gc.collect()
     return torch.cuda.memory_allocated(machine.device) if machine.is_cuda else 0
-
-
-def _memory(step: trainers.Step, own: Callable[[], int], machine: Machine) -> int:
-    """Run two steps; return what the arm holds after the first, and what the second adds at its peak."""
-    step()
-    held = own()
-    if not machine.is_cuda:
-        step()
-        return held
-    torch.cuda.reset_peak_memory_stats(machine.device)
-    before = torch.cuda.memory_allocated(machine.device)
-    step()
-    return held + torch.cuda.max_memory_allocated(machine.device) - before

@@ -3,7 +3,7 @@
 problems.py      all checks in one list; find_problems runs them
 ranges.py        the range of every number
 training.py      length, learning-rate schedule, recomputation
-run_files.py     data, held-out data and tasks, folders of checkpoints, W&B and profiles
+locations.py     data, held-out data and tasks, folders of checkpoints, W&B and profiles
 teachers.py      student and teachers, and settings of the loss
 parallel.py      parallel layout, batch, packs, and the models' shapes
 model_alone.py   problems of a model that runs alone, without training

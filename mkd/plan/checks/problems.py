@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
+from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
     check_batch,
@@ -22,7 +23,6 @@ from mkd.plan.checks.parallel import (
     check_sequences,
 )
 from mkd.plan.checks.ranges import BATCH, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
-from mkd.plan.checks.run_files import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
-from mkd.plan.checks.run_files import check_log
+from mkd.plan.checks.locations import check_log
 
 
 def problems(*argv: str) -> list[tuple[str, str]]:
