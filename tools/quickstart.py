@@ -30,7 +30,7 @@ from tools.fetch_smollm2 import fetch_smollm2  # noqa: E402
 NUM_LAYERS = 24
 MEASURED_TOKENS = 1024  # to choose the layers on
 HELD_OUT_EVERY = 10
-PROMPT = "def read_lines(path):\n    "
+PROMPT = "import os\n\ndef list_files(folder):\n"
 NUM_NEW_TOKENS = 32
 ROWS = (("kd_loss", "KL to the teacher"), ("ce_loss", "cross entropy"), ("top1_agreement", "top-1 agreement"))
 PANELS = ("kd_loss", "top1_agreement")
@@ -91,7 +91,7 @@ def report(folder: Path, export: Path) -> None:
     print(f"The KL fell by {100 * (1 - after / before):.0f} %.")
     draw_picture(folder, models)
     for name, path in zip(NAMES, (folder / "teacher", folder / "student", export), strict=True):
-        print(f"\n--- {name} continues {PROMPT!r}\n{continuation(path)}")
+        print(f"\n--- {name} writes\n{continuation(path)}")
     print(f"\npicture: {folder / 'quickstart.png'}\nexported student: {export}\n{next_steps(folder, export)}")
 
 
@@ -146,6 +146,7 @@ def next_steps(folder: Path, export: Path) -> str:
     """Return what to try next, as commands."""
     return f"""
 next:
+  mkd report {folder}     # the run as one page
   mkd make-student --hf {folder / "teacher"} --out {folder / "narrow"} --target-params 113M \\
       --data-path {folder / "train.jsonl"}         # another cut of the same size (docs/make-student.md)
   mkd evaluate --student-hf {export} --completions FILE.jsonl     # your own task (docs/evaluation.md)

@@ -82,6 +82,18 @@ class Cut:
         return config
 
 
+def first_parts(sizes: StudentSizes, teacher: ModelShape) -> Cut:
+    """Return a cut to `sizes` before anything is chosen: the first layers, channels and groups."""
+    own, layers = StudentSizes.of(teacher), tuple(range(sizes.num_layers))
+    ffn, groups = tuple(range(sizes.ffn_hidden_size)), tuple(range(sizes.num_query_groups))
+    return Cut(
+        layers,
+        hidden=tuple(range(sizes.hidden_size)) if sizes.hidden_size < own.hidden_size else None,
+        ffn=(ffn,) * len(layers) if len(ffn) < own.ffn_hidden_size else None,
+        groups=(groups,) * len(layers) if len(groups) < own.num_query_groups else None,
+    )
+
+
 def evenly_spaced(num_layers: int, kept: int) -> tuple[int, ...]:
     """Return `kept` of `num_layers` layer indices, the first and the last included."""
     return tuple(round(i * (num_layers - 1) / max(kept - 1, 1)) for i in range(kept))

@@ -12,12 +12,12 @@ from mkd.errors import UsageError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
-from mkd.pruning.cut import Cut, evenly_spaced, without_middle
+from mkd.pruning.cut import Cut, evenly_spaced, first_parts, without_middle
 from mkd.pruning.measured_text import read_batches
 from mkd.pruning.probe import Probe, Score
 from mkd.pruning.search import Option, depth_table, measure_option, option_table, ranges, score_student
 from mkd.pruning.sizes import WIDTH_FLAGS, Sizes, StudentSizes, num_parameters
-from mkd.pruning.student_files import require_width_rules, write_student
+from mkd.pruning.student_files import require_loadable, require_width_rules, write_student
 from mkd.tokenizers.load import load_tokenizer
 
 BATCH_TOKENS = 512  # measured at once: two sets of fp32 logits of 150,000 rows are 0.6 GiB
@@ -101,7 +101,7 @@ def check_request(
     check_hf_checkpoint(teacher, HFCheckpoint(folder))
     if narrower:
         require_width_rules(teacher)
-    Cut(tuple(range(sizes.num_layers))).config(teacher)  # raises if config.json cannot describe such a cut
+    require_loadable(first_parts(sizes, teacher).config(teacher))
 
 
 def describe(shape: ModelShape) -> str:

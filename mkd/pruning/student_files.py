@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from transformers import AutoConfig
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
@@ -53,6 +55,7 @@ def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
     if cut.is_narrower:
         require_width_rules(teacher)
     student, config = cut.shape(teacher), cut.config(teacher)
+    require_loadable(config)
     stored = {header.dtype for header in checkpoint.headers.values()}
     dtypes = [dtype for dtype, name in DTYPE_NAMES.items() if stored == {name}]
     plan = export_plan(student, dtypes[0] if dtypes else torch.float32)
@@ -69,6 +72,20 @@ def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
     if problem is not None:
         raise problem
     return student
+
+
+def require_loadable(config: dict[str, Any]) -> None:
+    """Raise UsageError for a configuration that transformers refuses, as some families do with some sizes."""
+    try:
+        AutoConfig.for_model(**config)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        heads, cause = config["num_attention_heads"], str(error).strip().splitlines()[-1].strip()
+        raise UsageError(
+            f"transformers refuses the config.json of this cut: {cause}",
+            "the student could not be loaded",
+            f"choose other sizes; most families need a hidden size that is a multiple of the {heads} heads",
+            code="student-not-loadable",
+        ) from error
 
 
 def require_width_rules(teacher: ModelShape) -> None:

@@ -171,7 +171,7 @@ def test_channels_that_add_most(ranks, llama, tmp_path):
 
 def test_hidden_channels_that_norms_let_through(ranks, llama, tmp_path):
     """Compare the kept hidden channels, and the factors of the norms, with hooks on transformers."""
-    (made,) = ranks.run(make_on_rank, 1, request(*llama, tmp_path / "student", Sizes(hidden_size=32)))
+    (made,) = ranks.run(make_on_rank, 1, request(*llama, tmp_path / "student", Sizes(hidden_size=30)))
     model = AutoModelForCausalLM.from_pretrained(llama[0], dtype=torch.float32).eval()
     inputs = {f"{name}.weight": [] for name, _ in model.named_modules() if name.endswith("norm")}
     for name, given in inputs.items():
@@ -183,9 +183,9 @@ def test_hidden_channels_that_norms_let_through(ranks, llama, tmp_path):
         squares = torch.cat(given).square().double()
         shares[name] = (squares / squares.sum(dim=1, keepdim=True)).mean(dim=0)
         scores = scores + shares[name] * model.get_parameter(name).square()
-    assert set(made.cut.hidden) == set(scores.topk(32).indices.tolist())
+    assert set(made.cut.hidden) == set(scores.topk(30).indices.tolist())
     kept = list(made.cut.hidden)
-    factors = {name: (share[kept].sum() * 48 / 32).sqrt().item() for name, share in shares.items()}
+    factors = {name: (share[kept].sum() * 48 / 30).sqrt().item() for name, share in shares.items()}
     assert made.cut.norm_factors == pytest.approx(factors, rel=1e-5)
 
 
@@ -212,6 +212,7 @@ BAD = {
     "student-size-missing": dict(sizes=Sizes()),
     "student-larger-than-teacher": dict(sizes=Sizes(num_layers=5)),
     "target-params-too-small": dict(sizes=Sizes(target_params=1000)),
+    "student-not-loadable": dict(sizes=Sizes(hidden_size=32)),  # 6 heads: Llama needs a multiple of 6
     "cut-needs-text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
     "student-overwrites-teacher": dict(out="teacher"),
     "measured-text-too-short": dict(text="short.jsonl"),
