@@ -7,7 +7,8 @@ encoding.py             encoding of raw files in worker processes, with texts jo
 drafts.py               names of files that are still being written; removal of abandoned ones
 store_builder.py        a tokenised corpus written to disk, whole or not at all
 store.py                a tokenised corpus on disk, read memory-mapped
-packing.py              documents to pieces, pieces to packs, packs to rows
+known_files.py          hashes and other facts about files, kept while these stay the same
+packing/                documents to pieces, pieces to packs: once for a corpus
 order.py, dataset.py    the pack of sample k of a run, and packs by number
 batch.py                one pack (numpy) and one micro-batch of packs (torch)
 loader.py               the micro-batches of one rank for training and for evaluation

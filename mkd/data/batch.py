@@ -9,9 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.packing import as_row, cumulative, position_ids
 from mkd.data.teacher_input import ContextParallelCut, PackPart, TeacherInput
 from mkd.parallel.zigzag import context_parallel_rows
+
+
+def as_row(values: np.ndarray) -> Tensor:
+    """Return `values` [t] as a tensor [1, t]."""
+    return torch.from_numpy(values)[None]
+
+
+def cumulative(lengths: np.ndarray) -> Tensor:
+    """Return the borders of documents as packed attention takes them, int32 [documents + 1].
+
+    `lengths` [documents] are their tokens.
+    """
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def position_ids(spans: np.ndarray) -> Tensor:
+    """Return positions that start at 0 in every document of `spans` [documents] tokens, int64 [1, t]."""
+    return as_row(np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans))
 
 
 @dataclass(frozen=True)

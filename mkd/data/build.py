@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mkd.config.split import parse_split
-from mkd.data.aligned.teacher_pieces import longest_pack, teacher_pieces
+from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces_file
 from mkd.data.aligned.teacher_side import SharedSide, TeacherSide, TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.aligned.teacher_store_builder import cached_teacher_store, refused_documents
 from mkd.data.dataset import BlendedDataset, PackedDataset
 from mkd.data.encoding import useful_workers
+from mkd.data.known_files import KnownFiles
+from mkd.data.packing.array_file import ArrayFile
+from mkd.data.packing.pack_index import PackIndex, PackSettings, is_small, pack_into_file
 from mkd.data.quarantine import collect, require_few
 from mkd.data.sources import Blend, find_prefix, is_raw, parse_blend
 from mkd.data.store import StoreFiles, TokenStore
@@ -60,32 +63,59 @@ def open_datasets(
     """
     train, (train_end, valid_end) = parse_blend(data_path), parse_split(split or "1").ends
     valid = parse_blend(valid_data_path, "--valid-data-path") if valid_data_path else None
-    train_end = 1.0 if valid else train_end
-    paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
-    flags = {path: flag for flag, named in paths.items() for path in named}
-    text = (tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample)
-    preparation = _Preparation(*text, teachers, max_bad_records, quarantine, progress)
-    prepared = _prepare_once(partial(preparation.all_prefixes, flags), is_builder, share)
-    open_packed = partial(
-        PackedDataset,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        pad_id=tokenizer.pad_id,
-        pack=pack,
-        overlong=overlong,
-        document_multiple=document_multiple,
+    held_out = (valid, 0.0, 1.0) if valid else (train, train_end, valid_end)
+    parts = ((train, 0.0, 1.0 if valid else train_end), held_out)
+    preparation = _Preparation(
+        *(tokenizer, vocab_size, append_eod, cache_dir, workers, characters_per_sample),
+        *(teachers, max_bad_records, quarantine, progress),
+        packing=PackSettings(seq_length, pack, overlong, document_multiple),
+        known=KnownFiles(cache_dir),
     )
-    if (train_data := _open_blend(train, prepared, 0.0, train_end, open_packed)) is None:
+    prepared = _prepare_once(partial(preparation.members, train, valid, parts), is_builder, share)
+    if not prepared[0]:
         raise DataError(
             f"--split {split} leaves no document for training",
             do="give training a larger part, or more documents",
             code="split-leaves-no-training",
         )
-    held_out = (valid, prepared, 0.0, 1.0) if valid else (train, prepared, train_end, valid_end)
-    valid_data = _open_blend(*held_out, open_packed)
-    if teachers:
-        attach_teachers((train_data, valid_data), teachers, dict(prepared.values()), document_multiple)
+    is_weighted = [blend.weights is not None for blend, *_ in parts]
+    train_data, valid_data = _open(prepared, is_weighted, vocab_size, tokenizer.pad_id, teachers)
+    assert train_data is not None
     return train_data, valid_data
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A corpus of a data set, as the builder leaves it to all processes."""
+
+    prefix: str
+    weight: float
+    packing: PackSettings
+    packs: ArrayFile | None  # None: a small one, which every process packs
+    teachers: Mapping[int, tuple[str, ArrayFile | None]]  # number -> its corpus, and its side of the packs
+
+
+def _open(
+    prepared: Sequence[Sequence[_Member]],  # of each data set
+    is_weighted: Sequence[bool],
+    vocab_size: int,
+    pad_id: int,
+    teachers: Sequence[TeacherText | SharedTokens],
+) -> list[BlendedDataset | None]:
+    """Return the data sets, None for one without a corpus."""
+    members = [member for of_data_set in prepared for member in of_data_set]
+    datasets = []
+    for member in members:
+        index = PackIndex.in_file(member.packs) if member.packs else None
+        store, settings = TokenStore(member.prefix), asdict(member.packing)
+        datasets.append(PackedDataset(store, vocab_size=vocab_size, pad_id=pad_id, index=index, **settings))
+    _attach_teachers(datasets, members, teachers)
+    opened, found = iter(datasets), []
+    for of_data_set, weighted in zip(prepared, is_weighted, strict=True):
+        weights = [member.weight for member in of_data_set] if weighted else None
+        own = [next(opened) for _ in of_data_set]
+        found.append(BlendedDataset(own, weights) if own else None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,8 +132,52 @@ class _Preparation:
     max_bad_records: int
     quarantine: str | None
     progress: Callable[[], None]
+    packing: PackSettings
+    known: KnownFiles
 
-    def all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, dict[int, str]]]:
+    def members(
+        self, train: Blend, valid: Blend | None, parts: Sequence[tuple[Blend, float, float]]
+    ) -> list[list[_Member]]:
+        """Return the corpora of each data set, tokenised and packed.
+
+        A data set has the documents [begin, end) of each corpus of its blend; corpora without any are left
+        out. The borders are fractions, rounded as Megatron does.
+        """
+        paths = {"--valid-data-path": valid.paths if valid else (), "--data-path": train.paths}
+        prefixes = self._all_prefixes({path: flag for flag, named in paths.items() for path in named})
+        found: list[list[_Member]] = []
+        for blend, begin, end in parts:
+            found.append([])
+            for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
+                store = TokenStore(prefixes[path][0])
+                documents = (round(begin * len(store)), round(end * len(store)))
+                if documents[0] < documents[1]:
+                    found[-1].append(self._member(store, prefixes[path][1], documents, weight))
+        return found
+
+    def _member(
+        self, store: TokenStore, teachers: Mapping[int, str], documents: tuple[int, int], weight: float
+    ) -> _Member:
+        refused = {document for prefix in teachers.values() for document in refused_documents(prefix)}
+        here = sorted(document for document in refused if documents[0] <= document < documents[1])
+        packing = replace(self.packing, documents=documents, left_out=tuple(here))
+        if is_small(store, packing):
+            return _Member(
+                store.prefix, weight, packing, None, {n: (one, None) for n, one in teachers.items()}
+            )
+        place = self.cache_dir, self.known
+        packs = pack_into_file(store, packing, *place, self.workers, self.progress)
+        index, multiple = PackIndex.in_file(packs), packing.document_multiple
+        sides = {
+            number: (
+                prefix,
+                teacher_pieces_file(TeacherStore(prefix, store), index, multiple, *place, self.progress),
+            )
+            for number, prefix in teachers.items()
+        }
+        return _Member(store.prefix, weight, packing, packs, sides)
+
+    def _all_prefixes(self, flags: Mapping[str, str]) -> dict[str, tuple[str, dict[int, str]]]:
         """Return path -> (prefix of its tokenised corpus, cross-tokenizer teacher's number -> its prefix).
 
         `flags` maps each path to the flag that named it.
@@ -127,6 +201,7 @@ class _Preparation:
             cache_dir=self.cache_dir,
             workers=self._workers(path if is_raw(path) else StoreFiles(student).bin),
             max_bad_records=self.max_bad_records,
+            known=self.known,
             progress=self.progress,
         )
         return student, {
@@ -141,21 +216,23 @@ class _Preparation:
         The corpus is tokenised unless it is cached.
         """
         prefix = self._cached(path, flag) if is_raw(path) else find_prefix(path, flag)
-        store = TokenStore.open(prefix)
+        store = TokenStore(prefix)
+        store.check_layout(self.known, self.progress)
         require_vocabulary(store, self.tokenizer, f"{flag} {path}")
         if any(isinstance(text, TeacherText) for text in self.teachers) and not is_raw(path):
             require_text(store, f"{flag} {path}")
         if store.num_tokens <= SCAN_LIMIT_TOKENS:
             if not is_raw(path):
-                store.check_content(self.progress)
-            store.check_token_range(self.vocab_size)
+                store.check_content(self.known, self.progress)
+            store.check_token_range(self.vocab_size, self.known, self.progress)
         return prefix
 
     def _cached(self, path: str, flag: str) -> str:
         require_file(path, flag)
-        key = cache_key(path, self.tokenizer, self.append_eod, self.characters_per_sample, self.progress)
+        settings = (self.tokenizer, self.append_eod, self.characters_per_sample)
+        key = cache_key(path, *settings, self.progress, self.known)
         prefix = str(Path(self.cache_dir) / f"{Path(path).stem}-{key[:16]}")
-        if not _is_complete(prefix, key, self.progress):
+        if not self._is_complete(prefix, key):
             build_store(
                 [path],
                 prefix,
@@ -167,22 +244,22 @@ class _Preparation:
                 self.max_bad_records,
                 self.progress,
             )
-        require_few(
-            StoreFiles(prefix).quarantine, TokenStore.open(prefix).meta["bad_records"], self.max_bad_records
-        )
+            for end, digest in TokenStore(prefix).meta["sha256"].items():
+                self.known.keep(prefix + end, "sha256", digest)
+        meta = TokenStore(prefix).meta
+        require_few(StoreFiles(prefix).quarantine, meta["bad_records"], self.max_bad_records)
         return prefix
+
+    def _is_complete(self, prefix: str, key: str) -> bool:
+        try:
+            store = TokenStore(prefix)
+            store.check_content(self.known, self.progress)
+            return store.meta.get("cache_key") == key
+        except DataError:
+            return False
 
     def _workers(self, path: str | Path) -> int:
         return useful_workers(Path(path).stat().st_size, self.workers)
-
-
-def _is_complete(prefix: str, key: str, progress: Callable[[], None]) -> bool:
-    try:
-        store = TokenStore.open(prefix)
-        store.check_content(progress)
-        return store.meta.get("cache_key") == key
-    except DataError:
-        return False
 
 
 def require_vocabulary(store: TokenStore, tokenizer: Tokenizer, name: str) -> None:
@@ -249,61 +326,37 @@ def _prepare_once(prepare: Callable[[], Any], is_builder: bool, share: Callable[
     return outcome
 
 
-def _open_blend(
-    blend: Blend,
-    prepared: Mapping[str, tuple[str, Mapping[int, str]]],
-    begin: float,
-    end: float,
-    open_packed: Callable[..., PackedDataset],
-) -> BlendedDataset | None:
-    """Return the documents [begin, end) of each corpus; None if there are none.
-
-    The borders are fractions, rounded as Megatron does.
-    """
-    members, weights = [], []
-    for path, weight in zip(blend.paths, blend.weights or [1.0] * len(blend.paths), strict=True):
-        prefix, of_teachers = prepared[path]
-        store = TokenStore.open(prefix)
-        refused = {document for own in of_teachers.values() for document in refused_documents(own)}
-        documents = (round(begin * len(store)), round(end * len(store)))
-        if documents[0] < documents[1]:
-            members.append(open_packed(store, documents=documents, left_out=sorted(refused)))
-            weights.append(weight)
-    if not members:
-        return None
-    return BlendedDataset(members, weights if blend.weights else None)
-
-
-def attach_teachers(
-    blends: Sequence[BlendedDataset | None],  # training and validation data of one run
+def _attach_teachers(
+    datasets: Sequence[PackedDataset],  # the members of all data sets of one run
+    members: Sequence[_Member],
     teachers: Sequence[TeacherText | SharedTokens],
-    prefixes: Mapping[str, Mapping[int, str]],  # student's corpus -> teacher's number -> teacher's corpus
-    document_multiple: int,
 ) -> None:
     """Give every data set its `teachers`; the packs of one teacher have the same length in all data sets.
 
     Raises UsageError if documents cannot be padded to the length of a teacher's packs.
     """
-    members = [member for blend in blends if blend for member in blend.members]
-    sides = []
+    document_multiple = members[0].packing.document_multiple
+    sides: list[list[TeacherSide] | list[SharedSide]] = []
     for number, text in enumerate(teachers):
         if isinstance(text, SharedTokens):
-            sides.append([SharedSide(member.seq_length) for member in members])
+            sides.append([SharedSide(dataset.seq_length) for dataset in datasets])
             continue
-        stores = [TeacherStore(prefixes[member.store.prefix][number], member.store) for member in members]
-        pieces = [teacher_pieces(store, member.pieces) for store, member in zip(stores, members, strict=True)]
-        needs = (
-            longest_pack(member_pieces, member.packs, document_multiple)
-            for member_pieces, member in zip(pieces, members, strict=True)
-        )
-        seq_length = text.seq_length or max(needs)
+        found = []
+        for dataset, member in zip(datasets, members, strict=True):
+            prefix, file = member.teachers[number]
+            store = TeacherStore(prefix, dataset.store)
+            found.append(
+                (store, TeacherPieces.in_file(file))
+                if file
+                else (store, TeacherPieces.in_memory(store, dataset.index, document_multiple))
+            )
+        seq_length = text.seq_length or max(pieces.pack_length(document_multiple) for _, pieces in found)
         _check_length(text, seq_length, document_multiple)
-        parts = zip(stores, members, pieces, strict=True)
         sides.append(
-            [TeacherSide(s, text, m.pieces, found, seq_length, document_multiple) for s, m, found in parts]
+            [TeacherSide(store, text, pieces, seq_length, document_multiple) for store, pieces in found]
         )
-    for member, member_sides in zip(members, zip(*sides, strict=True), strict=True):
-        member.teachers = member_sides
+    for dataset, dataset_sides in zip(datasets, zip(*sides, strict=True), strict=bool(sides)):
+        dataset.teachers = dataset_sides
 
 
 def _check_length(text: TeacherText, seq_length: int, document_multiple: int) -> None:

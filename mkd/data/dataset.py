@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
-from mkd.data.order import BlendOrder, EpochOrder, SampleOrder, evenly_spaced
-from mkd.data.packing import cut_documents, pack_pieces, padded_lengths
+from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
+from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
+from mkd.data.packing.pieces import Pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
-from mkd.errors import DataError
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds
 
@@ -27,53 +28,38 @@ class PackedDataset:
         self,
         store: TokenStore,
         *,
-        seq_length: int,
         vocab_size: int,  # token ids that the model knows
         pad_id: int,
-        pack: str = "bfd",
-        overlong: str = "split",
-        documents: tuple[int, int] | None = None,  # [first, last) of the corpus; None: all
-        document_multiple: int = 1,  # documents are padded to a multiple of it
-        left_out: Sequence[int] = (),  # documents to skip
+        index: PackIndex | None = None,  # default: the documents are packed now
+        **settings: Any,  # of PackSettings
     ):
-        """Cut the documents and pack the pieces. Raises DataError if no token of the documents has loss."""
-        assert seq_length % document_multiple == 0
-        first, last = documents or (0, len(store))
-        lengths = store.lengths[first:last].copy()
-        here = [document - first for document in left_out if first <= document < last]
-        lengths[here] = 0
-        pieces = cut_documents(lengths, first, seq_length, overlong)
-        loss_tokens = store.count_loss(store.offsets[pieces.document] + pieces.offset + 1, pieces.num_labels)
-        # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
-        pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
-        if len(pieces) == 0:
-            raise _no_loss_tokens(store, last - first, seq_length, overlong)
-        self.store, self.pieces = store, pieces
-        self._spans = padded_lengths(pieces.length, document_multiple)
-        self.packs = pack_pieces(self._spans, seq_length, pack)
+        """Pack the documents, unless `index` has their packs. Raises DataError if none of them has loss."""
+        packing = PackSettings(**settings)
+        assert packing.seq_length % packing.document_multiple == 0
+        self.store, self.index = store, index or pack_in_memory(store, packing)
         self.teachers: tuple[TeacherSide | SharedSide, ...] = ()  # one for every teacher
         self._vocab_size, self._pad_id = vocab_size, pad_id
-        self.seq_length = seq_length
-        self.first_document, self.num_documents, self._num_left_out = first, last - first, len(here)
-        self.num_tokens = int(pieces.length.sum())
-        self.num_loss_tokens = int(loss_tokens.sum())
+        self.seq_length, self._multiple = packing.seq_length, packing.document_multiple
+        self.first_document, last = packing.document_range(store)
+        self.num_documents, self._num_left_out = last - self.first_document, len(packing.left_out)
+        self.num_tokens, self.num_loss_tokens = self.index.num_tokens, self.index.num_loss_tokens
 
     def __len__(self) -> int:
-        return len(self.packs)
+        return len(self.index)
 
     def __getitem__(self, index: int) -> Pack:
         """Return pack `index` in [0, len). Raises DataError for a token id that the model does not know."""
-        piece_ids = self.packs.pieces_of(index)
-        spans = self._spans[piece_ids].copy()
+        first_piece, last = self.index.piece_range(index)
+        pieces = self.index.pieces(first_piece, last)
+        spans = padded_lengths(pieces.length, self._multiple)
         spans[-1] += self.seq_length - spans.sum()  # the tail of the pack is padding of its last document
         pack = empty_pack(self.seq_length, self._pad_id)
         starts = np.cumsum(spans) - spans
-        for start, piece in zip(starts, piece_ids, strict=True):
-            self._copy_piece(int(piece), pack, int(start))
-        student = StudentPack(piece_ids, starts, pack.labels, pack.loss_mask)
+        self._copy_pieces(pieces, pack, starts)
+        student = StudentPack(first_piece, pieces, starts, pack.labels, pack.loss_mask)
         return replace(
             pack,
-            lengths=self.pieces.length[piece_ids],
+            lengths=pieces.length,
             spans=spans,
             sample_id=index,
             teacher_inputs=tuple(side.pack(student) for side in self.teachers),
@@ -81,7 +67,7 @@ class PackedDataset:
 
     def documents_of(self, index: int) -> dict[str, list[int]]:
         """Return {prefix of the corpus: numbers of its documents that have a part in pack `index`}."""
-        return {self.store.prefix: np.unique(self.pieces.document[self.packs.pieces_of(index)]).tolist()}
+        return {self.store.prefix: np.unique(self.index.pieces_of(index).document).tolist()}
 
     def empty_pack(self) -> Pack:
         inputs = tuple(side.empty_pack() for side in self.teachers)
@@ -124,29 +110,48 @@ class PackedDataset:
         if not cross_tokenizer:
             return []
         sample = np.unique(np.linspace(0, len(self) - 1, SUMMARISED_PACKS).astype(np.int64)).tolist()
-        packs, pieces = (
-            [self[index] for index in sample],
-            np.concatenate([self.packs.pieces_of(index) for index in sample]),
-        )
+        packs, ranges = [self[index] for index in sample], [self.index.piece_range(index) for index in sample]
         return [
             summarise_teacher(
-                side, packs, [pack.teacher_inputs[number] for pack in packs], side.needed(pieces), len(self)
+                side,
+                packs,
+                [pack.teacher_inputs[number] for pack in packs],
+                sum(side.needed(*pieces) for pieces in ranges),
+                len(self),
             )
             for number, side in cross_tokenizer.items()
         ]
 
-    def _copy_piece(self, piece: int, pack: Pack, start: int) -> None:
-        """Copy tokens, labels and mask of a piece into the arrays of the pack, from position `start`."""
-        pieces = self.pieces
-        document, length = int(pieces.document[piece]), int(pieces.length[piece])
-        num_labels = int(pieces.num_labels[piece])
-        ids, loss = self.store.read(document, int(pieces.offset[piece]), max(length, num_labels + 1))
-        wrong = first_out_of_range(ids, self._vocab_size)
-        if wrong is not None:
-            raise self.store.out_of_range(document, int(ids[wrong]), self._vocab_size)
-        pack.tokens[start : start + length] = ids[:length]
-        pack.labels[start : start + num_labels] = ids[1 : num_labels + 1]
-        pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
+    def _copy_pieces(self, pieces: Pieces, pack: Pack, starts: np.ndarray) -> None:
+        """Copy tokens, labels and mask of pieces into the arrays of the pack, from the positions `starts`."""
+        begins = self.store.starts(pieces.document) + pieces.offset
+        needed = np.maximum(pieces.length, pieces.num_labels + 1)
+        assert (begins + needed <= self.store.starts(pieces.document + 1)).all(), "pieces end in documents"
+        columns = (pieces.document, begins, needed, starts, pieces.length, pieces.num_labels)
+        for document, begin, count, start, length, num_labels in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            ids, loss = self.store.read_tokens(begin, count)
+            wrong = first_out_of_range(ids, self._vocab_size)
+            if wrong is not None:
+                raise self.store.out_of_range(document, int(ids[wrong]), self._vocab_size)
+            pack.tokens[start : start + length] = ids[:length]
+            pack.labels[start : start + num_labels] = ids[1 : num_labels + 1]
+            pack.loss_mask[start : start + num_labels] = loss[1 : num_labels + 1]
+
+
+def later_orders(dataset: BlendedDataset) -> dict[str, str]:
+    """Return name -> value of what decides the order of a large data set's packs, for its fingerprint.
+
+    It is empty for data sets that all versions of this program order alike.
+    """
+    epochs = [len(dataset)] if dataset.weights is None else [len(member) for member in dataset.members]
+    found = {}
+    if any(member.index.num_windows > 1 for member in dataset.members):
+        found["packing"] = f"windows of {WINDOW_PIECES} pieces"
+    if max(epochs) > STORED_PACKS:
+        found["permutation"] = "computed"
+    return found
 
 
 class BlendedDataset:
@@ -204,16 +209,3 @@ class BlendedDataset:
     def describe(self) -> list[str]:
         """Return the lines of the members."""
         return [line for member in self.members for line in member.describe()]
-
-
-def _no_loss_tokens(store: TokenStore, num_documents: int, seq_length: int, overlong: str) -> DataError:
-    why = f"all tokens of its {num_documents} documents that could be labels are masked"
-    if overlong == "drop":
-        why += f", or the documents are longer than --seq-length {seq_length} and dropped"
-    return DataError(
-        f"{store.prefix}: no loss tokens",
-        why,
-        "check that conversations have assistant turns, completions are not empty, "
-        "and texts are longer than one token",
-        code="corpus-without-loss-tokens",
-    )

@@ -7,9 +7,10 @@ character packing); huge ones are cut.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from mkd.tokenizers.tokenizer import Tokenizer
 
 RECORDS_PER_BATCH = 64  # small enough that a file of long documents keeps several workers busy
 WORKER_BYTES = 64 << 20  # least bytes per worker: 20 s of work, while starting a worker takes up to 10 s
+T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -138,8 +140,11 @@ def useful_workers(num_bytes: int, most: int) -> int:
 
 
 def in_workers(
-    source: Iterable, function: Callable, workers: int = 0, progress: Callable[[], None] = lambda: None
-) -> Iterator:
+    source: Iterable[Any],
+    function: Callable[[Any], T],
+    workers: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> Generator[T, None, None]:
     """Yield `function(part)` for every part of `source`, in order, computed in `workers` processes.
 
     With 0 workers this process computes. Every worker iterates over the whole source and skips the parts of
@@ -174,10 +179,10 @@ def outlive_signals(worker: int) -> None:
 class _Share(IterableDataset):
     """Parts w, w+n, ... for worker w of n; the loader asks the workers in turn, which restores the order."""
 
-    def __init__(self, source: Iterable, function: Callable):
+    def __init__(self, source: Iterable[Any], function: Callable[[Any], Any]):
         self._source, self._function = source, function
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         yield from map(self._function, islice(self._source, first, None, step))
@@ -190,7 +195,7 @@ def encode_files(
     workers: int = 0,
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
-) -> Iterator[EncodedBatch]:
+) -> Generator[EncodedBatch, None, None]:
     """Yield the encoded batches of all files, in the order of files and rows.
 
     They are computed in `workers` processes (0: this one); the result does not depend on their number. A

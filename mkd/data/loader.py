@@ -67,26 +67,14 @@ class TrainStream:
         self,
         dataset: PackedDataset | BlendedDataset,
         *,
-        micro_batch_size: int,
-        global_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        context_parallel_rank: int = 0,
-        context_parallel_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
+        **layout: int,  # of BatchLayout
     ):
-        self._layout = BatchLayout(
-            micro_batch_size,
-            global_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-            context_parallel_rank,
-            context_parallel_size,
-        )
+        self._layout = BatchLayout(**layout)
         self.consumed_samples = consumed_samples
         self._order = dataset.sample_order(seed, shuffle)
         samples = _TrainSamples(self._order, self._layout, consumed_samples)
@@ -120,27 +108,15 @@ class EvalStream:
         self,
         dataset: PackedDataset | BlendedDataset,
         *,
-        micro_batch_size: int,
-        global_batch_size: int,
         eval_iters: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        context_parallel_rank: int = 0,
-        context_parallel_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        **layout: int,  # of BatchLayout
     ):
-        self._layout = BatchLayout(
-            micro_batch_size,
-            global_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-            context_parallel_rank,
-            context_parallel_size,
-        )
+        self._layout = BatchLayout(**layout)
         self._dataset, self._num_workers, self._pin_memory = dataset, num_workers, pin_memory
-        self.num_samples = min(len(dataset), eval_iters * global_batch_size)
-        self.num_steps = -(-self.num_samples // global_batch_size)
+        self.num_samples = min(len(dataset), eval_iters * self._layout.global_batch_size)
+        self.num_steps = -(-self.num_samples // self._layout.global_batch_size)
 
     def __len__(self) -> int:
         return self.num_steps

@@ -6,9 +6,13 @@ So one number is the position in the data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+
+STORED_PACKS = 1 << 22  # a larger data set's permutation is computed, not stored: 32 MB
+ROUNDS = 6
 
 
 class SampleOrder(Protocol):
@@ -21,7 +25,8 @@ class EpochOrder:
 
     def __init__(self, size: int, seed: int, shuffle: bool):
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._epoch, self._permutation = -1, np.arange(size)  # the last one used: samples are read in order
+        self._epoch = -1  # the last one used, with its permutation: samples are read in order
+        self._permutation: np.ndarray | ComputedPermutation = np.arange(0)
 
     def __call__(self, first: int, count: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(first, first + count), self._size)
@@ -33,11 +38,50 @@ class EpochOrder:
             chosen[inside] = self._permutation_of(int(epoch))[places[inside]]
         return chosen
 
-    def _permutation_of(self, epoch: int) -> np.ndarray:
+    def _permutation_of(self, epoch: int) -> np.ndarray | ComputedPermutation:
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._epoch, self._permutation = epoch, generator.permutation(self._size)
+            is_stored = self._size <= STORED_PACKS
+            permutation = generator.permutation if is_stored else partial(ComputedPermutation, generator)
+            self._epoch, self._permutation = epoch, permutation(self._size)
         return self._permutation
+
+
+class ComputedPermutation:
+    """A pseudo-random permutation of the numbers below `size` that takes no memory, read like an array.
+
+    A Feistel network permutes all numbers of an even number of bits. From a number that is not below `size`
+    it goes on to the next one, which permutes the rest ("cycle walking"). Source: Black, Rogaway, "Ciphers
+    with arbitrary finite domains", CT-RSA 2002, sections 4 and 5.
+    """
+
+    def __init__(self, generator: np.random.Generator, size: int):
+        self._size, self._half = size, np.uint64(-(-(size - 1).bit_length() // 2))
+        self._keys = generator.integers(0, 1 << 63, ROUNDS, dtype=np.uint64)
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """Return the numbers at `places` of the permutation, int64 [n]."""
+        found = self._permute(places.astype(np.uint64))
+        while len(beyond := np.flatnonzero(found >= self._size)):
+            found[beyond] = self._permute(found[beyond])
+        return found.astype(np.int64)
+
+    def _permute(self, numbers: np.ndarray) -> np.ndarray:
+        mask = (np.uint64(1) << self._half) - np.uint64(1)
+        left, right = numbers >> self._half, numbers & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right + key) & mask)
+        return left << self._half | right
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers whose bits depend on all bits of `numbers`, uint64: the finaliser of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17.
+    """
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ numbers >> np.uint64(31)
 
 
 class BlendOrder:

@@ -62,7 +62,7 @@ def document_lengths(dataset: BlendedDataset) -> np.ndarray:
 
 
 def _lengths(member: PackedDataset) -> np.ndarray:
-    return member.store.lengths[member.first_document : member.first_document + member.num_documents]
+    return member.store.lengths_between(member.first_document, member.first_document + member.num_documents)
 
 
 def draw_lengths(lengths: np.ndarray, seq_length: int, figure) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType
 
+from mkd.data.known_files import KnownFiles, sha256_of_file
 from mkd.errors import DataError
 
 FORMAT_VERSION = 1
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1
-SCAN_TOKENS = 1 << 24  # tokens read at a time when a whole corpus is scanned
+SCAN_TOKENS = 1 << 22  # tokens, or documents, read at a time when a whole corpus is scanned
+FORGETFUL = KnownFiles(None)
 
 
 @dataclass(frozen=True)
@@ -53,85 +54,76 @@ class StoreFiles:
 
 
 class TokenStore:
-    """The documents of a tokenised corpus, memory-mapped. Unpickling reopens the files."""
+    """The documents of a tokenised corpus, memory-mapped. Unpickling reopens the files.
 
-    def __init__(self, prefix: str, indexed: IndexedDataset, loss_mask: np.ndarray | None, meta: dict):
-        self.prefix = prefix
-        self.meta = meta  # {} without PREFIX.meta.json
-        self._indexed = indexed
-        self._loss_mask = loss_mask
-        sequence_ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-        # int64 [documents + 1], first token of each document
-        self.offsets = sequence_ends[indexed.document_indices]
+    Opening takes the same time for any number of documents. So the layout is trusted: `check_layout` once
+    before.
+    """
 
-    @classmethod
-    def open(cls, prefix: str) -> TokenStore:
+    def __init__(self, prefix: str):
         """Open the corpus PREFIX.bin, PREFIX.idx.
 
-        Raises DataError if files are missing, damaged or inconsistent.
+        Raises DataError if files are missing, or have the wrong size.
         """
         files = StoreFiles(prefix)
-        missing = [str(path) for path in (files.bin, files.idx) if not path.is_file()]
-        if missing:
-            raise DataError(
-                f"{prefix}: {' and '.join(missing)} not found",
-                "a tokenised corpus is a pair of .bin and .idx files",
-                "check the path, or make the pair with `mkd preprocess`",
-                code="corpus-files-missing",
-            )
-        if files.bin.stat().st_size == 0:
-            raise DataError(
-                f"{files.bin} is empty",
-                "there is nothing to train on",
-                "tokenise the corpus again",
-                code="corpus-empty",
-            )
-        _check_index(files.idx)
-        try:
-            indexed = IndexedDataset(prefix)
-        except AssertionError as error:
-            raise _damaged(files.idx, "its documents do not add up to its sequences") from error
-        _check_pointers(files.idx, indexed)
-        num_tokens = int(np.sum(indexed.sequence_lengths, dtype=np.int64))
-        _check_size(files.bin, num_tokens * DType.size(indexed.index.dtype))
-        meta, loss_mask = _read_meta(files.meta), None
-        if meta.get("loss_mask") and not files.loss_mask.is_file():
+        _require_files(files)
+        self.prefix, self.meta = prefix, _read_meta(files.meta)  # {} without PREFIX.meta.json
+        self._dtype, num_sequences, num_borders = _read_header(files.idx)
+        index = _mapped(files.idx)[INDEX_HEADER.size :]
+        # Numbers of each sequence: tokens, and bytes before it. Of each document, and one more: sequences.
+        self._lengths = index[: 4 * num_sequences].view(np.int32)
+        self._pointers = index[4 * num_sequences : 12 * num_sequences].view(np.int64)
+        self._borders = index[12 * num_sequences : 12 * num_sequences + 8 * num_borders].view(np.int64)
+        if not num_borders or self._borders[-1] != num_sequences:
+            raise _damaged(files.idx, "its documents do not add up to its sequences")
+        stop = self._pointers[-1] // self._dtype.itemsize + self._lengths[-1] if num_sequences else 0
+        self.num_tokens = int(stop)
+        _check_size(files.bin, self.num_tokens * self._dtype.itemsize)
+        self._tokens, self._loss_mask = _mapped(files.bin).view(self._dtype), None
+        if self.meta.get("loss_mask") and not files.loss_mask.is_file():
             raise _damaged(
                 files.loss_mask, "it does not exist, though the corpus was written with a loss mask"
             )
         if files.loss_mask.is_file():
-            _check_size(files.loss_mask, num_tokens)
-            loss_mask = np.memmap(files.loss_mask, dtype=np.uint8, mode="r")
-        return cls(prefix, indexed, loss_mask, meta)
+            _check_size(files.loss_mask, self.num_tokens)
+            self._loss_mask = _mapped(files.loss_mask)
 
-    def __reduce__(self):
-        return TokenStore.open, (self.prefix,)
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[str]]:
+        return TokenStore, (self.prefix,)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self._borders) - 1
 
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
-        return np.diff(self.offsets)
+    def starts(self, documents: np.ndarray | slice | int) -> np.ndarray:
+        """Return the first token of documents, int64; that of document len(self) is the number of tokens."""
+        sequences = self._borders[documents]
+        inside = np.minimum(sequences, len(self._pointers) - 1)
+        return np.where(sequences > inside, self.num_tokens, self._pointers[inside] // self._dtype.itemsize)
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.offsets[-1])
+    def lengths(self, documents: np.ndarray | int) -> np.ndarray:
+        """Return the tokens of documents, int64."""
+        return self.starts(documents + 1) - self.starts(documents)
+
+    def lengths_between(self, first: int, last: int) -> np.ndarray:
+        """Return the tokens of the documents [first, last), int64."""
+        return np.diff(self.starts(slice(first, last + 1)))
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids [n] int64, loss [n] uint8) of a document; loss[i] is 1 if token i counts as a label."""
-        return self.read(index, 0, int(self.lengths[index]))
+        return self.read(index, 0, int(self.lengths(index)))
 
     def read(self, document: int, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the same as `document`, for its tokens [offset, offset + length)."""
-        start = int(self.offsets[document]) + offset
-        assert offset >= 0 and start + length <= self.offsets[document + 1], (
-            "a read stays inside its document"
-        )
+        start = int(self.starts(document)) + offset
+        assert offset >= 0 and start + length <= self.starts(document + 1), "a read stays inside its document"
+        return self.read_tokens(start, length)
+
+    def read_tokens(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same for tokens of the whole corpus."""
+        ids = self._tokens[start : start + length].astype(np.int64)
         if self._loss_mask is None:
-            return self._ids(start, length), np.ones(length, dtype=np.uint8)
-        return self._ids(start, length), np.array(self._loss_mask[start : start + length])
+            return ids, np.ones(length, dtype=np.uint8)
+        return ids, np.array(self._loss_mask[start : start + length])
 
     def count_loss(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Count the labels in the ranges [starts, starts + lengths) of corpus positions; int64 [ranges].
@@ -150,32 +142,43 @@ class TokenStore:
             first = last
         return counts
 
-    def check_token_range(self, vocab_size: int) -> None:
+    def check_layout(
+        self, known: KnownFiles = FORGETFUL, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Raise DataError unless sequences are contiguous in the .bin, and documents runs of sequences."""
+        path = StoreFiles(self.prefix).idx
+        why = known.fact(path, "layout", lambda: self._wrong_layout(progress))
+        if why:
+            raise _damaged(path, why)
+
+    def check_token_range(
+        self, vocab_size: int, known: KnownFiles = FORGETFUL, progress: Callable[[], None] = lambda: None
+    ) -> None:
         """Raise DataError for the first token id outside [0, vocab_size).
 
         Read the corpus only if its description does not give the largest id.
         """
         if self.meta.get("max_token_id", vocab_size) < vocab_size:
             return
-        for start in range(0, self.num_tokens, SCAN_TOKENS):
-            ids = self._ids(start, min(SCAN_TOKENS, self.num_tokens - start))
-            wrong = first_out_of_range(ids, vocab_size)
+        path = StoreFiles(self.prefix).bin
+        least, most = known.fact(path, "token range", lambda: self._token_range(progress))
+        if least >= 0 and most < vocab_size:
+            return
+        for start, stop in parts(self.num_tokens):
+            wrong = first_out_of_range(self._tokens[start:stop], vocab_size)
             if wrong is not None:
-                document = int(np.searchsorted(self.offsets, start + wrong, side="right")) - 1
-                raise self.out_of_range(document, int(ids[wrong]), vocab_size)
+                borders = self.starts(slice(0, None))
+                document = int(np.searchsorted(borders, start + wrong, side="right")) - 1
+                raise self.out_of_range(document, int(self._tokens[start + wrong]), vocab_size)
 
-    def check_content(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Raise DataError for a file whose content is not the described one.
-
-        Reads all files if there is a description.
-        """
-        files, known = StoreFiles(self.prefix), self.meta.get("sha256", {})
-        found = content_hashes(files, progress) if known else {}
-        for end, digest in known.items():
-            if found.get(end) != digest:
-                raise _damaged(
-                    Path(self.prefix + end), "its SHA-256 is not the one recorded when it was written"
-                )
+    def check_content(
+        self, known: KnownFiles = FORGETFUL, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Raise DataError for a file whose content is not the described one."""
+        for end, digest in self.meta.get("sha256", {}).items():
+            path = Path(self.prefix + end)
+            if not path.is_file() or known.sha256(path, progress) != digest:
+                raise _damaged(path, "its SHA-256 is not the one recorded when it was written")
 
     def out_of_range(self, document: int, token_id: int, vocab_size: int) -> DataError:
         return DataError(
@@ -186,13 +189,41 @@ class TokenStore:
             code="corpus-token-beyond-vocabulary",
         )
 
-    def _ids(self, start: int, length: int) -> np.ndarray:
-        """Return a copy, int64 [length].
+    def _token_range(self, progress: Callable[[], None]) -> tuple[int, int]:
+        least, most = 0, -1
+        for start, stop in parts(self.num_tokens):
+            ids = self._tokens[start:stop]
+            least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+            progress()
+        return least, most
 
-        A view would not do: Megatron unmaps the file under live views when it deletes a data set.
-        """
-        dtype = self._indexed.index.dtype
-        return self._indexed.bin_reader.read(dtype, length, start * DType.size(dtype)).astype(np.int64)
+    def _wrong_layout(self, progress: Callable[[], None]) -> str | None:
+        """Return what is wrong in the index, None if nothing is."""
+        expected = 0
+        for first, last in parts(len(self._lengths)):
+            lengths = self._lengths[first:last]
+            if lengths.min() < 0:
+                place = int(np.argmax(lengths < 0))
+                return f"sequence {first + place} has {lengths[place]} tokens"
+            stops = expected + np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
+            astray = self._pointers[first:last] != stops - lengths * np.int64(self._dtype.itemsize)
+            if astray.any():
+                return (
+                    f"sequence {first + int(np.argmax(astray))} does not start where the one before it ends"
+                )
+            expected = stops[-1]
+            progress()
+        for first, last in parts(len(self._borders)):
+            if np.any(np.diff(self._borders[max(first - 1, 0) : last]) < 0) or self._borders[0] != 0:
+                return "the numbers of its documents do not ascend from 0"
+            progress()
+        return None
+
+
+def parts(count: int) -> Iterator[tuple[int, int]]:
+    """Yield [first, last) of consecutive parts of `count` numbers that fit into little memory."""
+    for first in range(0, count, SCAN_TOKENS):
+        yield first, min(first + SCAN_TOKENS, count)
 
 
 def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: None) -> dict[str, str]:
@@ -204,16 +235,6 @@ def content_hashes(files: StoreFiles, progress: Callable[[], None] = lambda: Non
     return {end: sha256_of_file(path, progress) for end, path in paths.items() if path.exists()}
 
 
-def sha256_of_file(path: str | Path, progress: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file; `progress` is called for every block, and may raise."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            progress()
-    return digest.hexdigest()
-
-
 def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
     """Return the position of the first id outside [0, vocab_size), None if there is none."""
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
@@ -221,7 +242,7 @@ def first_out_of_range(ids: np.ndarray, vocab_size: int) -> int | None:
     return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
 
 
-def _read_meta(path: Path) -> dict:
+def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -233,42 +254,48 @@ def _read_meta(path: Path) -> dict:
     return meta
 
 
-def _check_index(path: Path) -> None:
-    """Check the header of an index, because Megatron's reader trusts it.
+def _require_files(files: StoreFiles) -> None:
+    missing = [str(path) for path in (files.bin, files.idx) if not path.is_file()]
+    if missing:
+        raise DataError(
+            f"{files.prefix}: {' and '.join(missing)} not found",
+            "a tokenised corpus is a pair of .bin and .idx files",
+            "check the path, or make the pair with `mkd preprocess`",
+            code="corpus-files-missing",
+        )
+    if files.bin.stat().st_size == 0:
+        raise DataError(
+            f"{files.bin} is empty",
+            "there is nothing to train on",
+            "tokenise the corpus again",
+            code="corpus-empty",
+        )
 
-    Raises DataError if it is damaged.
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    """Return (type of the tokens, sequences, documents + 1) of an index.
+
+    Raises DataError if the header is damaged, or does not fit the size of the file.
     """
     with path.open("rb") as file:
         header = file.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
         raise _damaged(path, f"it has {len(header)} bytes, less than a header")
-    magic, version, dtype_code, sequences, documents = INDEX_HEADER.unpack(header)
-    if magic != b"MMIDIDX\0\0" or version != 1 or dtype_code not in {dtype.value for dtype in DType}:
+    magic, version, code, sequences, borders = INDEX_HEADER.unpack(header)
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in {dtype.value for dtype in DType}:
         raise _damaged(path, "it does not start as a Megatron index does")
-    if not np.issubdtype(DType.dtype_from_code(dtype_code), np.integer):
-        raise _damaged(
-            path, f"its tokens are of type {DType(dtype_code).name}, and token ids are whole numbers"
-        )
-    expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
+    dtype = np.dtype(DType.dtype_from_code(code))
+    if not np.issubdtype(dtype, np.integer):
+        raise _damaged(path, f"its tokens are of type {dtype.name}, and token ids are whole numbers")
+    expected, size = INDEX_HEADER.size + 12 * sequences + 8 * borders, path.stat().st_size
     # Multimodal indices have a byte more per sequence.
-    if path.stat().st_size not in (expected, expected + sequences):
-        raise _damaged(path, f"it has {path.stat().st_size} bytes where its header says {expected}")
+    if size not in (expected, expected + sequences):
+        raise _damaged(path, f"it has {size} bytes where its header says {expected}")
+    return dtype, sequences, borders
 
 
-def _check_pointers(path: Path, indexed: IndexedDataset) -> None:
-    """Check the layout that `TokenStore` relies on.
-
-    Sequences are contiguous in the .bin, and documents are runs of sequences.
-    """
-    lengths, documents = indexed.sequence_lengths, indexed.document_indices
-    if np.any(lengths < 0):
-        raise _damaged(path, f"sequence {int(np.argmax(lengths < 0))} has {int(lengths.min())} tokens")
-    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * DType.size(indexed.index.dtype)
-    astray = indexed.index.sequence_pointers != starts
-    if np.any(astray):
-        raise _damaged(path, f"sequence {int(np.argmax(astray))} does not start where the one before it ends")
-    if documents[0] != 0 or np.any(np.diff(documents) < 0):
-        raise _damaged(path, "the numbers of its documents do not ascend from 0")
+def _mapped(path: Path) -> np.ndarray:
+    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def _check_size(path: Path, expected: int) -> None:

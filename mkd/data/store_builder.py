@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.encoding import EncodedBatch, encode_files
+from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import Quarantine, first_of
-from mkd.data.store import FORMAT_VERSION, StoreFiles, content_hashes, sha256_of_file
+from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, content_hashes
 from mkd.errors import DataError, ErrorList
 from mkd.tokenizers.tokenizer import Tokenizer
 
+F = TypeVar("F", bound=StoreFiles)
 RECORDS_VERSION = 3  # raise it when the same records become other tokens
 
 
@@ -101,19 +103,11 @@ def cache_key(
     append_eod: bool,
     characters_per_sample: int | None = None,
     progress: Callable[[], None] = lambda: None,
+    known: KnownFiles = FORGETFUL,
 ) -> str:
     """Return the SHA-256 over the content of a raw file and all settings that decide its tokens."""
-    return content_hash(
-        [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample], [path], progress
-    )
-
-
-def content_hash(
-    settings: list, paths: Sequence[str | Path], progress: Callable[[], None] = lambda: None
-) -> str:
-    """Return the SHA-256 over `settings` (JSON) and the content of files, without their names and times."""
-    files = [sha256_of_file(path, progress) for path in paths]
-    return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
+    settings = [RECORDS_VERSION, tokenizer.fingerprint, append_eod, characters_per_sample]
+    return known.content_hash(settings, [path], progress)
 
 
 def _write_tokens(
@@ -147,7 +141,7 @@ def _write_tokens(
 
 
 @contextmanager
-def replaced_when_complete(files: StoreFiles):
+def replaced_when_complete(files: F) -> Iterator[F]:
     """Give the block temporary file names; rename the files if it succeeds, remove them if it fails.
 
     The old description and index are removed first and the new ones come last. So readers never see parts of

@@ -16,9 +16,12 @@ from pathlib import Path
 from mkd.config.divergence import SKEW_ALPHA
 from mkd.config.options import FIRST_TEACHER, all_options, settings
 from mkd.config.schema import Config
+from mkd.data.dataset import later_orders
+from mkd.data.known_files import KnownFiles
 from mkd.data.sources import parse_blend
-from mkd.data.store import StoreFiles, TokenStore, sha256_of_file
+from mkd.data.store import FORGETFUL, StoreFiles, TokenStore
 from mkd.errors import CheckpointError, UsageError
+from mkd.operations.run_folders import cache_folder
 from mkd.run.run_plan import Plan
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -54,8 +57,11 @@ def fingerprints(plan: Plan, tokenizer: Tokenizer, train_set) -> dict[str, objec
     found["tokenizer"] = tokenizer.fingerprint
     found[FILES] = _sha256([_corpus(store) for store in stores])
     if not all(store.meta for store in stores):  # a description contains the hashes of all files
-        bare = [StoreFiles(store.prefix) for store in stores if not store.meta]
-        found[CONTENT] = _sha256([corpus_sample(files) for files in bare])
+        known = KnownFiles(cache_folder(plan.config))
+        found[CONTENT] = _sha256(
+            [corpus_sample(StoreFiles(store.prefix), known) for store in stores if not store.meta]
+        )
+    found |= {f"data.{name}": value for name, value in later_orders(train_set).items()}
     # The values as a checkpoint returns them.
     return json.loads(json.dumps(found | dict(_data(plan.config)) | dict(_loss(plan.config))))
 
@@ -79,7 +85,7 @@ def evaluation_print(plan: Plan, known: Mapping[str, object], valid_set) -> str 
         if not (name.endswith(LATER_OPTION) and known[name] in (None, SKEW_ALPHA.default))
     }
     packs_read = [members, valid_set.weights, packs, plan.config.training.seq_length, plan.config.data.split]
-    return _sha256([teachers, others, *packs_read])
+    return _sha256([teachers, others, *packs_read, *sorted(later_orders(valid_set).items())])
 
 
 def require_same(
@@ -139,7 +145,7 @@ def _is_part(name: str, accepted: str) -> bool:
     return name == accepted or name.startswith(accepted + ".")
 
 
-def corpus_sample(files: StoreFiles) -> list[str]:
+def corpus_sample(files: StoreFiles, known: KnownFiles = FORGETFUL) -> list[str]:
     """Return the SHA-256 of a corpus's index, and of `SAMPLES` evenly spaced pieces of its tokens.
 
     Each piece has `SAMPLE_BYTES`; the end of the file is included. If the file is larger than all pieces
@@ -151,7 +157,7 @@ def corpus_sample(files: StoreFiles) -> list[str]:
         for number in range(SAMPLES):
             file.seek(last * number // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
-    return [sha256_of_file(files.idx), digest.hexdigest()]
+    return [known.sha256(files.idx), digest.hexdigest()]
 
 
 def ends_fingerprint(files: Iterable[Path]) -> str:

@@ -214,7 +214,7 @@ def _kinds_in(flag: str, path: str, tokenizers: Tokenizers | None, max_bad_recor
         what = f"{flag} {path}: {Path(path).suffix or 'a name without a suffix'} is not a known kind of file"
         do = f"use one of {', '.join(RAW_SUFFIXES)}, or the prefix of a .bin/.idx pair"
         raise DataError(what, "the suffix says how a file is read", do, code="data-file-kind-unknown")
-    store = TokenStore.open(find_prefix(path, flag))
+    store = TokenStore(find_prefix(path, flag))
     if tokenizers is not None:
         require_vocabulary(store, tokenizers.student, f"{flag} {path}")
         if any(tokenizers.teachers):

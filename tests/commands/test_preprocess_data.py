@@ -47,7 +47,7 @@ def test_files_become_a_corpus(model, tmp_path):
     command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--workers", 2]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_DONE and "Warning" not in result.stderr, result.stderr
-    store = TokenStore.open(str(tmp_path / "c"))
+    store = TokenStore(str(tmp_path / "c"))
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     assert len(store) == 302 and store.document(300)[0].tolist() == [
         *processor.encode("lazy dog"),
@@ -87,7 +87,7 @@ def test_eos_can_be_left_out(model, tmp_path):
         == EXIT_DONE
     )
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    assert TokenStore.open(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")
+    assert TokenStore(str(tmp_path / "c")).document(0)[0].tolist() == processor.encode("The fox")
 
 
 def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, capsys):
@@ -100,7 +100,7 @@ def test_lines_of_a_text_file_are_documents_or_joined_to_some(model, tmp_path, c
         (["--characters-per-sample", "10"], ["The fox\n\nlazy dog", "brown"]),
     ):
         assert main([*command, *more]) == EXIT_DONE
-        store = TokenStore.open(str(tmp_path / "c"))
+        store = TokenStore(str(tmp_path / "c"))
         assert [store.document(i)[0].tolist() for i in range(len(store))] == [
             processor.encode(text) for text in texts
         ]

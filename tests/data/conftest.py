@@ -42,6 +42,6 @@ def make_store(tmp_path):
             np.concatenate([np.asarray(mask, dtype=np.uint8) for mask in masks]).tofile(
                 prefix + ".loss_mask.bin"
             )
-        return TokenStore.open(prefix)
+        return TokenStore(prefix)
 
     return make

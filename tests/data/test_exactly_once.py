@@ -113,7 +113,7 @@ def read_on_rank(prefix: str, tensor: int, pipeline: int, first_step: int, count
 
     context = ParallelContext.create(detect(), tensor_parallel=tensor, pipeline_parallel=pipeline)
     stream = TrainStream(
-        PackedDataset(TokenStore.open(prefix), seq_length=8, vocab_size=1000, pad_id=0),
+        PackedDataset(TokenStore(prefix), seq_length=8, vocab_size=1000, pad_id=0),
         micro_batch_size=2,
         global_batch_size=GLOBAL_BATCH,
         data_parallel_rank=context.dp_rank,

@@ -54,7 +54,9 @@ def test_empty_and_one_token_documents_have_no_loss_and_no_place(make_store):
 def test_overlong_documents(make_store, overlong, pieces, loss_tokens):
     """25 tokens have 24 labels; the last piece of one token has none and is skipped."""
     dataset = open_packs(make_store([range(1, 26), [1, 2]]), overlong=overlong)
-    assert sorted(dataset.pieces.length.tolist()) == sorted(n for n in pieces if n > 1)
+    assert sorted(dataset.index.pieces(0, dataset.index.num_pieces).length.tolist()) == sorted(
+        n for n in pieces if n > 1
+    )
     assert (
         dataset.num_loss_tokens
         == loss_tokens
@@ -89,7 +91,7 @@ def test_a_huge_text_becomes_documents_that_join_to_it(
     tokenizer = load_tokenizer(kind, models.get(kind) or str(write_ranks(tmp_path)))
     path = write_jsonl("long.jsonl", {"text": "a fox, " * 300})
     summary = build_store([path], str(tmp_path / "corpus"), tokenizer, True)
-    store = TokenStore.open(str(tmp_path / "corpus"))
+    store = TokenStore(str(tmp_path / "corpus"))
     dataset = open_packs(store, seq_length=1024, vocab_size=tokenizer.vocab_size, pad_id=0)
     texts = [tokenizer.decode(store.document(i)[0][:-1].tolist()) for i in range(3)]
     assert "".join(texts).replace(" ", "") == "afox," * 300 and summary.documents == 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mkd.data.order import BlendOrder, EpochOrder, evenly_spaced, interleave
+from mkd.data import order as order_module
+from mkd.data.order import BlendOrder, ComputedPermutation, EpochOrder, evenly_spaced, interleave
 
 
 def test_every_epoch_is_another_permutation():
@@ -15,6 +16,33 @@ def test_every_epoch_is_another_permutation():
     assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(
         epochs[0], EpochOrder(50, 4, True)(0, 50)
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 1000, 4097])
+def test_a_computed_permutation_has_every_number_once_in_any_part(size):
+    orders = [
+        ComputedPermutation(np.random.Generator(np.random.PCG64([seed, 0])), size)[np.arange(size)]
+        for seed in (3, 3, 4)
+    ]
+    assert sorted(orders[0].tolist()) == list(range(size)) and np.array_equal(*orders[:2])
+    if size > 3:
+        assert not np.array_equal(orders[0], orders[2])
+
+
+def test_a_computed_permutation_mixes_as_well_as_a_stored_one():
+    """Neighbours are as far apart as in a random permutation, and each half comes from both halves."""
+    found = ComputedPermutation(np.random.default_rng(0), 1 << 20)[np.arange(1 << 16)]
+    assert abs(np.abs(np.diff(found)).mean() / (1 << 20) - 1 / 3) < 0.005
+    assert abs((found < 1 << 19).mean() - 0.5) < 0.01
+
+
+def test_large_epochs_are_computed_for_any_range_of_samples(monkeypatch):
+    monkeypatch.setattr(order_module, "STORED_PACKS", 40)
+    order = EpochOrder(50, seed=3, shuffle=True)
+    whole = order(0, 150)
+    epochs = whole.reshape(3, 50)
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1]) and np.array_equal(order(40, 70), whole[40:110])
 
 
 def test_without_shuffling_packs_come_in_turn():

@@ -16,6 +16,7 @@ from mkd.data.store import TokenStore
 from mkd.data.store_builder import build_store
 from mkd.errors import EXIT_DATA, DataError, ErrorList
 from tests.data.pairs import chat_tokenizer, open_pair, teacher_text
+from tests.reported import refused
 
 GOOD = {
     1: "with a byte order mark",
@@ -69,7 +70,7 @@ def entries(path) -> list[dict]:
 
 
 def texts_of(prefix, tokenizer) -> list[str]:
-    store = TokenStore.open(prefix)
+    store = TokenStore(prefix)
     return [
         tokenizer.decode(store.document(i)[0].tolist()).removesuffix("<|endoftext|>")
         for i in range(len(store))
@@ -142,7 +143,7 @@ def test_a_single_bad_record_says_how_to_leave_it_out(tokenizer, write_jsonl, tm
 
 def test_an_unreadable_file_is_no_bad_record(tokenizer, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(DataError, match="a.parquet is not a valid parquet file"):
+    with refused("data-file-not-valid"):
         build_store(
             [str(tmp_path / "a.parquet")], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=1000
         )
@@ -202,9 +203,7 @@ def test_tables_whose_columns_are_none_of_ours(tokenizer, tmp_path, columns, rea
 def test_a_table_without_a_column_of_ours(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     path = write_table(pa, tmp_path / f"t.{suffix}", pa.table({"prompt": ["a"], "answer": ["b"]}))
-    with pytest.raises(
-        DataError, match="(?s)has no known columns .found: 'prompt', 'answer'.*why: .*do:  rename the columns"
-    ):
+    with refused("record-without-known-keys"):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=9)
 
 
@@ -213,7 +212,7 @@ def test_a_table_with_one_column_twice(tokenizer, tmp_path, suffix):
     pa = pytest.importorskip("pyarrow")
     table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     path = write_table(pa, tmp_path / f"t.{suffix}", table)
-    with pytest.raises(DataError, match="(?s)has two columns text.*why: .*do: "):
+    with refused("column-twice"):
         build_store([path], str(tmp_path / "corpus"), tokenizer, True, max_bad_records=9)
 
 
@@ -238,11 +237,11 @@ def test_a_cached_corpus_keeps_its_list_and_its_limit(damaged, tokenizer, tmp_pa
         assert [entry["line"] for entry in entries(listed)] == list(BAD)
         assert train.describe()[0].endswith(f"{len(BAD)} bad records skipped")
         listed.unlink()
-    before = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    before = {file: file.stat().st_mtime_ns for file in cache.iterdir() if file.is_file()}
     with pytest.raises(ErrorList, match=f"{len(BAD)} bad records: more than --max-bad-records 3") as caught:
         open_pair(damaged, cache, max_bad_records=3, **options)
     assert f"{damaged}:5: not valid JSON" in str(caught.value) and caught.value.exit_code == EXIT_DATA
-    assert before == {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert before == {file: file.stat().st_mtime_ns for file in cache.iterdir() if file.is_file()}
 
 
 def test_a_list_of_an_earlier_run_goes(tokenizer, write_jsonl, tmp_path):

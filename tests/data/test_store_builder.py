@@ -13,8 +13,9 @@ import pytest
 from mkd.data.quarantine import MAX_REPORTED_ERRORS
 from mkd.data.store import TokenStore
 from mkd.data.store_builder import StoreSummary, build_store, cache_key
-from mkd.errors import EXIT_DATA, DataError, ErrorList
+from mkd.errors import EXIT_DATA, ErrorList
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.reported import refused
 from tests.tokenizers.trained import train_hf_tokenizer
 
 MESSAGES = {"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]}
@@ -30,7 +31,7 @@ def test_text_and_conversations(tokenizer, write_jsonl, tmp_path):
     )
     prefix = str(tmp_path / "new" / "corpus")
     summary = build_store([path], prefix, tokenizer, True)
-    store = TokenStore.open(prefix)
+    store = TokenStore(prefix)
     ids, loss = store.document(2)
     assert (ids.tolist(), loss.tolist()) == tuple(
         map(list, tokenizer.apply_chat_template(MESSAGES["messages"]))
@@ -68,7 +69,7 @@ def test_a_failure_keeps_the_old_corpus_and_leaves_nothing_else(tokenizer, write
     prefix = str(tmp_path / "c" / "c")
     build_store([write_jsonl("a.jsonl", MESSAGES)], prefix, tokenizer, True)
     before = files_of(tmp_path / "c")
-    with pytest.raises(DataError, match="b.jsonl:2: not valid JSON"):
+    with refused("record-not-json"):
         build_store([write_jsonl("b.jsonl", {"text": "ok"}, b"{")], prefix, tokenizer, True)
     assert files_of(tmp_path / "c") == before
 
@@ -134,15 +135,15 @@ def test_at_most_ten_malformed_records_are_reported(tokenizer, write_jsonl, tmp_
 
 
 def test_nothing_to_train_on(tokenizer, write_jsonl, tmp_path):
-    with pytest.raises(DataError, match="(?s)no tokens in .*a.jsonl.*why: .*do: "):
+    with refused("corpus-without-tokens"):
         build_store([write_jsonl("a.jsonl", {"text": ""})], str(tmp_path / "c"), tokenizer, False)
-    with pytest.raises(DataError, match="missing.jsonl not found"):
+    with refused("corpus-input-not-found"):
         build_store([str(tmp_path / "missing.jsonl")], str(tmp_path / "c"), tokenizer, True)
 
 
 def test_a_folder_that_cannot_be_written(tokenizer, write_jsonl, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="(?s)the corpus cannot be written.*why: .*do: "):
+    with refused("corpus-not-writable"):
         build_store([write_jsonl("a.jsonl", {"text": "x"})], str(tmp_path / "file" / "c"), tokenizer, True)
 
 

@@ -19,5 +19,7 @@ synthetic_documents    documents as micro-batches
 random_engine          the real engine with random weights
 step_benchmark         a whole training step
 packing_benchmark      packs against padded batches
+corpus_benchmark       the start of a run on a large corpus
+tokenise_benchmark     tokenisation beside bare `tokenizers`
 pipeline_benchmark     the pipeline against the bubble formula
 """

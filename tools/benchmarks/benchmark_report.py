@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tools.benchmarks.results import Times
+from tools.benchmarks.results import Other, Times
 
 _RELATIONS = {">=": operator.ge, "<=": operator.le}
 
@@ -52,6 +52,7 @@ class Report:
     requirements: Sequence[Requirement | Skipped]
     wrong: Sequence[str] = ()
     times: Times = field(default_factory=dict)
+    others: Sequence[Other] = ()
 
     def lines(self) -> list[str]:
         return [f"WRONG {name}" for name in self.wrong] + [
@@ -70,6 +71,7 @@ def merge(reports: Sequence[Report]) -> Report:
         [requirement for report in reports for requirement in report.requirements],
         [name for report in reports for name in report.wrong],
         {case: times for report in reports for case, times in report.times.items()},
+        [figure for report in reports for figure in report.others],
     )
 
 

@@ -22,7 +22,7 @@ from mkd.errors import UsageError, returns_exit_code
 from mkd.platform import Platform, detect
 from tools.benchmarks.benchmark_report import Report, merge
 from tools.benchmarks.machine import Machine, ceilings
-from tools.benchmarks.results import append_times
+from tools.benchmarks.results import append_figures
 
 if TYPE_CHECKING:
     from tools.benchmarks.random_engine import PairSettings
@@ -73,6 +73,24 @@ def parser() -> argparse.ArgumentParser:
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     _add_pair_flags((step, packing, pipeline, trainers))
+    corpus = _add(commands, "corpus", run_corpus, "start of a run on a large corpus: R14 to R18")
+    corpus.add_argument(
+        "--documents", type=int, default=1_000_000, help="documents of 5 to 60 tokens (default: 1000000)"
+    )
+    corpus.add_argument("--seq-length", type=int, default=4096, help="tokens of a pack (default: 4096)")
+    corpus.add_argument("--workers", type=int, default=2, help="most processes that pack (default: 2)")
+    corpus.add_argument("--loss-mask", action="store_true", help="mask the first half of every document")
+    corpus.add_argument(
+        "--folder", type=Path, help="folder for the corpus, 90 bytes a document (default: a temporary one)"
+    )
+    tokenise = _add(commands, "tokenise", run_tokenise, "tokenisation beside bare `tokenizers`: R19")
+    tokenise.add_argument(
+        "--tokenizer", type=Path, help="folder of a tokenizer (default: one that learns 8192 tokens here)"
+    )
+    tokenise.add_argument("--mebibytes", type=int, default=8, help="MiB of text (default: 8)")
+    tokenise.add_argument(
+        "--workers", type=int, nargs="+", default=[0, 2], help="processes; 0: this one (default: 0 2)"
+    )
     _add_layout_flags((step, pipeline))
     return main
 
@@ -226,6 +244,18 @@ def run_trainers(args: argparse.Namespace, machine: Machine) -> Report:
     return benchmark(machine, detect(), pair_settings(args, machine), chat_lengths(machine), documents)
 
 
+def run_corpus(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.corpus_benchmark import benchmark
+
+    return benchmark(args.documents, args.seq_length, args.workers, args.folder, args.loss_mask, machine.seed)
+
+
+def run_tokenise(args: argparse.Namespace, machine: Machine) -> Report:
+    from tools.benchmarks.tokenise_benchmark import benchmark
+
+    return benchmark(args.tokenizer, args.mebibytes, args.workers, machine.seed)
+
+
 def run_pipeline(args: argparse.Namespace, machine: Machine) -> Report:
     from tools.benchmarks.pipeline_benchmark import benchmark
 
@@ -288,7 +318,7 @@ def run(args: argparse.Namespace, platform: Platform, argv: list[str]) -> int:
         for line in report.lines() if speaks else ():
             print(line)
         if args.csv is not None and speaks:
-            append_times(args.csv, machine.name, argv, report.times)
+            append_figures(args.csv, machine.name, argv, report.times, report.others)
         return report.exit_code(args.strict)
     finally:
         if dist.is_initialized() and not joined_before:

@@ -16,7 +16,17 @@ from datetime import date
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BENCHMARKS = ("ceilings", "logits", "head", "chunks", "step", "pipeline", "packing")  # in the table's order
+BENCHMARKS = (
+    "ceilings",
+    "logits",
+    "head",
+    "chunks",
+    "step",
+    "pipeline",
+    "packing",
+    "corpus",
+    "tokenise",
+)  # in the table's order
 HEAD = ("benchmark", "case", "arm", "latest median", "spread", "other figures", "date")
 
 Times = Mapping[str, Mapping[str, float]]
@@ -49,7 +59,20 @@ def read_figures(benchmark: str, folder: Path = RESULTS) -> list[Figure]:
         return [Figure(**row) for row in csv.DictReader(file)]
 
 
-def append_times(path: Path, machine: str, argv: Sequence[str], times: Times) -> None:
+@dataclass(frozen=True)
+class Other:
+    """A figure of a run that is not a time in ms."""
+
+    case: str
+    arm: str
+    quantity: str
+    unit: str
+    value: float
+
+
+def append_figures(
+    path: Path, machine: str, argv: Sequence[str], times: Times, others: Sequence[Other] = ()
+) -> None:
     """Append the medians of a run to a CSV file, with a header if the file is new."""
     command = shlex.join(argument for argument in argv if argument)
     today, commit = date.today().isoformat(), current_commit()
@@ -57,6 +80,10 @@ def append_times(path: Path, machine: str, argv: Sequence[str], times: Times) ->
         Figure(today, machine, commit, command, case, arm, "time", "ms", f"{ms:.4g}")
         for case, of_case in times.items()
         for arm, ms in of_case.items()
+    ]
+    rows += [
+        Figure(today, machine, commit, command, one.case, one.arm, one.quantity, one.unit, f"{one.value:.4g}")
+        for one in others
     ]
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8", newline="") as file:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mkd.data.batch import Pack, PackedBatch, collate
-from mkd.data.packing import pack_pieces
+from mkd.data.packing.best_fit import pack_pieces
 from mkd.data.teacher_input import SharedTokens
 
 CHAT_SIGMA = 0.9  # standard deviation of the logarithm of a document's length

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mkd.data.batch import PackedBatch
-from mkd.data.packing import pack_pieces
+from mkd.data.packing.best_fit import pack_pieces
 from mkd.platform import Platform
 from mkd.train.step import Engine
 from tools.benchmarks import peers, trainers

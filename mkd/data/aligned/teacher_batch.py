@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.aligned.chunk_shard import range_owners, select_ranges, shard_chunks
-from mkd.data.packing import as_row, cumulative, position_ids
+from mkd.data.batch import as_row, cumulative, position_ids
 from mkd.data.teacher_input import ContextParallelCut, TokenRow
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.xtoken.chunks import ChunkBatch, ChunkSide

@@ -12,7 +12,7 @@ from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
-from mkd.data.packing import Pieces, padded_lengths
+from mkd.data.packing.pieces import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE
@@ -41,7 +41,8 @@ class TeacherText:
 class StudentPack:
     """The parts of a student's pack that the teacher's side needs."""
 
-    piece_ids: np.ndarray  # [documents] int64
+    first_piece: int  # number of its first piece
+    pieces: Pieces
     starts: np.ndarray  # [documents] int64, first row of each
     labels: np.ndarray  # [s] int64
     loss_mask: np.ndarray  # [s] float32
@@ -67,14 +68,13 @@ class TeacherSide:
         self,
         store: TeacherStore,
         text: TeacherText,
-        pieces: Pieces,  # the student's
-        teacher_pieces: TeacherPieces,  # the same pieces in the teacher's tokens
+        teacher_pieces: TeacherPieces,  # the pieces of all packs in the teacher's tokens
         seq_length: int,  # teacher tokens of a pack
         document_multiple: int,  # documents are padded to a multiple of it
     ):
         assert seq_length % document_multiple == 0
         self.text, self.seq_length = text, seq_length
-        self._store, self._pieces, self._teacher_pieces = store, pieces, teacher_pieces
+        self._store, self._teacher_pieces = store, teacher_pieces
         self._multiple = document_multiple
         self._supports = Supports(text.spellings)
         if text.twins is not None:
@@ -87,13 +87,16 @@ class TeacherSide:
         Pieces keep the student's order. A piece without enough room is cut at the last common boundary, or
         dropped.
         """
-        pack = self.empty_pack()
+        pack, pieces = self.empty_pack(), student.pieces
+        ranges = self._teacher_pieces.part(student.first_piece, student.first_piece + len(pieces))
         lengths, spans, chunks, start = [], [], [np.zeros((0, 4), dtype=np.int64)], 0
-        for piece, student_start in zip(student.piece_ids.tolist(), student.starts.tolist(), strict=True):
-            found, length = self._piece(piece, self.seq_length - start)
+        for number, (student_start, first, length) in enumerate(
+            zip(student.starts.tolist(), *(column.tolist() for column in ranges), strict=True)
+        ):
+            found, length = self._piece(pieces, number, first, length, self.seq_length - start)
             if not length:
                 continue
-            self._copy(piece, length, pack, start)
+            self._copy(int(pieces.document[number]), first, length, pack, start)
             chunks.append(found + [student_start, student_start, start, start])
             lengths.append(length)
             spans.append(int(padded_lengths(np.int64(length), self._multiple)))
@@ -114,32 +117,30 @@ class TeacherSide:
             chunks=PackChunks.empty(),
         )
 
-    def needed(self, piece_ids: np.ndarray) -> int:
-        """Return the teacher tokens of whole pieces, before any is cut to fit into its pack."""
-        return int(self._teacher_pieces.length[piece_ids].sum())
+    def needed(self, first: int, last: int) -> int:
+        """Return the teacher tokens of the whole pieces [first, last), before any is cut to fit."""
+        return int(self._teacher_pieces.part(first, last)[1].sum())
 
-    def _piece(self, piece: int, room: int) -> tuple[np.ndarray, int]:
-        """Return (chunks, teacher tokens <= room) of a piece.
+    def _piece(
+        self, pieces: Pieces, number: int, start: int, length: int, room: int
+    ) -> tuple[np.ndarray, int]:
+        """Return (chunks, teacher tokens <= room) of a piece that has `length` of them, from `start` on.
 
         Chunks are int64 [c, 4], counted from the start of the piece; each has a predictor on both sides.
         """
-        offset, num_labels = int(self._pieces.offset[piece]), int(self._pieces.num_labels[piece])
-        start, length = int(self._teacher_pieces.start[piece]), int(self._teacher_pieces.length[piece])
-        student_range, teacher_range = (
-            (offset, offset + num_labels + 1),
-            (start, start + min(length, room) + 1),
-        )
-        chunks = self._store.chunks(int(self._pieces.document[piece]), student_range, teacher_range)
+        offset, num_labels = int(pieces.offset[number]), int(pieces.num_labels[number])
+        student_range = (offset, offset + num_labels + 1)
+        teacher_range = (start, start + min(length, room) + 1)
+        chunks = self._store.chunks(int(pieces.document[number]), student_range, teacher_range)
         chunks = chunks - [offset, offset, start, start]
         if length > room:
             length = int(chunks[-1, 3]) - 1 if len(chunks) else 0  # the last token is only a label
         return chunks[(chunks[:, 0] > 0) & (chunks[:, 2] > 0)], length
 
-    def _copy(self, piece: int, length: int, pack: TeacherPack, start: int) -> None:
-        """Copy tokens and labels of a piece into the arrays of the pack, from position `start`."""
-        document, first = int(self._pieces.document[piece]), int(self._teacher_pieces.start[piece])
+    def _copy(self, document: int, first: int, length: int, pack: TeacherPack, start: int) -> None:
+        """Copy a document's tokens, `first` and later, and labels into the pack's arrays at `start`."""
         tokens = self._store.tokens
-        num_read = min(length + 1, int(tokens.lengths[document]) - first)
+        num_read = min(length + 1, int(tokens.lengths(document)) - first)
         ids = tokens.read(document, first, num_read)[0]
         pack.tokens[start : start + length] = ids[:length]
         pack.labels[start : start + num_read - 1] = ids[1:]
@@ -180,7 +181,7 @@ class Supports:
         self._spellings = spellings
         self._cached = lru_cache(CACHED_SUPPORTS)(self._pairs)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Supports], tuple[Spellings | None]]:
         return Supports, (self._spellings,)
 
     def look_up(

@@ -45,7 +45,7 @@ class TeacherStore:
 
         Raises DataError if they are missing, damaged, or made for another corpus than `student`.
         """
-        self.tokens, self.student = TokenStore.open(prefix), student
+        self.tokens, self.student = TokenStore(prefix), student
         files = TeacherStoreFiles(prefix)
         fits = len(self.tokens) == len(student)
         self._marks = []
@@ -59,7 +59,7 @@ class TeacherStore:
                 )
             self._marks.append(np.memmap(path, dtype=np.uint8, mode="r"))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[TeacherStore], tuple[str, TokenStore]]:
         return TeacherStore, (self.tokens.prefix, self.student)
 
     def chunks(
@@ -73,12 +73,12 @@ class TeacherStore:
         """
         stores = (self.student, self.tokens)
         limits = [
-            limit or (0, int(store.lengths[document]))
+            limit or (0, int(store.lengths(document)))
             for store, limit in zip(stores, (student, teacher), strict=True)
         ]
         sides = []
         for store, marks, (first, last) in zip(stores, self._marks, limits, strict=True):
-            start, length = int(store.offsets[document]), int(store.lengths[document])
+            start, length = int(store.starts(document)), int(store.lengths(document))
             stop = start + min(last + 1, length)  # one mark more shows whether the last chunk continues
             window = marks[start + first : stop]
             sides.append(_ranges(window) + first)

@@ -14,10 +14,11 @@ from mkd.data.aligned.aligned_documents import AlignedBatch, DocumentRanges, Pai
 from mkd.data.aligned.teacher_side import TeacherText
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.encoding import FileRows, in_workers
+from mkd.data.known_files import KnownFiles
 from mkd.data.quarantine import BadRecord, Quarantine, require_few
 from mkd.data.sources import is_raw
-from mkd.data.store import FORMAT_VERSION, StoreFiles, TokenStore
-from mkd.data.store_builder import content_hash, replaced_when_complete
+from mkd.data.store import FORGETFUL, FORMAT_VERSION, StoreFiles, TokenStore
+from mkd.data.store_builder import replaced_when_complete
 from mkd.errors import DataError, MkdError
 from mkd.tokenizers.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ def cached_teacher_store(
     cache_dir: str,
     workers: int,
     max_bad_records: int = 0,
+    known: KnownFiles = FORGETFUL,
     progress: Callable[[], None] = lambda: None,
 ) -> str:
     """Return the prefix of the corpus in the teacher's tokens.
@@ -45,7 +47,7 @@ def cached_teacher_store(
     `refused_documents`). Raises DataError for more, and for ids that the teacher's model does not know. For
     `progress` see `build_store`.
     """
-    student = TokenStore.open(student_prefix)
+    student = TokenStore(student_prefix)
     pair = Pair(tokenizer, text.tokenizer, text.alignment, text.reasoning, append_eod)
     settings = [
         ALIGNMENT_VERSION,
@@ -56,30 +58,34 @@ def cached_teacher_store(
     ]
     if is_raw(path):
         source, align = FileRows([path], characters_per_sample), RowAligner(pair)
-        key = content_hash([*settings, append_eod, characters_per_sample], [path], progress)
+        key = known.content_hash([*settings, append_eod, characters_per_sample], [path], progress)
     else:
         source, align = DocumentRanges(len(student)), StoreAligner(student, pair)
         files = StoreFiles(student_prefix)
         contents = [file for file in (files.bin, files.idx, files.loss_mask) if file.exists()]
-        key = content_hash([*settings, TOKENS_VERSION], contents, progress)
+        key = known.content_hash([*settings, TOKENS_VERSION], contents, progress)
     prefix = str(Path(cache_dir) / f"{Path(path).stem}-teacher-{key[:16]}")
-    if not _is_complete(prefix, student, key):
+    if not _is_complete(prefix, student, key, known, progress):
         with closing(in_workers(source, align, workers, progress)) as batches:
             _write(batches, prefix, student, text, key, max_bad_records)
-    store = TokenStore.open(prefix)
+    store = TokenStore(prefix)
     require_few(StoreFiles(prefix).quarantine, store.meta["bad_records"], max_bad_records)
-    store.check_token_range(text.vocab_size)
+    store.check_token_range(text.vocab_size, known, progress)
     return prefix
 
 
 def refused_documents(prefix: str) -> list[int]:
     """Return the documents that a teacher's corpus skips."""
-    return TokenStore.open(prefix).meta["refused"]
+    return TokenStore(prefix).meta["refused"]
 
 
-def _is_complete(prefix: str, student: TokenStore, key: str) -> bool:
+def _is_complete(
+    prefix: str, student: TokenStore, key: str, known: KnownFiles, progress: Callable[[], None]
+) -> bool:
     try:
-        return TeacherStore(prefix, student).tokens.meta.get("cache_key") == key
+        tokens = TeacherStore(prefix, student).tokens
+        tokens.check_layout(known, progress)
+        return tokens.meta.get("cache_key") == key
     except DataError:
         return False
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from mkd.data.batch import Pack
-from mkd.data.dataset import BlendedDataset, PackedDataset
+from mkd.data.dataset import BlendedDataset
 from mkd.data.drafts import draft_name, remove_left_behind
 from mkd.data.stored.teacher_rows import TeacherRows
 from mkd.errors import DataError
@@ -274,7 +273,7 @@ class TopKPart:
             raise _damaged(self.meta.shard_path(self._folder, self._part, shard), str(error)) from error
 
 
-class TaughtDataset:
+class TaughtDataset(BlendedDataset):
     """A data set whose packs carry the teacher's rows."""
 
     def __init__(self, dataset: BlendedDataset, part: TopKPart):
@@ -283,58 +282,28 @@ class TaughtDataset:
         Raises DataError if the cache was not made from this data set; the first, middle and last pack are
         compared.
         """
-        self._dataset, self._part = dataset, part
-        self.num_documents = dataset.num_documents
+        super().__init__(dataset.members, dataset.weights)
+        self._part = part
         exported = part.meta.parts[part._part]
-        if exported != len(dataset):
+        if exported != len(self):
             raise DataError(
-                f"{part._folder}: the teacher cache has {exported} packs, this run has {len(dataset)}",
+                f"{part._folder}: the teacher cache has {exported} packs, this run has {len(self)}",
                 "it was made from other data, or with other settings of it",
                 "use the data of the export, or export again into another folder",
                 code="teacher-cache-length-differs",
             )
-        for index in {0, len(dataset) // 2, len(dataset) - 1}:
+        for index in {0, len(self) // 2, len(self) - 1}:
             self[index]
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def __getitem__(self, index: int) -> Pack:
-        pack = self._dataset[index]
+        pack = super().__getitem__(index)
         rows = self._part.rows(index, pack_digest(pack))
         assert len(rows.ids) == np.count_nonzero(pack.loss_mask)
         return replace(pack, teacher_inputs=(rows,))
 
-    def documents_of(self, index: int) -> dict[str, list[int]]:
-        return self._dataset.documents_of(index)
-
     def empty_pack(self) -> Pack:
         rows = TeacherRows.empty(self._part.meta.k, self._part.meta.vocab_size)
-        return replace(self._dataset.empty_pack(), teacher_inputs=(rows,))
-
-    @property
-    def teacher_seq_lengths(self) -> tuple[int, ...]:
-        """Nothing: a stored teacher does not run."""
-        return self._dataset.teacher_seq_lengths
-
-    @property
-    def members(self) -> list[PackedDataset]:
-        """See BlendedDataset."""
-        return self._dataset.members
-
-    @property
-    def weights(self) -> Sequence[float] | None:
-        """See BlendedDataset."""
-        return self._dataset.weights
-
-    def sample_order(self, seed: int, shuffle: bool):
-        return self._dataset.sample_order(seed, shuffle)
-
-    def evenly_spaced(self, count: int) -> np.ndarray:
-        return self._dataset.evenly_spaced(count)
-
-    def describe(self) -> list[str]:
-        return self._dataset.describe()
+        return replace(super().empty_pack(), teacher_inputs=(rows,))
 
 
 def load_pyarrow() -> tuple[ModuleType, ModuleType]:

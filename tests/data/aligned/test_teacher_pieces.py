@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mkd.data.aligned.teacher_pieces import TeacherPieces, longest_pack, teacher_pieces
-from mkd.data.packing import Packs, Pieces, cut_documents
+from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces
+from mkd.data.dataset import PackedDataset
+from mkd.data.packing.pieces import Pieces, cut_documents
+
+
+class Side:
+    """One side of a store."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths.__getitem__
+        self.num_tokens = int(lengths.sum())
 
 
 class Store:
@@ -14,17 +23,16 @@ class Store:
 
     def __init__(self, *documents):
         self._chunks = [np.array(chunks, dtype=np.int64).reshape(-1, 4) for _, _, chunks in documents]
-        self.student, self.tokens = (
-            type("Side", (), {"lengths": np.array([d[side] for d in documents])}) for side in (0, 1)
-        )
+        self.document_lengths, teacher = (np.array([d[side] for d in documents]) for side in (0, 1))
+        self.student, self.tokens = Side(self.document_lengths), Side(teacher)
 
     def chunks(self, document):
         return self._chunks[document]
 
 
 def borders(store, seq_length, overlong="split"):
-    own = teacher_pieces(store, cut_documents(store.student.lengths, 0, seq_length, overlong))
-    return [(int(start), int(start + length)) for start, length in zip(own.start, own.length, strict=True)]
+    starts, lengths = teacher_pieces(store, cut_documents(store.document_lengths, 0, seq_length, overlong))
+    return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
 
 def test_whole_documents_are_whole_for_the_teacher():
@@ -59,9 +67,18 @@ def test_a_chunk_longer_than_a_piece_leaves_nothing():
 
 
 @pytest.mark.parametrize(("multiple", "expected"), [(1, 128), (2, 128), (4, 256)])
-def test_the_longest_pack(multiple, expected):
-    pieces = TeacherPieces(np.zeros(4, int), np.array([61, 3, 60, 5]))
-    assert longest_pack(pieces, Packs(np.array([0, 1, 4]), np.array([1, 0, 2, 3])), multiple) == expected
+def test_the_longest_pack(make_store, multiple, expected):
+    """The packs of 8 student tokens have 3 and 61 + 60 + 5 teacher tokens."""
+    documents = [[0] * 2, [0] * 8, [0] * 3, [0] * 3]
+    index = PackedDataset(make_store(documents), seq_length=8, vocab_size=1, pad_id=0).index
+    pieces = TeacherPieces.in_memory(
+        Store(
+            *((len(document), tokens, []) for document, tokens in zip(documents, (61, 3, 60, 5), strict=True))
+        ),
+        index,
+        multiple,
+    )
+    assert pieces.pack_length(multiple) == expected
 
 
 def test_pieces_of_any_document_lie_in_order():
@@ -70,7 +87,10 @@ def test_pieces_of_any_document_lie_in_order():
         cuts = [np.sort(random.choice(41, 20, replace=False)) for _ in range(2)]
         chunks = np.concatenate([cut.reshape(-1, 2) for cut in cuts], axis=1)
         pieces = Pieces(np.zeros(8, int), np.arange(0, 40, 5), np.full(8, 5), np.array([5] * 7 + [4]))
-        own = teacher_pieces(Store((40, 40, chunks)), pieces)
-        stops = own.start + own.length
-        assert own.start[0] == 0 and chunks[-1, 3] <= stops[-1] <= 40
-        assert (np.diff(own.start) >= 0).all() and (np.diff(stops) >= 0).all() and (own.length >= 0).all()
+        starts, lengths = teacher_pieces(Store((40, 40, chunks)), pieces)
+        stops = starts + lengths
+        assert starts[0] == 0 and chunks[-1, 3] <= stops[-1] <= 40
+        assert (np.diff(starts) >= 0).all() and (np.diff(stops) >= 0).all() and (lengths >= 0).all()
+        shuffled = random.permutation(8)
+        again = teacher_pieces(Store((40, 40, chunks)), pieces.select(shuffled))
+        assert np.array_equal(again, [starts[shuffled], lengths[shuffled]]), "in any order of the pieces"

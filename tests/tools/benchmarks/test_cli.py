@@ -54,11 +54,20 @@ def check_output(code: int, lines: list[str], ids: set[str]) -> None:
         (("step", "--seq-length", "64", "--microbatches", "2"), {"R10"}),
         (("trainers", "--documents", "5"), {"R13"}),
         (("pipeline",), {"R11"}),
+        (("tokenise", "--mebibytes", "1", "--workers", "0"), {"R19"}),
     ],
 )
 def test_a_benchmark_ends_with_its_requirement_lines(arguments, ids):
     check_output(*run_main(arguments), ids)
     assert not dist.is_initialized()
+
+
+def test_the_start_on_a_corpus_that_has_an_index():
+    """Two real starts, of which the second one finds the index."""
+    code, lines = run_main(("corpus", "--documents", "70000", "--workers", "0", "--loss-mask", "--strict"))
+    found = [match for line in lines if (match := LINE.match(line))]
+    assert code == 0 and [match[2] for match in found] == ["PASS"] * 5, lines
+    assert "index 1 MiB" in lines[1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tools.benchmarks.results import BENCHMARKS, RESULTS, append_times, latest_medians, read_figures
+from tools.benchmarks.results import BENCHMARKS, RESULTS, append_figures, latest_medians, read_figures
 
 HEADER = "date,machine,commit,command,case,arm,quantity,unit,median,lowest,highest\n"
 
@@ -49,8 +49,8 @@ def test_a_range_alone_has_no_median(tmp_path):
 
 def test_appended_medians_are_read_back(tmp_path):
     path = tmp_path / "step.csv"
-    append_times(path, "CPU", ["step", "--flags", "--lr 0"], {"one GPU": {"KD step": 12.3456}})
-    append_times(path, "CPU", ["step"], {"one GPU": {"KD step": 12.0}})
+    append_figures(path, "CPU", ["step", "--flags", "--lr 0"], {"one GPU": {"KD step": 12.3456}})
+    append_figures(path, "CPU", ["step"], {"one GPU": {"KD step": 12.0}})
     first, second = read_figures("step", tmp_path)
     assert (first.case, first.arm, first.median, first.unit) == ("one GPU", "KD step", "12.35", "ms")
     assert first.command == "step --flags '--lr 0'" and second.median == "12"

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.data.packing import as_row, cumulative, cut_documents, pack_pieces, padded_lengths, position_ids
+from mkd.data.batch import as_row, cumulative, position_ids
+from mkd.data.packing.best_fit import pack_pieces
+from mkd.data.packing.pieces import cut_documents, padded_lengths
 
 
 def rows(pieces):

@@ -1,0 +1,306 @@
+"""The packs of a data set: made in memory if it is small, else read from a file that all processes share.
+
+A large data set is packed in windows of documents, so that memory does not grow with it, in several
+processes. Each window has many packs: packing them apart costs less than 0.1 % of the places.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mkd.data.encoding import in_workers
+from mkd.data.known_files import KnownFiles
+from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
+from mkd.data.packing.best_fit import pack_pieces
+from mkd.data.packing.pieces import Pieces, cut_documents, padded_lengths
+from mkd.data.store import StoreFiles, TokenStore
+from mkd.errors import DataError
+
+LOG = logging.getLogger("mkd")
+VERSION = 1  # raise it when the same documents become other packs
+SMALL_PIECES = 1 << 16  # a data set with no more is packed by every process: 50 ms, and no file
+WINDOW_PIECES = 1 << 21  # of a large data set, packed together: 10 s and 500 MB
+WINDOWS_PER_WORKER = 4  # so many are worth the start of another process
+WHOLE = "whole"  # fact about a file: it has the content that was written
+BLOCK_PACKS = 1 << 16  # most packs that are read at a time
+REPORT_S = 5.0  # between two lines of progress
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """Settings that, with the documents, decide the packs."""
+
+    seq_length: int
+    pack: str = "bfd"
+    overlong: str = "split"
+    document_multiple: int = 1  # documents are padded to a multiple of it
+    documents: tuple[int, int] | None = None  # [first, last) of the corpus; None: all
+    left_out: tuple[int, ...] = ()  # documents to skip, ascending
+    window_pieces: int = WINDOW_PIECES  # most pieces that are packed together
+
+    def document_range(self, store: TokenStore) -> tuple[int, int]:
+        return self.documents or (0, len(store))
+
+
+@dataclass(frozen=True)
+class PackedWindow:
+    """The packs of consecutive documents: records as PackIndex has them, stops counted from the first one."""
+
+    pieces: np.ndarray  # in the order of the packs
+    packs: np.ndarray
+
+
+class PackIndex:
+    """The pieces of every pack. Picklable: a file is mapped again."""
+
+    def __init__(
+        self, pieces: np.ndarray, packs: np.ndarray, totals: dict[str, int], file: ArrayFile | None = None
+    ):
+        self._pieces, self._packs, self._totals, self.file = pieces, packs, totals, file
+        self.key = file.key if file else ""
+        self.num_tokens = totals["tokens"]
+        self.num_loss_tokens = totals["loss_tokens"]
+        self.num_windows = totals["windows"]
+        self.num_pieces = len(pieces)
+
+    @classmethod
+    def in_file(cls, file: ArrayFile) -> PackIndex:
+        return cls(file.arrays["pieces"], file.arrays["packs"], file.values, file)
+
+    def __reduce__(self) -> tuple[Callable[..., PackIndex], tuple[object, ...]]:
+        if self.file is not None:
+            return PackIndex.in_file, (self.file,)
+        return PackIndex, (self._pieces, self._packs, self._totals)
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def piece_range(self, pack: int) -> tuple[int, int]:
+        """Return [first, last) of the numbers of a pack's pieces."""
+        return int(self._packs["stop"][pack - 1]) if pack else 0, int(self._packs["stop"][pack])
+
+    def pieces(self, first: int, last: int) -> Pieces:
+        """Return the pieces [first, last), counted over all packs."""
+        part = self._pieces[first:last]
+        return Pieces(*(part[field].astype(np.int64) for field in part.dtype.names))
+
+    def pieces_of(self, pack: int) -> Pieces:
+        """Return the pieces of a pack, in the order of the corpus."""
+        return self.pieces(*self.piece_range(pack))
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first piece, stops of the packs, int64 [n]) for consecutive packs of some million pieces."""
+        first = piece = 0
+        while first < len(self):
+            stops = self._packs["stop"][first : first + BLOCK_PACKS].astype(np.int64)
+            count = max(1, int(np.searchsorted(stops, piece + WINDOW_PIECES, side="right")))
+            yield piece, stops[:count]
+            first, piece = first + count, int(stops[count - 1])
+
+    def loss_tokens(self, pack: int) -> int:
+        """Return the loss tokens of a pack."""
+        return int(self._packs["loss_tokens"][pack])
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The ranges of documents that are packed together; picklable, for workers."""
+
+    store: TokenStore
+    settings: PackSettings
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        first, end = self.settings.document_range(self.store)
+        most = self.settings.window_pieces
+        while first < end:
+            last = min(first + most, end)
+            lengths = self.store.lengths_between(first, last)
+            if self.settings.overlong != "split":
+                lengths = np.minimum(lengths, self.settings.seq_length)
+            pieces = np.cumsum(-(-lengths // self.settings.seq_length))
+            last = first + max(1, int(np.searchsorted(pieces, most, side="right")))
+            yield first, min(last, end)
+            first = last
+
+
+@dataclass(frozen=True)
+class WindowPacker:
+    """Packs the documents of one window; picklable, for workers."""
+
+    store: TokenStore
+    settings: PackSettings
+
+    def __call__(self, window: tuple[int, int]) -> PackedWindow:
+        store, settings = self.store, self.settings
+        first, last = window
+        lengths = store.lengths_between(first, last)
+        left_out = np.array(settings.left_out, dtype=np.int64)
+        lengths[left_out[(left_out >= first) & (left_out < last)] - first] = 0
+        pieces = cut_documents(lengths, first, settings.seq_length, settings.overlong)
+        starts = store.starts(pieces.document) + pieces.offset + 1
+        loss_tokens = store.count_loss(starts, pieces.num_labels)
+        # Skip pieces without loss: they would cost a forward and a backward pass for nothing.
+        pieces, loss_tokens = pieces.select(loss_tokens > 0), loss_tokens[loss_tokens > 0]
+        spans = padded_lengths(pieces.length, settings.document_multiple)
+        packs = pack_pieces(spans, settings.seq_length, settings.pack)
+        kinds = self.kinds()
+        found = PackedWindow(np.empty(len(pieces), kinds["pieces"]), np.empty(len(packs), kinds["packs"]))
+        for field in found.pieces.dtype.names:
+            found.pieces[field] = getattr(pieces, field)[packs.piece_ids]
+        if len(packs):
+            found.packs["stop"] = packs.offsets[1:]
+            found.packs["loss_tokens"] = np.add.reduceat(loss_tokens[packs.piece_ids], packs.offsets[:-1])
+        return found
+
+    def kinds(self) -> dict[str, np.dtype]:
+        """Return the types of a piece and of a pack, with the smallest integers that hold all values."""
+        document, in_document = (np.min_scalar_type(n) for n in (len(self.store), self.store.num_tokens))
+        in_pack = np.min_scalar_type(self.settings.seq_length)
+        piece = [
+            ("document", document),
+            ("offset", in_document),
+            ("length", in_pack),
+            ("num_labels", in_pack),
+        ]
+        return {"pieces": np.dtype(piece), "packs": np.dtype([("stop", np.int64), ("loss_tokens", in_pack)])}
+
+
+def is_small(store: TokenStore, settings: PackSettings) -> bool:
+    """Return True if every process packs the documents itself: there is no file."""
+    first, last = settings.document_range(store)
+    tokens = int(store.starts(last) - store.starts(first))
+    return last - first + tokens // settings.seq_length <= SMALL_PIECES
+
+
+def pack_in_memory(store: TokenStore, settings: PackSettings) -> PackIndex:
+    """Return the packs of a data set. Raises DataError if no token of it has loss."""
+    packer, totals = WindowPacker(store, settings), Totals()
+    windows = [totals.add(packer(window)) for window in Windows(store, settings)]
+    pieces, packs = (
+        np.concatenate([np.empty(0, kind), *(getattr(window, name) for window in windows)])
+        for name, kind in packer.kinds().items()
+    )
+    return PackIndex(pieces, packs, totals.checked(store, settings))
+
+
+def pack_into_file(
+    store: TokenStore,
+    settings: PackSettings,
+    cache_dir: str,
+    known: KnownFiles,
+    workers: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> ArrayFile:
+    """Return the file with the packs of a data set; write it unless the cache has it.
+
+    The file depends on lengths and mask of the documents and on the settings alone. `workers` are the most
+    processes that pack (0: this one). `progress` is called for every window, and may raise. Raises DataError
+    if no token has loss, or the file cannot be written.
+    """
+    files = StoreFiles(store.prefix)
+    contents = [path for path in (files.idx, files.loss_mask) if path.exists()]
+    key = known.content_hash([VERSION, asdict(settings)], contents, progress)
+    path = Path(cache_dir) / f"{Path(store.prefix).name}-packs-{key[:16]}.bin"
+    if (found := open_whole(path, key, known, progress)) is not None:
+        return found
+    windows = list(Windows(store, settings))
+    packer, totals = WindowPacker(store, settings), Totals()
+    workers = min(workers, len(windows) // WINDOWS_PER_WORKER)
+    report = Report(f"packing {store.prefix}", len(windows))
+    with (
+        ArrayFileWriter(path, key, packer.kinds()) as writer,
+        closing(in_workers(windows, packer, workers if workers > 1 else 0, progress)) as packed,
+    ):
+        for window in map(totals.add, packed):
+            writer.append("packs", window.packs)
+            writer.append("pieces", window.pieces)
+            report.step()
+        writer.finish(totals.checked(store, settings), progress)
+    known.keep(path, WHOLE, True)
+    return ArrayFile(path, key)
+
+
+def open_whole(
+    path: Path, key: str, known: KnownFiles, progress: Callable[[], None] = lambda: None
+) -> ArrayFile | None:
+    """Return the file, or None if it has to be written: missing, damaged or outdated. Logs the last two."""
+    if not path.exists():
+        return None
+    try:
+        file = ArrayFile(path, key)
+        if known.fact(path, WHOLE, lambda: file.is_whole(progress)):
+            return file
+        why = "its SHA-256 is not the one recorded when it was written"
+    except DataError as error:
+        why = error.why
+    LOG.warning(f"{path} is written again: {why}")
+    return None
+
+
+@dataclass
+class Report:
+    """Logs how much of a long task is done, every few seconds."""
+
+    name: str
+    total: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self._start = self._last = time.monotonic()
+
+    def step(self, count: int = 1) -> None:
+        """Count some parts, and log a bar if the last one was logged some seconds ago."""
+        self.done += count
+        now = time.monotonic()
+        if now - self._last < REPORT_S and not (self.done == self.total and self._last > self._start):
+            return
+        self._last = now
+        share = self.done / self.total
+        left_s = (now - self._start) * (1 - share) / share
+        LOG.info(f"{self.name} [{'#' * round(20 * share):.<20}] {share:4.0%}, {left_s:.0f} s left")
+
+
+@dataclass
+class Totals:
+    """Sums over the windows of a data set."""
+
+    pieces: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    windows: int = 0
+
+    def add(self, window: PackedWindow) -> PackedWindow:
+        """Count the window, and return it with stops that count from the first window's first piece."""
+        window.packs["stop"] += self.pieces
+        self.pieces += len(window.pieces)
+        self.tokens += int(window.pieces["length"].sum(dtype=np.int64))
+        self.loss_tokens += int(window.packs["loss_tokens"].sum(dtype=np.int64))
+        self.windows += 1
+        return window
+
+    def checked(self, store: TokenStore, settings: PackSettings) -> dict[str, int]:
+        """Return the sums. Raises DataError if no token has loss."""
+        if not self.loss_tokens:
+            raise _no_loss_tokens(store, settings)
+        return asdict(self)
+
+
+def _no_loss_tokens(store: TokenStore, settings: PackSettings) -> DataError:
+    first, last = settings.document_range(store)
+    why = f"all tokens of its {last - first} documents that could be labels are masked"
+    if settings.overlong == "drop":
+        why += f", or the documents are longer than --seq-length {settings.seq_length} and dropped"
+    return DataError(
+        f"{store.prefix}: no loss tokens",
+        why,
+        "check that conversations have assistant turns, completions are not empty, "
+        "and texts are longer than one token",
+        code="corpus-without-loss-tokens",
+    )
