@@ -30,4 +30,5 @@ def refused(code: str, kind: type[MkdError] = MkdError) -> Iterator[pytest.Excep
     with pytest.raises(kind) as caught:
         yield caught
     assert caught.value.code == code, caught.value.report()
-    assert caught.value.do, "an error says what to do"
+    errors = getattr(caught.value, "errors", [caught.value])
+    assert all(error.do for error in errors), "an error says what to do"

@@ -11,8 +11,8 @@ import numpy as np
 from mkd.data.aligned.teacher_side import SharedSide, StudentPack, TeacherSide, summarise_teacher
 from mkd.data.batch import Pack, empty_pack
 from mkd.data.order import STORED_PACKS, BlendOrder, EpochOrder, SampleOrder, evenly_spaced
+from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.pack_index import WINDOW_PIECES, PackIndex, PackSettings, pack_in_memory
-from mkd.data.packing.pieces import Pieces, padded_lengths
 from mkd.data.store import TokenStore, first_out_of_range
 
 SUMMARISED_PACKS = 64  # enough for proportions; a pack takes milliseconds

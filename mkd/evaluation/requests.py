@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mkd.data.batch import Pack, PackedBatch, collate, empty_pack
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.data.packing.pieces import padded_lengths
+from mkd.data.packing.cutting import padded_lengths
 from mkd.errors import DataError
 from mkd.evaluation.tasks import Pair
 from mkd.parallel.zigzag import context_parallel_rows

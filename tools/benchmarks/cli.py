@@ -73,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     for command in (packing, trainers):
         command.add_argument("--documents", type=int, help="documents of a step (default: 64, on a CPU 16)")
     _add_pair_flags((step, packing, pipeline, trainers))
+    _add_layout_flags((step, pipeline))
+    _add_data_commands(commands)
+    return main
+
+
+def _add_data_commands(commands) -> None:
     corpus = _add(commands, "corpus", run_corpus, "start of a run on a large corpus: R14 to R18")
     corpus.add_argument(
         "--documents", type=int, default=1_000_000, help="documents of 5 to 60 tokens (default: 1000000)"
@@ -91,8 +97,6 @@ def parser() -> argparse.ArgumentParser:
     tokenise.add_argument(
         "--workers", type=int, nargs="+", default=[0, 2], help="processes; 0: this one (default: 0 2)"
     )
-    _add_layout_flags((step, pipeline))
-    return main
 
 
 def _add_pair_flags(commands: Sequence[argparse.ArgumentParser]) -> None:

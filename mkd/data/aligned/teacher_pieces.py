@@ -10,8 +10,8 @@ import numpy as np
 from mkd.data.aligned.teacher_store import TeacherStore, TeacherStoreFiles
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
+from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.packing.pack_index import WHOLE, PackIndex, Report, open_whole
-from mkd.data.packing.pieces import Pieces, padded_lengths
 
 LENGTH_UNIT = 64  # a pack's length is rounded up to this many document multiples
 VERSION = 1  # raise it when the same pieces get other tokens

@@ -12,7 +12,7 @@ from mkd.data.aligned.teacher_batch import PackChunks, TeacherPack
 from mkd.data.aligned.teacher_pieces import TeacherPieces
 from mkd.data.aligned.teacher_store import TeacherStore
 from mkd.data.batch import Pack
-from mkd.data.packing.pieces import Pieces, padded_lengths
+from mkd.data.packing.cutting import Pieces, padded_lengths
 from mkd.data.teacher_input import SharedTokens
 from mkd.tokenizers.tokenizer import Tokenizer
 from mkd.xtoken.chunks import MANY_TO_MANY, MANY_TO_ONE, ONE_TO_MANY, ONE_TO_ONE

@@ -1,6 +1,6 @@
 """Documents to packs: once for a corpus and its settings.
 
-pieces.py        documents cut into pieces that fit into a pack
+cutting.py       documents cut into pieces that fit into a pack
 best_fit.py      pieces to packs, best-fit decreasing
 array_file.py    arrays in one file: written in parts, whole or not at all, and read memory-mapped
 pack_index.py    the packs of a data set: in memory if it is small, else from a file that all processes share

@@ -19,7 +19,7 @@ from mkd.data.encoding import in_workers
 from mkd.data.known_files import KnownFiles
 from mkd.data.packing.array_file import ArrayFile, ArrayFileWriter
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.data.packing.pieces import Pieces, cut_documents, padded_lengths
+from mkd.data.packing.cutting import Pieces, cut_documents, padded_lengths
 from mkd.data.store import StoreFiles, TokenStore
 from mkd.errors import DataError
 

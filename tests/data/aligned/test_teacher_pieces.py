@@ -7,7 +7,7 @@ import pytest
 
 from mkd.data.aligned.teacher_pieces import TeacherPieces, teacher_pieces
 from mkd.data.dataset import PackedDataset
-from mkd.data.packing.pieces import Pieces, cut_documents
+from mkd.data.packing.cutting import Pieces, cut_documents
 
 
 class Side:

@@ -10,7 +10,7 @@ import torch
 
 from mkd.data.batch import as_row, cumulative, position_ids
 from mkd.data.packing.best_fit import pack_pieces
-from mkd.data.packing.pieces import cut_documents, padded_lengths
+from mkd.data.packing.cutting import cut_documents, padded_lengths
 
 
 def rows(pieces):
