@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -45,7 +46,9 @@ class EventLog(Follower, logging.Handler):
         if not appends:
             set_aside(path)
         self._iteration = iteration
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a crash during a write
         self._file = path.open("a", encoding="utf-8")
+        self._file.write("\n" * torn)
         begin = (RESUME, f"resumed from iteration {iteration}") if iteration else (START, "started")
         self._write({**_event(iteration, *begin), "time": self._started})
         for event in self._early:
@@ -70,8 +73,11 @@ class EventLog(Follower, logging.Handler):
             return
         kind = DONE if error is None else STOP if isinstance(error, Preempted) else FAILURE
         what = error.what if isinstance(error, MkdError) and hasattr(error, "what") else repr(error)
-        self._write(_event(self._iteration, kind, "ended" if error is None else what))
-        self._file.close()
+        try:
+            with self._file:
+                self._write(_event(self._iteration, kind, "ended" if error is None else what))
+        except OSError as full:  # the run itself has ended as it should
+            print(f"{EVENTS_FILE} lacks the end of the run: {full}", file=sys.stderr, flush=True)
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None

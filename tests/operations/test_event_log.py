@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -54,6 +55,22 @@ def test_a_resumed_run_appends_and_a_new_one_renames(tmp_path):
     assert len(both) == 10 and both[5] == (7, "resume", "resumed from iteration 7")
     a_run(tmp_path, 0, False, None)
     assert events(tmp_path) == both[:5] and events(tmp_path, "events.1.jsonl") == both
+
+
+def test_a_torn_line_takes_no_event_with_it(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"time": 1, "iter')
+    a_run(tmp_path, 7, True, None)
+    torn, *lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert torn == '{"time": 1, "iter' and json.loads(lines[0])["kind"] == "resume"
+
+
+def test_a_full_disk_does_not_fail_a_run_that_is_done(tmp_path, capsys):
+    with console(rank=0), open("/dev/full", "w") as full:
+        log = EventLog()
+        log.open(tmp_path, 0, appends=False)
+        os.dup2(full.fileno(), log._file.fileno())
+        log.end(None)
+    assert "lacks the end of the run" in capsys.readouterr().err and not LOG.handlers
 
 
 def test_a_run_that_fails_before_it_owns_its_folder_writes_nothing(tmp_path):
