@@ -144,12 +144,13 @@ def continuation(path: Path) -> str:
 
 def next_steps(folder: Path, export: Path) -> str:
     """Return what to try next, as commands."""
+    mkd = Path(sys.executable).with_name("mkd")  # .venv/bin is rarely on the path
     return f"""
 next:
-  mkd report {folder}     # the run as one page
-  mkd make-student --hf {folder / "teacher"} --out {folder / "narrow"} --target-params 113M \\
+  {mkd} report {folder}     # the run as one page
+  {mkd} make-student --hf {folder / "teacher"} --out {folder / "narrow"} --target-params 113M \\
       --data-path {folder / "train.jsonl"}         # another cut of the same size (docs/make-student.md)
-  mkd evaluate --student-hf {export} --completions FILE.jsonl     # your own task (docs/evaluation.md)
+  {mkd} evaluate --student-hf {export} --completions FILE.jsonl     # your own task (docs/evaluation.md)
   docs/quickstart.md explains this output; README.md has the command for your own models"""
 
 

@@ -29,7 +29,7 @@ def packaged(name: str) -> Path:
     raise MkdError(
         f"this installation of mkd has no {name}",
         f"neither {' nor '.join(map(str, places))} exists",
-        "install mkd again: pip install --force-reinstall --no-deps megatron-kd",
+        "install mkd again, from its wheel or its checkout",
         code="packaged-file-missing",
     )
 

@@ -20,7 +20,8 @@ def read_batches(
     """Return about `num_tokens` tokens of the files as batches of about `batch_tokens`.
 
     Every document gives its first `seq_length` tokens, as many documents as needed; then their following
-    tokens, if the files end before. Raises DataError for a file that cannot be read, a record that is not
+    tokens, if the files end before. Pieces without a loss token, such as those of a long prompt, are skipped,
+    so that every batch can be scored. Raises DataError for a file that cannot be read, a record that is not
     valid, and a text that is shorter than one sequence.
     """
     packs: list[Pack] = []
@@ -29,7 +30,7 @@ def read_batches(
         if sum(len(one.tokens) for one in packs) >= num_tokens:
             break
     found = sum(len(one.tokens) for one in packs)
-    if found < min(seq_length, num_tokens) or not any(pack.loss_mask.any() for pack in packs):
+    if found < min(seq_length, num_tokens):
         raise DataError(
             f"{', '.join(paths)}: {found} tokens, fewer than one sequence of {seq_length}",
             "the cut is chosen by what the models predict on this text",
@@ -67,7 +68,7 @@ def _pieces(documents: Iterator[Document], seq_length: int) -> Iterator[Pack]:
 def _pack(document: Document, offset: int, seq_length: int) -> Pack | None:
     """Return a piece as a pack without padding; None if it predicts nothing."""
     end = min(offset + seq_length, len(document.ids) - 1)
-    if end <= offset:
+    if not document.loss[offset + 1 : end + 1].any():
         return None
     length = np.array([end - offset])
     return Pack(

@@ -44,7 +44,7 @@ IN_GROUPS, IN_FFN, UNCUT = (QKV, QKV_BIAS, HEADS), (GATE_UP, GATE_UP_BIAS, FFN),
 
 
 def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
-    """Write the student and return its shape. Weights keep their dtype on disk.
+    """Write the student and return its shape. Weights keep their dtype on disk; if they have several, fp32.
 
     A model that is already in `out_dir` is replaced, once the new files are complete. Raises CheckpointError
     for a teacher that is damaged or a folder that cannot be written, and UsageError for a cut that the
@@ -56,7 +56,7 @@ def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
         require_width_rules(teacher)
     student, config = cut.shape(teacher), cut.config(teacher)
     require_loadable(config)
-    stored = {header.dtype for header in checkpoint.headers.values()}
+    stored = {checkpoint.headers[name].dtype for name in hf_tensor_shapes(teacher)}
     dtypes = [dtype for dtype, name in DTYPE_NAMES.items() if stored == {name}]
     plan = export_plan(student, dtypes[0] if dtypes else torch.float32)
     with tempfile.TemporaryDirectory() as described:

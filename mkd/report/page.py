@@ -126,7 +126,7 @@ def check_file(file: Path) -> None:
 def write_page(text: str, file: Path) -> None:
     """Write the page. Raises UsageError if that fails."""
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", errors="replace")  # JSON and file names may hold surrogates
     except OSError as error:
         raise _not_writable(file, error.strerror or str(error)) from error
 

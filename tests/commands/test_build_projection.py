@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.commands import projection
 from mkd.commands.projection import main
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.load import open_tokenizer
 from mkd.xtoken import build_projection
+from mkd.xtoken.vocabulary.relation import STAGES, ProjectionSettings
 from tests.xtoken.conftest import tokenizer_paths  # noqa: F401
 from tests.xtoken.small_tokenizers import SAMPLE, SOURCE, train_byte_level, train_sentence_piece
 
@@ -68,6 +70,11 @@ def test_stages_and_published_matrices(paths, tmp_path, capsys):
     np.savez(tmp_path / "m.npz", indices=np.full((900, 1), 7), likelihoods=np.ones((900, 1)))
     assert main([*common, "--projection", str(tmp_path / "m.npz")]) == EXIT_DONE
     assert "900 rows with support, 900 entries" in capsys.readouterr().out
+
+
+def test_defaults_are_those_of_the_relation():
+    assert projection.STAGES == STAGES
+    assert ProjectionSettings().top_k == projection.TOP_K
 
 
 def test_lines_of_text_can_be_joined(paths, tmp_path, capsys):

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mkd.commands import inspect
 from mkd.commands.inspect import main
 from mkd.data.pack_view import RESET as PLAIN
 from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
+from mkd.data.packing import OVERLONG, PACKINGS
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
@@ -47,6 +49,11 @@ def arguments(models, tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return ["--align", "--input", str(tmp_path / "a.jsonl"), "--student", models[0], "--teacher", models[1]]
+
+
+def test_choices_are_those_of_packing():
+    assert inspect.PACKINGS == PACKINGS
+    assert inspect.OVERLONG == OVERLONG
 
 
 def test_every_kind_of_record(arguments, capsys):

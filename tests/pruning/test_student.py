@@ -8,12 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList
 from mkd.plan.model_shape import ModelShape
+from mkd.pruning.measured_text import read_batches
 from mkd.pruning.sizes import Sizes, num_parameters
 from mkd.pruning.student import StudentRequest, make_student
+from mkd.tokenizers.load import load_tokenizer
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.pruning.masked_reference import masked_teacher
 from tests.tiny_models import add_tokenizer, make_model
@@ -33,6 +36,7 @@ CUTS = [
     ("qwen3-windows", DEPTH),
     ("mistral", Sizes(num_layers=2, hidden_size=40)),
     ("gemma3", NARROW_LAYERS),
+    ("phi3", EVERYTHING),  # fused tensors
     ("phi4-long", DEPTH),
 ]
 
@@ -198,6 +202,29 @@ def test_a_cut_to_the_teachers_own_shape_is_the_teacher(family, tmp_path):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
     assert (tmp_path / "student" / "tokenizer.json").exists()
+
+
+def test_derived_tensors_do_not_change_the_dtype(tmp_path):
+    """Old checkpoints keep the frequencies of the position embedding, in fp32, beside 16-bit weights."""
+    teacher, _ = make_teacher(tmp_path, "llama3.2", dtype=torch.bfloat16)
+    tensors = all_tensors(teacher)
+    for file in teacher.glob("model*"):
+        file.unlink()
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(6) for layer in range(4)}
+    save_file(tensors | extra, teacher / "model.safetensors", metadata={"format": "pt"})
+    make_student(request(teacher, None, tmp_path / "student", DEPTH), say=lambda line: None)
+    assert {tensor.dtype for tensor in all_tensors(tmp_path / "student").values()} == {torch.bfloat16}
+
+
+def test_sequences_without_loss_are_skipped(tmp_path):
+    """A batch of nothing but prompt has no KL per token."""
+    add_tokenizer(tmp_path)
+    records = 3 * [{"prompt": "the quick brown fox " * 20, "completion": "jumps over the lazy dog"}]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lengths = dict(num_tokens=16, seq_length=8, batch_tokens=8)
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    batches = read_batches([str(tmp_path / "text.jsonl")], tokenizer, **lengths)
+    assert batches and all(batch.num_loss_tokens for batch in batches)
 
 
 def test_without_text_a_block_in_the_middle_is_removed(llama, tmp_path):

@@ -110,14 +110,16 @@ def command(args: argparse.Namespace, log_dir: Path, ratio: float, seed: int, st
 
 
 def run(args: argparse.Namespace, name: str, ratio: float, seed: int, steps: int) -> Path:
-    """Train, unless the run is there and complete, and return its log folder."""
+    """Train, unless the run of the same command is there and complete, and return its log folder."""
     log_dir = args.folder / "runs" / f"{name} seed {seed}".replace(" ", "_").replace(",", "")
-    if not (log_dir / "done").exists():
+    words, done = command(args, log_dir, ratio, seed, steps), log_dir / "done"
+    if not done.exists() or done.read_text(encoding="utf-8") != "\n".join(words):
+        done.unlink(missing_ok=True)
         log_dir.mkdir(parents=True, exist_ok=True)
         (log_dir / "metrics.jsonl").unlink(missing_ok=True)
         with open(log_dir / "output.txt", "w", encoding="utf-8") as out:
-            subprocess.run(command(args, log_dir, ratio, seed, steps), check=True, stdout=out, stderr=out)
-        (log_dir / "done").touch()
+            subprocess.run(words, check=True, stdout=out, stderr=out)
+        done.write_text("\n".join(words), encoding="utf-8")
     return log_dir
 
 

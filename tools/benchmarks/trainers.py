@@ -7,7 +7,8 @@ learning rate 0, as the engine has it.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,19 +177,36 @@ def trl_step(pair: Pair, batches: Sequence[Rows], num_loss_tokens: int, bf16: bo
     trainer.create_optimizer()
     model, optimizer = trainer.accelerator.prepare(pair.student, trainer.optimizer)
     trainer.current_gradient_accumulation_steps = len(batches)
+    models = pair.student, pair.teacher
+    # accelerate has put a forward with autocast and fp32 logits into both: it is for this arm alone.
+    forwards = [vars(one).pop("forward", None) for one in models]
     count = torch.tensor(num_loss_tokens, device=pair.student.device)
 
     def step() -> tuple[float, float]:
         total = 0.0
-        for one in batches:
-            inputs = dict(input_ids=one.input_ids, labels=one.labels, attention_mask=one.attention_mask)
-            total += trainer.training_step(model, inputs, num_items_in_batch=count)
+        with _with_forwards(models, forwards):
+            for one in batches:
+                inputs = dict(input_ids=one.input_ids, labels=one.labels, attention_mask=one.attention_mask)
+                total += trainer.training_step(model, inputs, num_items_in_batch=count)
         norm = trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(total), float(norm)
 
     return step
+
+
+@contextmanager
+def _with_forwards(models: Sequence[nn.Module], forwards: Sequence[Callable | None]) -> Iterator[None]:
+    """Give each model its `forward`, where it is not None, for the duration of the block."""
+    for one, forward in zip(models, forwards, strict=True):
+        if forward is not None:
+            one.forward = forward
+    try:
+        yield
+    finally:
+        for one in models:
+            vars(one).pop("forward", None)
 
 
 def _tokenizer():
