@@ -78,8 +78,9 @@ class StoredTeacher:
 
     def _taught(self, train_set, valid_set) -> tuple:
         train = TaughtDataset(train_set, TopKPart(self.folder, "train", self.meta))
-        valid = valid_set and TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
-        return train, valid
+        if valid_set is None:
+            return train, None
+        return train, TaughtDataset(valid_set, TopKPart(self.folder, "valid", self.meta))
 
     def _check(self, tokenizer: Tokenizer) -> None:
         if self.meta.vocabulary_fingerprint != tokenizer.vocabulary_fingerprint:

@@ -71,3 +71,9 @@ def test_the_door_is_open_from_anywhere(tmp_path):
         [sys.executable, "-m", "mkd"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.startswith("usage: mkd COMMAND"), done.stderr
+
+
+def test_a_student_is_cut_in_one_process(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["make-student", "--hf", str(tmp_path), "--out", str(tmp_path / "out")]) == EXIT_USAGE
+    assert reported_codes(capsys.readouterr().err) == ["make-student-several-processes"]

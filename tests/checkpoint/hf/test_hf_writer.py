@@ -83,7 +83,7 @@ def import_export(
         with limited_files(file_limit):
             export_hf(pairs, shape, out, context=context, assets=assets, **options)
     except MkdError as error:
-        return f"{type(error).__name__} {error.exit_code}: {error}"
+        return error.report()
     return None
 
 
@@ -261,9 +261,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_older_export(ranks
     before = digest(tmp_path)
     results = ranks.run(import_export, 4, source, tmp_path, (2, (2, 2), 1), None, 60_000, 0, 50_000)
     for message in results:
-        assert message.startswith(
-            f"CheckpointError 66: the Hugging Face export to {tmp_path} failed: [Errno 27]"
-        )
+        assert f"the Hugging Face export to {tmp_path} failed: [Errno 27]" in message
         assert "GiB" in message and "make room" in message
     assert digest(tmp_path) == before
 
