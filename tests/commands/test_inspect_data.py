@@ -17,7 +17,8 @@ from mkd.commands import inspect
 from mkd.commands.inspect import main
 from mkd.data.pack_view import RESET as PLAIN
 from mkd.data.pack_view import WITH_LOSS, WITHOUT_LOSS
-from mkd.data.packing import OVERLONG, PACKINGS
+from mkd.data.packing.best_fit import PACKINGS
+from mkd.data.packing.cutting import OVERLONG
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 from mkd.tokenizers.hugging_face import HuggingFaceTokenizer
 from mkd.xtoken import AlignedText
