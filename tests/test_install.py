@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mkd.errors import EXIT_USAGE
 from tests.reported import reported_codes
 from tests.test_repository import repository_files
 from tests.train.command import flags, make_files, read_metrics
@@ -166,7 +167,7 @@ def test_launch_scripts_start_the_package(programs, files):
 
 def test_a_packaged_configuration_by_its_name(programs, files):
     refused = run([programs / "mkd", "train", "--config", "quickstart", "--dry-run"], files)
-    assert refused.returncode == 66 and "runs/quickstart" in refused.stderr  # its models are not here
+    assert refused.returncode == EXIT_USAGE and "runs/quickstart" in refused.stderr  # nothing of it is here
     refused = run([programs / "mkd", "train", "--config", "quick"], files)
     assert reported_codes(refused.stderr) == ["config-file-not-found"]
     examples = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
@@ -176,7 +177,7 @@ def test_a_packaged_configuration_by_its_name(programs, files):
 def test_an_extra_that_is_missing_is_named_by_its_package(programs, files):
     """Every `pip install X` in an error names a package, never an extra of a project with our name."""
     (files / "data.parquet").write_bytes(b"")
-    (files / "ranks.tiktoken").write_text("IQ== 0\n")
+    (files / "cl100k_base.tiktoken").write_text("IQ== 0\n")
     commands = {
         "pyarrow": ["train", *flags(files, "parquet", data_path="data.parquet")],
         "matplotlib": ["plot", files / "run"],
@@ -188,7 +189,7 @@ def test_an_extra_that_is_missing_is_named_by_its_package(programs, files):
         "--tokenizer-type",
         "TiktokenTokenizer",
         "--tokenizer-model",
-        files / "ranks.tiktoken",
+        files / "cl100k_base.tiktoken",
     ]
     for package, argv in commands.items():
         done = run([programs / "mkd", *argv], files)
