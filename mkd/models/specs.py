@@ -5,9 +5,10 @@ Their parts are Transformer Engine's where it is installed, else Megatron's own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
     TEDotProductAttention,
@@ -15,7 +16,6 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -24,9 +24,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
+from mkd.models.gated_mlp import GatedMLP
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
 
@@ -40,11 +42,12 @@ class LayerParts:
     column_linear: type
     row_linear: type
     core_attention: type
+    mlp: type
 
 
-LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention)
+LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP)
 TRANSFORMER_ENGINE = LayerParts(
-    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention
+    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention, GatedMLP
 )
 
 
@@ -93,13 +96,31 @@ def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> 
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.first_norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=residual_add,
             pre_mlp_layernorm=parts.first_norm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
+            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
+            mlp_bda=residual_add,
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
             },
         ),
     )
+
+
+def residual_add(
+    training: bool, fused: bool
+) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Return the addition of a block's output to the residual, in the form that Megatron's layer calls.
+
+    mkd has no dropout, so that it is one plain addition. Megatron's, compiled by torch, costs 0.13 ms of CPU
+    time a call.
+    """
+    return _add
+
+
+def _add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+    output, bias = output_with_bias
+    assert dropout == 0.0, "mkd's models have no dropout"
+    output = output if bias is None else output + bias
+    return residual + output if torch.is_grad_enabled() else output.add_(residual)
