@@ -37,7 +37,8 @@ TESTED = {
     "numpy": Range((1, 26), (3, 0)),
 }
 TRANSFORMER_ENGINE = {  # first digits of megatron-core -> versions of Transformer Engine
-    "0.16": Range((2, 9), (2, 12))
+    "0.16": Range((2, 9), (2, 12)),
+    "0.19": Range((2, 11), (2, 12)),
 }
 
 
