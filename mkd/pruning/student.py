@@ -10,6 +10,7 @@ from pathlib import Path
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.data.batch import PackedBatch
 from mkd.errors import MkdError, UsageError, collect_error
+from mkd.operations.disk import Written, disk_problems
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
@@ -127,6 +128,9 @@ def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) ->
             "choose another folder",
             code="student-overwrites-teacher",
         )
+    blocked = disk_problems([Written("the student", "--out", request.out)])
+    if blocked:
+        raise blocked[0]
     check_hf_checkpoint(teacher, HFCheckpoint(folder))
 
 

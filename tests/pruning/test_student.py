@@ -255,6 +255,7 @@ BAD = {
     "student-not-loadable": dict(sizes=Sizes(hidden_size=32)),  # 6 heads: Llama needs a multiple of 6
     "cut-needs-text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
     "student-overwrites-teacher": dict(out="teacher"),
+    "folder-not-writable": dict(out="text.jsonl/student"),
     "measured-text-too-short": dict(text="short.jsonl"),
     "data-file-unreadable": dict(text="missing.jsonl"),
     "model-type-not-supported": dict(teacher="mamba"),
@@ -277,7 +278,7 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
     texts = bad.get("text", (str(text),))
     asked = StudentRequest(
         str(tmp_path / bad["teacher"] if "teacher" in bad else teacher),
-        teacher if bad.get("out") else tmp_path / "student",
+        teacher.parent / bad["out"] if "out" in bad else tmp_path / "student",
         bad.get("sizes", DEPTH),
         text=(str(tmp_path / texts),) if isinstance(texts, str) else texts,
         seq_length=SEQ_LENGTH,
