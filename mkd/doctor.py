@@ -94,17 +94,8 @@ def probe(code: str) -> Probe:
 
 def examine(folder: Path) -> list[Finding]:
     """Return all findings. A run would write to `folder`."""
-    checks = (
-        _python,
-        _torch,
-        _megatron,
-        _transformer_engine,
-        _apex,
-        _triton,
-        _packages,
-        _machine,
-        _environment,
-    )
+    software = _python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages
+    checks = *software, _machine, _environment
     with ThreadPoolExecutor() as threads:  # most of the time goes to child processes that import something
         findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
@@ -386,27 +377,19 @@ def _disk(folder: Path) -> list[Finding]:
     """Check that the run can write to `folder`, or to its nearest existing parent."""
     folders = folder.absolute(), *folder.absolute().parents
     existing = next((path for path in folders if path.exists()), Path("/"))
+    elsewhere = "choose another folder with --save and --log-dir"
     if not existing.is_dir():
         text = f"{folder} cannot be a folder: {existing} is a file"
-        return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]
-    look: Callable[[], float] = lambda: shutil.disk_usage(existing).free / GIB  # noqa: E731
+        return [Finding("FAIL", "disk", text, elsewhere)]
     try:
-        free = look()
+        free = shutil.disk_usage(existing).free / GIB
     except OSError as error:
-        return [Finding("FAIL", "disk", f"{existing} cannot be examined: {error}", "choose another folder")]
+        return [Finding("FAIL", "disk", f"{existing} cannot be examined: {error}", elsewhere)]
     text = f"{free:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK):
-        return [
-            Finding(
-                "FAIL",
-                "disk",
-                f"{existing} cannot be written to",
-                "choose another folder with --save and --log-dir",
-            )
-        ]
+        return [Finding("FAIL", "disk", f"{existing} cannot be written to", elsewhere)]
     if not free:
-        do = "make room, or choose another folder with --save and --log-dir"
-        return [Finding("FAIL", "disk", f"the disk of {folder} is full", do)]
+        return [Finding("FAIL", "disk", f"the disk of {folder} is full", f"make room, or {elsewhere}")]
     if free < FREE_DISK_GIB:
         do = "a checkpoint takes 14 bytes per student parameter in bf16 runs, 12 in fp32"
         return [Finding("note", "disk", text, do)]
