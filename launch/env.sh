@@ -4,22 +4,34 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export ROOT
-# The interpreter: the one that `make` installed, else python3. On a machine with GPUs the first of these two that can
-# import Transformer Engine and Megatron-core: in NVIDIA's containers that is python3, unless `make SYSTEM_SITE=1`
-# installed.
+# The interpreter: the one that `make` installed, else python3; the first of them that has mkd and what it needs. On a
+# machine with GPUs the first that can also import Transformer Engine: in NVIDIA's containers that is python3, unless
+# `make SYSTEM_SITE=1` installed.
 if [ -z "${PYTHON:-}" ]; then
     pythons=(python3)
     [ -x "$ROOT/.venv/bin/python" ] && pythons=("$ROOT/.venv/bin/python" python3)
-    PYTHON=${pythons[0]} why="no Python here can import Transformer Engine: attention is slower (docs/containers.md)"
-    if command -v nvidia-smi >/dev/null; then
-        for python in "${pythons[@]}"; do
+    finds_mkd="import sys; from importlib.util import find_spec; sys.exit(None in map(find_spec, ('mkd', 'torch', 'megatron')))"
+    able=()
+    for python in "${pythons[@]}"; do
+        if PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -c "$finds_mkd" >/dev/null 2>&1; then
+            able+=("$python")
+        fi
+    done
+    PYTHON=${able[0]:-${pythons[0]}} why=""
+    if [ "${#able[@]}" -eq 0 ]; then
+        why="no Python here has mkd and what it needs: set PYTHON to the one where mkd is installed (mkd doctor)"
+    elif command -v nvidia-smi >/dev/null; then
+        why="no Python here can import Transformer Engine: attention is slower (docs/containers.md)"
+        for python in "${able[@]}"; do
             if "$python" -c "import megatron.core, transformer_engine.pytorch" >/dev/null 2>&1; then
                 PYTHON=$python why="it can import Transformer Engine"
                 break
             fi
         done
-        echo "launch/env.sh: PYTHON=$PYTHON, $why" >&2
+    elif [ "$PYTHON" != "${pythons[0]}" ]; then
+        why="${pythons[0]} lacks mkd or what it needs"
     fi
+    [ -z "$why" ] || echo "launch/env.sh: PYTHON=$PYTHON, $why" >&2
 fi
 export PYTHON
 

@@ -31,6 +31,7 @@ COMMANDS = {  # name -> what it does; the module is mkd.commands.NAME
 _USAGE = "usage: mkd COMMAND [--flag value ...]\n       torchrun --nproc-per-node N -m mkd COMMAND ..."
 
 
+@returns_exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mkd argv` (default: the process's own arguments) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -43,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(words[0], words[1:])
 
 
-@returns_exit_code
 def run(command: str, argv: list[str]) -> int:
     """Import the command and call its `main` with `argv`. Raises UsageError for an unknown one."""
     if command not in COMMANDS:

@@ -1,7 +1,7 @@
 """Examine this machine and its Python environment without trusting either.
 
-Nothing but the standard library is imported here; child processes import everything else. Even an
-installation that kills its process therefore becomes a line of the report.
+Only the standard library, and parts of mkd that need nothing else, are imported here; child processes import
+everything else. Even an installation that kills its process therefore becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from mkd.config.packaged import packaged
+from mkd.errors import MkdError
 from mkd.tested_versions import TESTED, transformer_engine_range
 
 GIB = 2**30
@@ -63,7 +67,7 @@ class Finding:
 class Probe:
     """The answer of a child process about a module: `found`, or the last line of its traceback."""
 
-    found: dict
+    found: dict[str, Any]
     error: str = ""
     traceback: str = ""
 
@@ -90,17 +94,8 @@ def probe(code: str) -> Probe:
 
 def examine(folder: Path) -> list[Finding]:
     """Return all findings. A run would write to `folder`."""
-    checks = (
-        _python,
-        _torch,
-        _megatron,
-        _transformer_engine,
-        _apex,
-        _triton,
-        _packages,
-        _machine,
-        _environment,
-    )
+    software = _python, _torch, _megatron, _transformer_engine, _apex, _triton, _packages
+    checks = *software, _machine, _environment
     with ThreadPoolExecutor() as threads:  # most of the time goes to child processes that import something
         findings = [finding for found in threads.map(_found_by, checks) for finding in found]
     return findings + _disk(folder)
@@ -136,6 +131,17 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def _install(package: str) -> str:
+    """Return the command that installs a tested version of `package`."""
+    try:
+        pins = packaged("constraints.txt")
+    except MkdError:  # a copy of mkd without it
+        return f"pip install {package}"
+    here = Path.cwd()
+    place = pins.relative_to(here) if here in pins.parents else pins
+    return f"pip install {package} -c {shlex.quote(str(place))}"
+
+
 def _judged(name: str, version: str, do: str = "") -> Finding:
     """Return `ok` for a version that mkd is tested with, and a note for another one."""
     tested = TESTED[name]
@@ -158,7 +164,7 @@ def _python() -> Iterator[Finding]:
 
 def _torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding("FAIL", "torch", "not installed", "pip install torch -c constraints.txt")
+        yield Finding("FAIL", "torch", "not installed", _install("torch"))
         return
     seen = probe(_TORCH_PROBE)
     if seen.error:
@@ -166,7 +172,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("FAIL", "torch", text, "install torch again")
         return
     found = seen.found
-    do = "pip install torch -c constraints.txt"
+    do = _install("torch")
     if TESTED["torch"].is_newer_than(found["version"]):
         yield Finding("FAIL", "torch", f"{found['version']}: too old ({TESTED['torch']})", do)
     else:
@@ -174,7 +180,7 @@ def _torch() -> Iterator[Finding]:
     yield from _devices(found)
 
 
-def _devices(found: dict) -> Iterator[Finding]:
+def _devices(found: dict[str, Any]) -> Iterator[Finding]:
     if found["devices"]:
         for index, (name, memory, capability) in enumerate(found["devices"]):
             yield Finding(
@@ -205,7 +211,7 @@ def _driver() -> str | None:
 
 def _megatron() -> Iterator[Finding]:
     version = version_of("megatron-core")
-    install = "pip install megatron-core -c constraints.txt"
+    install = _install("megatron-core")
     if version is None:
         yield Finding("FAIL", "megatron-core", "not installed", install)
         return
@@ -312,29 +318,29 @@ _DISTRIBUTIONS = {"yaml": "PyYAML", "google.protobuf": "protobuf"}
 
 def _packages() -> Iterator[Finding]:
     """Import all needed packages in one process; check only the versions of the others."""
-    broken = probe(_PACKAGES_PROBE.format(names=list(_NEEDED)))
-    failed = dict(broken.found) or ({"packages": broken.error} if broken.error else {})
-    for name, error in failed.items():
-        package = _DISTRIBUTIONS.get(name, name)
-        why = _NEEDED.get(name, "")
-        yield Finding(
-            "FAIL",
-            package,
-            error[:200] + (f"; {why}" if why else ""),
-            f"pip install {package} -c constraints.txt",
-        )
-    fine = [name for name in _NEEDED if name not in failed]
-    for name in sorted(TESTED.keys() & set(fine)):
-        judged = _judged(name, version_of(name) or "0", f"pip install {name} -c constraints.txt")
-        yield from [judged] if judged.level != "ok" else []
-    named = [_DISTRIBUTIONS.get(name, name) for name in fine]
-    yield Finding(
-        "ok", "packages", ", ".join(f"{name} {version_of(name.replace('_', '-'))}" for name in named)
-    )
+    yield from _needed_packages()
     for name, cost in _EXTRAS.items():
         version = version_of(name)
         text = version or f"not installed: {cost} (pip install {name})"
         yield Finding("ok" if version else "note", name, text)
+
+
+def _needed_packages() -> Iterator[Finding]:
+    seen = probe(_PACKAGES_PROBE.format(names=list(_NEEDED)))
+    if seen.error:
+        do = "install mkd again, from its wheel or its checkout"
+        yield Finding("FAIL", "packages", f"the imports of {', '.join(_NEEDED)} fail: {seen.error}", do)
+        return
+    for name, error in seen.found.items():
+        package, why = _DISTRIBUTIONS.get(name, name), _NEEDED[name]
+        yield Finding("FAIL", package, error[:200] + (f"; {why}" if why else ""), _install(package))
+    fine = [name for name in _NEEDED if name not in seen.found]
+    for name in sorted(TESTED.keys() & set(fine)):
+        judged = _judged(name, version_of(name) or "0", _install(name))
+        yield from [judged] if judged.level != "ok" else []
+    named = [_DISTRIBUTIONS.get(name, name) for name in fine]
+    versions = (f"{name} {version_of(name.replace('_', '-'))}" for name in named)
+    yield Finding("ok", "packages", ", ".join(versions))
 
 
 def _machine() -> Iterator[Finding]:
@@ -371,27 +377,19 @@ def _disk(folder: Path) -> list[Finding]:
     """Check that the run can write to `folder`, or to its nearest existing parent."""
     folders = folder.absolute(), *folder.absolute().parents
     existing = next((path for path in folders if path.exists()), Path("/"))
+    elsewhere = "choose another folder with --save and --log-dir"
     if not existing.is_dir():
         text = f"{folder} cannot be a folder: {existing} is a file"
-        return [Finding("FAIL", "disk", text, "choose another folder with --save and --log-dir")]
-    look: Callable[[], float] = lambda: shutil.disk_usage(existing).free / GIB  # noqa: E731
+        return [Finding("FAIL", "disk", text, elsewhere)]
     try:
-        free = look()
+        free = shutil.disk_usage(existing).free / GIB
     except OSError as error:
-        return [Finding("FAIL", "disk", f"{existing} cannot be examined: {error}", "choose another folder")]
+        return [Finding("FAIL", "disk", f"{existing} cannot be examined: {error}", elsewhere)]
     text = f"{free:.1f} GiB free for {folder}"
     if not os.access(existing, os.W_OK):
-        return [
-            Finding(
-                "FAIL",
-                "disk",
-                f"{existing} cannot be written to",
-                "choose another folder with --save and --log-dir",
-            )
-        ]
+        return [Finding("FAIL", "disk", f"{existing} cannot be written to", elsewhere)]
     if not free:
-        do = "make room, or choose another folder with --save and --log-dir"
-        return [Finding("FAIL", "disk", f"the disk of {folder} is full", do)]
+        return [Finding("FAIL", "disk", f"the disk of {folder} is full", f"make room, or {elsewhere}")]
     if free < FREE_DISK_GIB:
         do = "a checkpoint takes 14 bytes per student parameter in bf16 runs, 12 in fp32"
         return [Finding("note", "disk", text, do)]

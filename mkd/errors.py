@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -21,6 +22,7 @@ EXIT_CHECKPOINT = 66
 EXIT_NON_FINITE = 70
 EXIT_PREEMPTED = 75
 EXIT_CRASH_LOOP = 76
+EXIT_CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
 
 E = TypeVar("E", bound="MkdError")
 T = TypeVar("T")
@@ -165,19 +167,46 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 
     Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its
-    own error itself.
+    own error itself. If the reader of stdout leaves, as `| head` does, end without a word.
     """
 
     @wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
         try:
-            return main(*args, **kwargs) or EXIT_DONE
-        except MkdError as error:
-            rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
-            if rank == 0 or not error.on_all_ranks:
-                print(
-                    f"rank {rank}: {error.report()}" if rank else error.report(), file=sys.stderr, flush=True
-                )
-            return error.exit_code
+            try:
+                exit_code = main(*args, **kwargs) or EXIT_DONE
+            except MkdError as error:
+                exit_code = error.exit_code
+                _print(error)
+            except SystemExit:  # argparse's, after a help text
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()  # here, where a closed pipe is expected
+            return exit_code
+        except BrokenPipeError:
+            if not discard_closed_stdout():
+                raise
+            return EXIT_CLOSED_PIPE
 
     return run
+
+
+def _print(error: MkdError) -> None:
+    rank = int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0
+    if rank == 0 or not error.on_all_ranks:
+        print(f"rank {rank}: {error.report()}" if rank else error.report(), file=sys.stderr, flush=True)
+
+
+def discard_closed_stdout() -> bool:
+    """If stdout is a pipe that nobody reads any more, discard what is printed from now on.
+
+    Return True if so; a BrokenPipeError then came from there, and not from another process.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # reports errors alone
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True

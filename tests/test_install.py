@@ -128,6 +128,9 @@ def test_the_environment_is_empty_and_healthy(programs, files):
     report = checked([programs / "mkd", "doctor"], files)
     assert report.endswith("a run can start\n")
     assert not [name for name in EXTRAS if f"pip install {name})" not in report]
+    repair = checked([python, "-c", "from mkd import doctor; print(doctor._install('torch'))"], files)
+    pins = Path(repair.split(" -c ")[1].strip())
+    assert pins.is_file() and pins.is_relative_to(programs.parent)
 
 
 def test_a_run_from_plan_to_export(programs, files):

@@ -83,10 +83,14 @@ def test_hadolint_has_no_remark():
         ("", "", True, ".venv", "no Python here can import Transformer Engine"),
         ("", "TE", False, ".venv", ""),
         (None, "", False, "python3", ""),
+        ("no mkd", "", True, "python3", "no Python here can import Transformer Engine"),
+        ("no mkd", "", False, "python3", ".venv/bin/python lacks mkd"),
+        ("no mkd", "no mkd", False, ".venv", "no Python here has mkd"),
+        ("no mkd", None, True, ".venv", "no Python here has mkd"),
     ],
 )
-def test_the_python_with_transformer_engine_is_chosen(venv, system, has_gpus, chosen, why, tmp_path):
-    """Both Pythons are scripts that can import Transformer Engine, or cannot, or do not exist."""
+def test_the_python_with_mkd_and_transformer_engine_is_chosen(venv, system, has_gpus, chosen, why, tmp_path):
+    """Both Pythons are scripts that have Transformer Engine and mkd, or mkd, or neither, or do not exist."""
     programs = tmp_path / "programs"
     for folder in (programs, tmp_path / "launch", tmp_path / ".venv/bin"):
         folder.mkdir(parents=True)
@@ -94,7 +98,8 @@ def test_the_python_with_transformer_engine_is_chosen(venv, system, has_gpus, ch
     (programs / "dirname").symlink_to(shutil.which("dirname"))
     for path, ability in ((programs / "python3", system), (tmp_path / ".venv/bin/python", venv)):
         if ability is not None:
-            program(path, f"case $* in *transformer_engine*) exit {0 if ability else 1};; esac; exit 3")
+            has_mkd, has_te = int(ability == "no mkd"), int(ability != "TE")
+            program(path, f"case $* in *find_spec*) exit {has_mkd};; *_engine*) exit {has_te};; esac; exit 3")
     if has_gpus:
         program(programs / "nvidia-smi", "exit 0")
     for path in (*programs.iterdir(), tmp_path / ".venv/bin/python"):

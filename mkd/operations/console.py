@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mkd.errors import discard_closed_stdout
+
 LOG = logging.getLogger("mkd")
 
 
@@ -16,6 +18,9 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stdout, flush=True)
+        except BrokenPipeError:
+            if not discard_closed_stdout():
+                self.handleError(record)
         except Exception:
             self.handleError(record)
 

@@ -11,6 +11,7 @@ from mkd.checkpoint.folders import TrainingPosition, holds_checkpoints
 from mkd.config.schema import CheckpointConfig, Config
 from mkd.errors import UsageError
 
+LOG_FILES = ("metrics.jsonl", "events.jsonl", "config.yaml", "loss_card.txt", "plan.json")
 DONE, PREEMPTED = "DONE", "PREEMPTED"  # markers in --save: torchrun's exit code hides ours
 
 

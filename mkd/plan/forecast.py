@@ -124,7 +124,8 @@ class Forecast:
 
         `tflops_per_gpu` is of a predicted step, `peak_memory_gib` what torch allocates on the fullest GPU.
         """
-        step_ms, seconds = self.step_ms(), self.step_ms() / 1000
+        step_ms = self.step_ms()
+        seconds = step_ms / 1000
         tokens = self.batch.global_batch_size * self.batch.seq_length
         return {
             "num_gpus": self.num_gpus,

@@ -118,7 +118,7 @@ class _Done:
     def __init__(self, *args, **kwargs):
         pass
 
-    def synchronize(self, *args) -> None:
+    def synchronize(self, *args, **kwargs) -> None:
         pass
 
     wait = wait_stream = wait_event = record = synchronize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -25,11 +24,12 @@ def read_batches(
     valid, and a text that is shorter than one sequence.
     """
     packs: list[Pack] = []
+    found = 0
     for pack in _pieces(_documents(paths, tokenizer), seq_length):
         packs.append(pack)
-        if sum(len(one.tokens) for one in packs) >= num_tokens:
+        found += len(pack.tokens)
+        if found >= num_tokens:
             break
-    found = sum(len(one.tokens) for one in packs)
     if found < min(seq_length, num_tokens):
         raise DataError(
             f"{', '.join(paths)}: {found} tokens, fewer than one sequence of {seq_length}",
@@ -83,10 +83,12 @@ def _pack(document: Document, offset: int, seq_length: int) -> Pack | None:
 
 def _grouped(packs: Sequence[Pack], batch_tokens: int) -> Iterator[list[Pack]]:
     group: list[Pack] = []
-    for pack in chain(packs):
+    tokens = 0
+    for pack in packs:
         group.append(pack)
-        if sum(len(one.tokens) for one in group) >= batch_tokens:
+        tokens += len(pack.tokens)
+        if tokens >= batch_tokens:
             yield group
-            group = []
+            group, tokens = [], 0
     if group:
         yield group

@@ -91,13 +91,17 @@ class Sizes:
         return tuple(one for one in found if one)
 
     def _out_of_reach(self, teacher: ModelShape, full: StudentSizes) -> UsageError:
-        least = replace(
-            full, num_layers=self.num_layers or 1, ffn_hidden_size=self.ffn_hidden_size or FFN_MULTIPLE
-        )
+        """Return the error for a target below the smallest student that `resolve` considers."""
+        smallest = [full]
+        if self.num_layers is None:
+            smallest.append(replace(full, num_layers=1))
+        if self.ffn_hidden_size is None:
+            smallest.append(replace(full, ffn_hidden_size=min(FFN_MULTIPLE, full.ffn_hidden_size)))
+        least = min(num_parameters(one.shape(teacher)) for one in smallest)
         return UsageError(
             f"--target-params {self.target_params:,} cannot be met by fewer layers or FFN channels alone",
-            f"with the sizes given, a student has at least {num_parameters(least.shape(teacher)):,}",
-            f"raise the target, or give smaller sizes ({', '.join(FLAGS.values())})",
+            f"with the sizes given, the smallest such student has {least:,}",
+            f"set the target to at least {least:,}, or give smaller sizes ({', '.join(FLAGS.values())})",
             code="target-params-too-small",
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.data.batch import PackedBatch
-from mkd.errors import UsageError
+from mkd.errors import MkdError, UsageError, collect_error
+from mkd.operations.disk import Written, disk_problems
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
 from mkd.platform import detect
@@ -57,16 +59,13 @@ def make_student(
     """
     folder = resolve_hf(request.teacher)
     teacher = ModelShape.from_hf_dir(folder)
-    alternatives = request.sizes.resolve(teacher)
-    sizes = alternatives[0]
-    own = StudentSizes.of(teacher)
-    narrower = [flag for name, flag in WIDTH_FLAGS.items() if getattr(sizes, name) < getattr(own, name)]
-    check_request(request, folder, sizes, teacher, narrower)
+    alternatives = possible_sizes(request, teacher)
+    check_request(request, folder, teacher)
     say(f"teacher  {describe(teacher)}")
     if not request.text:
         say(f"no text: the layers are chosen by position ({request.method})")
         choose = evenly_spaced if request.method == "even" else without_middle
-        cut = Cut(choose(teacher.num_layers, sizes.num_layers))
+        cut = Cut(choose(teacher.num_layers, alternatives[0].num_layers))
         return StudentReport(cut, _write(folder, request.out, cut, say))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", str(folder))
     lengths = dict(num_tokens=request.num_tokens, seq_length=request.seq_length, batch_tokens=BATCH_TOKENS)
@@ -79,10 +78,49 @@ def make_student(
             joined.leave()
 
 
-def check_request(
-    request: StudentRequest, folder: Path, sizes: StudentSizes, teacher: ModelShape, narrower: Sequence[str]
-) -> None:
-    """Raise what is wrong with the request before a weight is read. `narrower` are flags that cut width."""
+def possible_sizes(request: StudentRequest, teacher: ModelShape) -> list[StudentSizes]:
+    """Return the sizes that reach the request and that can be measured and written, at least one.
+
+    Raises UsageError if there are none: the problem of the first.
+    """
+    problems: list[MkdError] = []
+    alternatives = request.sizes.resolve(teacher)
+    possible = [
+        sizes
+        for sizes in alternatives
+        if collect_error(problems, partial(_check_sizes, request, sizes, teacher))
+    ]
+    if not possible:
+        raise problems[0]
+    return possible
+
+
+def _check_sizes(request: StudentRequest, sizes: StudentSizes, teacher: ModelShape) -> bool:
+    """Return True if a cut to `sizes` can be chosen and written; raise UsageError if not."""
+    own = StudentSizes.of(teacher)
+    names = [name for name in WIDTH_FLAGS if getattr(sizes, name) < getattr(own, name)]
+    if names and not request.text:
+        given = [WIDTH_FLAGS[name] for name in names if getattr(request.sizes, name) is not None]
+        raise _needs_text(", ".join(given or ["--target-params, which cuts FFN channels here,"]))
+    if request.method == "one-by-one" and not request.text:
+        raise _needs_text("--method one-by-one")
+    if names:
+        require_width_rules(teacher)
+    require_loadable(first_parts(sizes, teacher).config(teacher))
+    return True
+
+
+def _needs_text(subject: str) -> UsageError:
+    return UsageError(
+        f"{subject} needs text",
+        "the parts to keep are chosen by what the teacher computes on it",
+        "give --data-path FILE",
+        code="cut-needs-text",
+    )
+
+
+def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) -> None:
+    """Raise what is wrong with the folders before a weight is read."""
     if request.out.exists() and request.out.samefile(folder):
         raise UsageError(
             f"--out {request.out} is the teacher's folder",
@@ -90,18 +128,10 @@ def check_request(
             "choose another folder",
             code="student-overwrites-teacher",
         )
-    needs = narrower or (["--method one-by-one"] if request.method == "one-by-one" else [])
-    if needs and not request.text:
-        raise UsageError(
-            f"{', '.join(needs)} needs text",
-            "the parts to keep are chosen by what the teacher computes on it",
-            "give --data-path FILE",
-            code="cut-needs-text",
-        )
+    blocked = disk_problems([Written("the student", "--out", request.out)])
+    if blocked:
+        raise blocked[0]
     check_hf_checkpoint(teacher, HFCheckpoint(folder))
-    if narrower:
-        require_width_rules(teacher)
-    require_loadable(first_parts(sizes, teacher).config(teacher))
 
 
 def describe(shape: ModelShape) -> str:

@@ -15,7 +15,8 @@ from mkd.log.records import TRAIN, each_record
 from mkd.operations.event_log import DONE, EVENTS_FILE, FAILURE, RESUME, START, STOP
 from mkd.report.columns import Split, split_columns
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
+TRAIN_ITERS = "training.train_iters"
 ENDS = (DONE, STOP, FAILURE)
 T = TypeVar("T")
 
@@ -50,6 +51,12 @@ class RunFolder:
         return next((one.value for one in self.settings if one.path == path), None)
 
     @property
+    def train_iters(self) -> int | None:
+        """The iterations that the run was asked for; None if its settings do not say it as a number."""
+        asked = self.setting(TRAIN_ITERS)
+        return asked if type(asked) is int else None
+
+    @property
     def last_iteration(self) -> int | None:
         """The iteration of the last record; None without records."""
         return max((int(split.iterations[-1]) for split in self.splits.values()), default=None)
@@ -57,9 +64,9 @@ class RunFolder:
     @property
     def state(self) -> str:
         """End of the run (`done`, `failed` ...), as far as its files tell."""
-        asked, last = self.setting("training.train_iters"), self.last_iteration
+        asked, last = self.train_iters, self.last_iteration
         marks = [event.kind for event in self.events if event.kind in (*ENDS, START, RESUME)]
-        is_complete = None not in (last, asked) and last >= asked
+        is_complete = last is not None and asked is not None and last >= asked
         if marks and marks[-1] == FAILURE:
             return "failed"
         if last is None:
@@ -119,7 +126,10 @@ def _read(folder: Path, name: str) -> RunFolder:
         if columns.num_repeated:
             count = columns.num_repeated
             run.notes.append(f"{count} {split} records of repeated iterations: the last ones count")
-    run.settings = _or_note(run, "config.yaml", read_saved_config) or ()
+    run.settings = _or_note(run, CONFIG, read_saved_config) or ()
+    asked = run.setting(TRAIN_ITERS)
+    if asked is not None and run.train_iters is None:
+        run.notes.append(f"{CONFIG}: {TRAIN_ITERS} {asked!r} is not a whole number: left out")
     run.loss_card = (_or_note(run, "loss_card.txt", _text) or "").rstrip()
     run.plan = _or_note(run, "plan.json", _mapping) or {}
     run.events = [_event(line) for line in _or_note(run, EVENTS_FILE, _json_lines) or ()]

@@ -7,16 +7,22 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mkd.config.load import LoadedConfig, format_config, load_config, save_config
-from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError
+from mkd.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted, UsageError, discard_closed_stdout
 from mkd.operations.console import LOG, console
 from mkd.operations.failures import FailureReports, end_of_rank
 from mkd.operations.rendezvous import Rendezvous
 from mkd.operations.signals import Signals, caught_signals, ignore_signals
+
+if TYPE_CHECKING:
+    from mkd.platform import Platform
+    from mkd.run.run_plan import Plan
 
 INDENT = " "  # before each logged line, as before Megatron's progress lines
 
@@ -55,14 +61,13 @@ def run(
         make_deterministic()
     platform = detect()  # before Megatron is imported, because it silences its warnings
     from mkd.operations.out_of_memory import memory_explained
-    from mkd.operations.run_folders import log_folder
+    from mkd.operations.run_folders import LOG_FILES, log_folder
     from mkd.operations.watchdog import MARGIN_S, Watchdog
     from mkd.run.run_plan import plan_run
 
     plan = plan_run(loaded.config, _world_size())
     if _is_rank_0():
-        shown = format_config(loaded), plan.describe(), plan.loss_card(), platform.describe()
-        print(*shown, sep="\n", flush=True)
+        show(format_config(loaded), plan.text, plan.loss_card(), platform.describe())
     parallel, folder = loaded.config.parallel, log_folder(loaded.config)
     # Wait longer than the watchdog, whose report says more.
     patience_s = 60 * parallel.distributed_timeout_minutes + MARGIN_S
@@ -71,7 +76,8 @@ def run(
         return
     if _is_rank_0():
         log, checkpoint = loaded.config.log, loaded.config.checkpoint
-        make_folders(folder, log.tensorboard_dir, checkpoint.save, checkpoint.export_hf)
+        make_folders(log.tensorboard_dir, checkpoint.save, checkpoint.export_hf)
+        make_folders(folder, files=LOG_FILES)
     reports.folder = folder / "errors"
     watchdog = Watchdog.from_config(parallel, reports)
     watchdog.start()
@@ -98,12 +104,10 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             cleanup.add(events.end)
         current = build_run(plan, platform, signals, watchdog, cleanup)
         if events:  # not earlier: the folder may belong to another run
-            events.open(folder, current.position.iteration, appends=bool(checkpoint.load))
+            with folder_errors(folder):
+                events.open(folder, current.position.iteration, appends=bool(checkpoint.load))
+                write_plan(loaded, plan, platform, folder)
             current.phase.follow(events)
-            save_config(loaded, folder / "config.yaml")
-            (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
-            figures = plan.figures() | {"device": platform.describe()}
-            (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
             if checkpoint.save:
                 remove_markers(Path(checkpoint.save))
         asked, done = loaded.config.training.train_iters, current.position.iteration
@@ -117,6 +121,14 @@ def carry_out(loaded: LoadedConfig, plan, platform, signals: Signals | None, wat
             export(current, Path(checkpoint.export_hf))
         end(current, stop)
     current.engine.context.leave()
+
+
+def write_plan(loaded: LoadedConfig, plan: Plan, platform: Platform, folder: Path) -> None:
+    """Write what the run is about to do: its settings, its objective and its forecast."""
+    save_config(loaded, folder / "config.yaml")
+    (folder / "loss_card.txt").write_text(plan.loss_card() + "\n", encoding="utf-8")
+    figures = plan.figures() | {"device": platform.describe()}
+    (folder / "plan.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def end(current, stop) -> None:
@@ -160,15 +172,40 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def make_folders(*folders: str | Path | None) -> None:
-    """Create the folders that the run writes to. A wrong path then ends it now, not after its last step."""
-    for folder in filter(None, folders):
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            what = f"cannot make {folder}: {error}"
-            why = "the run writes there"
-            raise UsageError(what, why, "choose another one", code="folder-not-writable") from error
+def make_folders(*folders: str | Path | None, files: Sequence[str] = ()) -> None:
+    """Create the folders that the run writes to, and try to write there, also to `files` that exist.
+
+    A wrong path, a full disk or a file in the way then ends the run now, not after its last step.
+    """
+    for folder in [Path(one) for one in folders if one]:
+        with folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as trial:
+                trial.write(b"x")
+                trial.flush()
+            for name in files:
+                if os.path.lexists(path := folder / name):
+                    path.open("ab").close()
+
+
+@contextmanager
+def folder_errors(folder: str | Path) -> Iterator[None]:
+    """Turn an OSError in the block into a UsageError about `folder`."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot write to {folder}: {error}"
+        do = "make room or choose another folder, if nothing there is in the way"
+        raise UsageError(what, "the run writes there", do, code="folder-not-writable") from error
+
+
+def show(*texts: str) -> None:
+    """Print texts on stdout. A closed pipe, as of `| head`, does not end the run."""
+    try:
+        print(*texts, sep="\n", flush=True)
+    except BrokenPipeError:
+        if not discard_closed_stdout():
+            raise
 
 
 def export(current, folder: Path) -> None:

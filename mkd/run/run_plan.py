@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
@@ -57,21 +58,22 @@ class Plan:
         """Names of the teachers in the loss, including a stored one."""
         return teacher_names(self.config.teachers) if self.teachers or self.stored_teacher else ()
 
-    @property
+    @cached_property
     def forecast(self) -> Forecast:
         """Forecast of step time and memory."""
         teachers = tuple(source.shape for source in self.teachers)
         layouts = self.student_layout, self.teacher_layouts
         return Forecast(self.config, self.batch, self.student.shape, teachers, *layouts)
 
-    def describe(self) -> str:
-        """Describe the batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
+    @cached_property
+    def text(self) -> str:
+        """The batch (an equation), the layers on each stage, forecasts of time and memory, notes."""
         notes = self.tokenizers.notes if self.tokenizers else ()
         return "\n".join([describe(self.forecast), *notes, *disk_notes(self.config, self.student.shape)])
 
     def figures(self) -> dict[str, Any]:
         """Return the forecast as JSON values by the metric that each predicts, and as `text`."""
-        return {**self.forecast.figures(), "text": self.describe()}
+        return {**self.forecast.figures(), "text": self.text}
 
     def loss_card(self) -> str:
         """Return the objective with its numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mkd.__main__ import COMMANDS, main
-from mkd.errors import EXIT_USAGE
+from mkd.errors import EXIT_CLOSED_PIPE, EXIT_USAGE
 from mkd.version import __version__
 from tests.reported import reported_codes
 
@@ -49,6 +50,25 @@ def test_help_lists_the_commands(argv, capsys):
     assert main(argv) == 0
     listed = re.findall(r"^  (\S+)", capsys.readouterr().out, re.MULTILINE)
     assert listed == list(COMMANDS)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--help", "launch-scripts scripts", "plan --help"])
+def test_a_reader_that_leaves_ends_a_command_quietly(command, unbuffered, tmp_path):
+    """As `mkd plan ... | head` does. The text meets the closed pipe when it is printed or at the end."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkd", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    is_ignored = command == "plan --help" and unbuffered  # by argparse
+    assert (done.returncode, done.stderr) == (0 if is_ignored else EXIT_CLOSED_PIPE, "")
 
 
 def test_version(capsys):

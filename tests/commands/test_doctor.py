@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,16 @@ def test_no_run_starts_without_megatron_or_with_an_old_torch(monkeypatch):
     for version, level in (("2.8.1", "FAIL"), ("2.9.0a0+1", "ok"), ("2.13.0+cpu", "ok"), ("2.14.0", "note")):
         found["version"] = version
         assert next(doctor._torch()).level == level, version
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"])
+def test_the_pins_that_a_command_names_are_there(folder, monkeypatch):
+    """Also outside the checkout; an installed mkd has them elsewhere (tests/test_install.py)."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    (finding,) = doctor._megatron()
+    *command, pins = shlex.split(finding.do)
+    assert command == ["pip", "install", "megatron-core", "-c"] and Path(pins).is_file()
 
 
 @pytest.mark.parametrize(

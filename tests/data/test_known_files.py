@@ -10,13 +10,20 @@ import pytest
 from mkd.data.known_files import FOLDER, SETTLED_S, KnownFiles
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Return a file that was written some seconds ago."""
-    path = tmp_path / "a"
-    path.write_bytes(b"one")
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory):
+    """Yield files that were written some seconds ago, more than there are tests."""
+    paths = [tmp_path_factory.mktemp("settled") / "a" for _ in range(10)]
+    for path in paths:
+        path.write_bytes(b"one")
     time.sleep(SETTLED_S + 0.1)
-    return path
+    return iter(paths)
+
+
+@pytest.fixture
+def file(settled):
+    """Return a file of this test alone that was written some seconds ago."""
+    return next(settled)
 
 
 def find(known, path, name="content"):

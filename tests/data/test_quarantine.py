@@ -90,6 +90,7 @@ def test_every_bad_line_is_listed_and_the_others_are_intact(damaged, tokenizer, 
     assert next(entry for entry in listed if entry["line"] == 17)["start"] == r'{"text": "caf\xe9"}'
 
 
+@pytest.mark.ranks  # workers
 @pytest.mark.fault(24)
 def test_the_same_records_whatever_the_number_of_workers(damaged, tokenizer, write_jsonl, tmp_path):
     other = write_jsonl("b.jsonl", *[{"text": "fox"}, b"{", {"text": "dog"}] * 60)

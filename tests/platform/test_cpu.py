@@ -73,8 +73,10 @@ def streams_and_events():
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream):
         event.record(stream)
+        event.record(stream=stream)
     stream.wait_event(event)
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_event(event=event)
+    stream.wait_stream(stream=torch.cuda.current_stream())
     torch.cuda.synchronize()
     return event.query(), isinstance(stream.record_event(), torch.cuda.Event)
 

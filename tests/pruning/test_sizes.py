@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mkd.errors import UsageError
@@ -51,7 +53,22 @@ def test_a_target_is_met_by_layers_by_channels_or_by_both():
     assert met == StudentSizes(8, 1536, 3, 576)
 
 
-def test_sizes_that_miss_their_target():
+@pytest.mark.parametrize(
+    "given", [{}, {"num_layers": 24}, {"ffn_hidden_size": 1024}, {"ffn_hidden_size": 40}, {"hidden_size": 96}]
+)
+def test_a_target_out_of_reach_names_the_smallest_one_that_is_not(given):
+    with pytest.raises(UsageError) as caught:
+        Sizes(**given, target_params=1_000_000).resolve(TEACHER)
+    assert caught.value.code == "target-params-too-small"
+    least = int(re.search(r"at least ([\d,]+)", caught.value.do)[1].replace(",", ""))
+    assert min(
+        num_parameters(one.shape(TEACHER)) for one in Sizes(**given, target_params=least).resolve(TEACHER)
+    )
+    with pytest.raises(UsageError):
+        Sizes(**given, target_params=least - 1).resolve(TEACHER)
+
+
+def test_given_sizes_that_miss_their_target():
     with pytest.raises(UsageError) as caught:
         Sizes(num_layers=24, ffn_hidden_size=1536, target_params=50_000_000).resolve(TEACHER)
     assert caught.value.code == "target-params-too-small"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList
+from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, UsageError
 from mkd.plan.model_shape import ModelShape
 from mkd.pruning.measured_text import read_batches
 from mkd.pruning.sizes import Sizes, num_parameters
-from mkd.pruning.student import StudentRequest, make_student
+from mkd.pruning.student import StudentRequest, make_student, possible_sizes
 from mkd.tokenizers.load import load_tokenizer
 from tests.checkpoint.saved_tensors import all_tensors
 from tests.pruning.masked_reference import masked_teacher
@@ -227,6 +228,18 @@ def test_sequences_without_loss_are_skipped(tmp_path):
     assert batches and all(batch.num_loss_tokens for batch in batches)
 
 
+def test_a_text_of_many_documents_takes_time_by_its_length(tmp_path):
+    """20,000 documents of 5 tokens: to add up all lengths for each of them would take minutes."""
+    add_tokenizer(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "the fox jumps"}\n' * 20_000)
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    start, lengths = time.process_time(), dict(num_tokens=10**6, seq_length=8, batch_tokens=512)
+    batches = read_batches([str(tmp_path / "text.jsonl")], tokenizer, **lengths)
+    assert time.process_time() - start < 5
+    sizes = [batch.tokens.numel() for batch in batches]
+    assert len(set(sizes[:-1])) == 1 and sizes[0] >= 512 and sum(sizes) == 20_000 * 3
+
+
 def test_without_text_a_block_in_the_middle_is_removed(llama, tmp_path):
     lines = []
     report = make_student(request(llama[0], None, tmp_path / "student", DEPTH), say=lines.append)
@@ -242,6 +255,7 @@ BAD = {
     "student-not-loadable": dict(sizes=Sizes(hidden_size=32)),  # 6 heads: Llama needs a multiple of 6
     "cut-needs-text": dict(sizes=Sizes(ffn_hidden_size=40), text=()),
     "student-overwrites-teacher": dict(out="teacher"),
+    "folder-not-writable": dict(out="text.jsonl/student"),
     "measured-text-too-short": dict(text="short.jsonl"),
     "data-file-unreadable": dict(text="missing.jsonl"),
     "model-type-not-supported": dict(teacher="mamba"),
@@ -264,7 +278,7 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
     texts = bad.get("text", (str(text),))
     asked = StudentRequest(
         str(tmp_path / bad["teacher"] if "teacher" in bad else teacher),
-        teacher if bad.get("out") else tmp_path / "student",
+        teacher.parent / bad["out"] if "out" in bad else tmp_path / "student",
         bad.get("sizes", DEPTH),
         text=(str(tmp_path / texts),) if isinstance(texts, str) else texts,
         seq_length=SEQ_LENGTH,
@@ -274,6 +288,32 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
         make_student(asked, say=lambda line: None)
     assert caught.value.code == code and caught.value.exit_code == EXIT_CODES.get(code, EXIT_USAGE)
     assert not (tmp_path / "student").exists()
+
+
+def test_a_target_that_only_channels_reach_needs_text(tmp_path):
+    """One layer of this teacher is more than the target; the error names the flag that was given."""
+    sizes = dict(num_hidden_layers=2, intermediate_size=4096)
+    teacher, text = make_teacher(tmp_path, "llama3.2", **sizes)
+    asked = Sizes(target_params=500_000)
+    with pytest.raises(UsageError) as caught:
+        make_student(request(teacher, None, tmp_path / "student", asked), say=lambda line: None)
+    assert caught.value.code == "cut-needs-text" and "--target-params" in caught.value.what
+    shape = ModelShape.from_hf_dir(teacher)
+    assert [one.num_layers for one in possible_sizes(request(teacher, text, None, asked), shape)] == [2]
+
+
+def test_ways_to_a_target_that_cannot_be_written_are_left_out(tmp_path, monkeypatch):
+    """Without rules for its width, a family is cut by layers alone."""
+    teacher, text = make_teacher(tmp_path, "llama3.2", intermediate_size=512)
+    shape, asked = ModelShape.from_hf_dir(teacher), Sizes(target_params=250_000)
+    both = request(teacher, text, None, asked)
+    assert len(possible_sizes(both, shape)) == 3
+    assert len(possible_sizes(request(teacher, None, None, asked), shape)) == 1
+    monkeypatch.setattr("mkd.pruning.student_files.IN_FFN", ())
+    assert [one.ffn_hidden_size for one in possible_sizes(both, shape)] == [512]
+    with pytest.raises(UsageError) as caught:
+        possible_sizes(request(teacher, text, None, Sizes(ffn_hidden_size=40)), shape)
+    assert caught.value.code == "width-cut-not-supported"
 
 
 def test_gemma_keeps_its_hidden_size(tmp_path):

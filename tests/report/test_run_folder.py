@@ -66,6 +66,14 @@ def test_a_run_that_still_writes_and_files_that_are_broken(tmp_path):
     assert [note.split(" ")[0] for note in run.notes] == ["1", "plan.json"]
 
 
+@pytest.mark.parametrize("edited", ['"5"', "[5]", "5.5", "true"])
+def test_an_edited_number_of_iterations_is_left_out(tmp_path, edited):
+    folder = write_run(tmp_path / "a", ONE, config_yaml=f"training:\n  train_iters: {edited}\n")
+    (run,) = open_runs([folder])
+    assert (run.state, len(run.notes), run.train_iters) == ("not complete", 1, None)
+    assert main([str(folder)]) == 0 and run.notes[0].split(" ")[0] == "config.yaml:"
+
+
 def test_events_of_a_run_without_an_event_log(tmp_path):
     records = [{"iteration": 1, "skipped_iterations": 0}, {"iteration": 2, "skipped_iterations": 3}]
     records.append({"iteration": 3, "skipped_iterations": 0, "loss_spikes": 1})

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.reported import reported_codes
 from tests.tiny_models import add_tokenizer
 from tests.train.command import BATCH, flags, make_files, poison, read_metrics, read_weights, run_main
 
@@ -111,6 +112,18 @@ def test_dry_run_shows_the_plan_and_loads_nothing(files, ranks):
     )
     assert second.stdout == ""
     assert not (files / "dry").exists()
+
+
+@pytest.mark.parametrize("blocked", ["metrics.jsonl", "events.jsonl", "plan.json", ""])
+def test_a_log_folder_that_cannot_be_written_ends_the_run_before_it_starts(blocked, files, ranks):
+    """A folder is in the way of a file, or, without one, the folder accepts no files even from root."""
+    folder = files / f"log {blocked}"
+    (folder / blocked).mkdir(parents=True)
+    argv = flags(files, "/proc/self" if not blocked else folder)
+    (result,) = run_main(ranks, argv)
+    assert result.exit_code == 64 and reported_codes(result.stderr) == ["folder-not-writable"]
+    assert "Traceback" not in result.stderr and "training" not in result.stdout.partition("loss = ")[2]
+    assert [path.name for path in folder.iterdir()] == ([blocked] if blocked else [])
 
 
 @pytest.mark.parametrize("kd_ratio", [0.3, 0, 1])

@@ -102,8 +102,8 @@ def test_a_good_run_has_no_problems_and_keeps_its_tokenizers(files):
 def test_a_note_says_that_a_teacher_without_tokenizer_is_not_checked(files, tmp_path):
     bare = make_model(tmp_path / "bare", **TEACHER)
     plan = plan_run(load_config(flags(files, "bare", teacher_hf=bare)).config, 1)
-    assert f"note: the teacher's folder {bare} has no tokenizer" in plan.describe()
-    assert "has no tokenizer" not in plan_run(load_config(flags(files, "good")).config, 1).describe()
+    assert f"note: the teacher's folder {bare} has no tokenizer" in plan.text
+    assert "has no tokenizer" not in plan_run(load_config(flags(files, "good")).config, 1).text
 
 
 def test_a_model_narrower_than_the_tokenizer(files, tmp_path):
@@ -206,7 +206,7 @@ def test_source_of_the_tokenizer_of_exports(files, tmp_path, spm_file):  # noqa:
         assert plan.assets == HFAssets(wide, source)
         assert len(plan.tokenizers.notes) == len(notes)
         assert all(note.startswith(start) for note, start in zip(plan.tokenizers.notes, notes, strict=True))
-        assert plan.describe().endswith("\n".join(plan.tokenizers.notes))
+        assert plan.text.endswith("\n".join(plan.tokenizers.notes))
     unwritten = flags(files, "source", "--kd-ratio", 0, *more, student_hf=wide, teacher_hf=None)
     assert len(plan_run(load_config(unwritten).config, 1).tokenizers.notes) == 1
 

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -29,7 +30,12 @@ codes in alphabetical order; `...` stands for a value.
 
 def errors_page(root: Path) -> str:
     """Return the page for the sources below `root`."""
-    found = sorted(set(raised_errors(root)))
+    return page_of(raised_errors(root))
+
+
+def page_of(raised: Iterable[RaisedError]) -> str:
+    """Return the page for these errors."""
+    found = sorted(set(raised))
     kinds = sorted(
         {cls.exit_code: cls for cls in reversed(list(error_classes().values()))}.items(),
         key=lambda item: item[0],
@@ -76,11 +82,12 @@ class RaisedError:
 
 def raised_errors(root: Path) -> Iterator[RaisedError]:
     """Yield every error in the sources whose code and first text can be read there."""
+    classes = error_classes()
     for path in sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py")):
         file = path.relative_to(root).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for call in _calls(tree):
-            cls = error_classes().get(_made_class(tree, call) or "")
+            cls = classes.get(_made_class(tree, call) or "")
             if cls is not None:
                 for texts in _texts(tree, call):
                     yield RaisedError(exit_code=cls.exit_code, file=file, **texts)
@@ -90,7 +97,7 @@ def _made_class(tree: ast.Module, call: ast.Call) -> str | None:
     """Return the error class of mkd/errors.py that `call` makes, also as the base of a class of this file."""
     if ast.unparse(call.func) not in ("super().__init__", "cls"):
         return call.func.id if isinstance(call.func, ast.Name) else None
-    around = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and _holds(one, call)]
+    around = [one for one in _nodes(tree) if isinstance(one, ast.ClassDef) and _holds(one, call)]
     bases = [base.id for one in around for base in one.bases if isinstance(base, ast.Name)]
     return bases[0] if bases else None
 
@@ -120,8 +127,14 @@ def _texts(tree: ast.Module, call: ast.Call) -> Iterator[dict[str, str]]:
             yield {"code": code.value, "what": _pattern(what), **texts}
 
 
+@lru_cache(maxsize=64)
+def _nodes(outer: ast.AST) -> tuple[ast.AST, ...]:
+    """Return a node and all below it. A file is searched again for each of its errors."""
+    return tuple(ast.walk(outer))
+
+
 def _calls(tree: ast.Module) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (node for node in _nodes(tree) if isinstance(node, ast.Call))
 
 
 def _bound(names: Sequence[str], call: ast.Call) -> dict[str, ast.expr]:
@@ -133,7 +146,7 @@ def _bound(names: Sequence[str], call: ast.Call) -> dict[str, ast.expr]:
 def _function_around(tree: ast.Module, node: ast.AST) -> ast.FunctionDef | None:
     """Return the innermost function that holds `node`."""
     return max(
-        (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)),
+        (f for f in _nodes(tree) if isinstance(f, ast.FunctionDef) and _holds(f, node)),
         key=_line,
         default=None,
     )
@@ -146,23 +159,23 @@ def _values(tree: ast.Module, call: ast.Call, node: ast.expr) -> list[ast.expr]:
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         made_by = [
-            one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id
+            one for one in _nodes(tree) if isinstance(one, ast.FunctionDef) and one.name == node.func.id
         ]
         returned = [
-            one.value for function in made_by for one in ast.walk(function) if isinstance(one, ast.Return)
+            one.value for function in made_by for one in _nodes(function) if isinstance(one, ast.Return)
         ]
         return [value for value in returned if value is not None] or [node]
     if not isinstance(node, ast.Name):
         return [node]
     scope = _function_around(tree, call) or tree
-    local = [one for one in ast.walk(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
+    local = [one for one in _nodes(scope) if isinstance(one, ast.Assign) and _line(one) < _line(call)]
     found = [value for name, value in _assigned((*tree.body, *local)) if name == node.id]
     if not found:
         return [node]
     last = max(found, key=_line)
     branches = [
         one
-        for one in ast.walk(scope)
+        for one in _nodes(scope)
         if isinstance(one, ast.If) and _holds(one, last) and not _holds(one, call)
     ]
     set_to = [one for one in found if one is last or any(_holds(branch, one) for branch in branches)]

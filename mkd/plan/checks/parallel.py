@@ -167,8 +167,9 @@ def check_auto_layout(config: Config, world_size: int, models: Sequence[PlannedM
     problems: list[MkdError] = []
     if config.parallel.pipeline_layout == "auto":
         student, *teachers = (model.shape for model in models)
-        stages = virtual_stages(config, student)
-        collect_error(problems, lambda: layouts_of(config, student, teachers, stages))
+        collect_error(
+            problems, lambda: layouts_of(config, student, teachers, virtual_stages(config, student))
+        )
     yield from problems
 
 

@@ -30,12 +30,13 @@ def test_candidates_of_every_chunk(write_jsonl, tmp_path):
             all_spellings(STUDENT, teacher),
             all_spellings(teacher, STUDENT),
         )
+        teacher_bytes = vocabulary_bytes(teacher)
         for pack in (dataset[index] for index in range(len(dataset))):
             side = pack.teacher_inputs[0]
             for kind, ours, theirs, pairs in kept_chunks(side.chunks, pack.labels, side.labels):
                 expected = candidates(kind, ours, theirs, student_spellings, teacher_spellings)
                 assert pairs == expected and len(pairs) == len(set(pairs))
-                seen.add((kind, len(pairs) > 1, is_part_of_character(teacher, theirs)))
+                seen.add((kind, len(pairs) > 1, is_part_of_character(teacher_bytes, theirs)))
     assert {(ONE_TO_MANY, True), (MANY_TO_ONE, True), (MANY_TO_MANY, False)} <= {one[:2] for one in seen}
     assert any(part and more for _, more, part in seen), (
         "prefixes that end inside a character have candidates"
@@ -86,7 +87,8 @@ def all_spellings(tokenizer: Tokenizer, other: Tokenizer) -> dict[int, Ids]:
     for token, piece in sorted(pieces.items()):
         if piece not in unique or spelling(tokenizer, piece, pieces) == (token,):
             unique[piece] = token
-    found = {token: spelling(other, piece, vocabulary_bytes(other)) for piece, token in unique.items()}
+    theirs = vocabulary_bytes(other)
+    found = {token: spelling(other, piece, theirs) for piece, token in unique.items()}
     return {token: found[token] for token in sorted(found) if len(found[token]) > 1}
 
 
@@ -123,8 +125,8 @@ def is_text(piece: bytes) -> bool:
     return True
 
 
-def is_part_of_character(tokenizer: Tokenizer, tokens: Ids) -> bool:
-    return not is_text(b"".join(vocabulary_bytes(tokenizer).get(i, b"") for i in tokens[:-1]))
+def is_part_of_character(pieces: dict[int, bytes], tokens: Ids) -> bool:
+    return not is_text(b"".join(pieces.get(i, b"") for i in tokens[:-1]))
 
 
 @pytest.mark.parametrize("beside", [-1, 0, 1])

@@ -96,7 +96,9 @@ def test_bytes_do_not_depend_on_workers(path, tmp_path):
     assert 64 < len(TokenStore(student)) < 140
 
 
-def test_the_cache_sees_all_that_decides_the_alignment(path, student, tmp_path):
+def test_the_cache_sees_all_that_decides_the_alignment(write_jsonl, tmp_path):
+    path, student = write_jsonl("few.jsonl", *({"text": text} for text in texts(8))), str(tmp_path / "few")
+    build_store([path], student, STUDENT, True)
     prefixes = {build(path, student, tmp_path / "cache") for _ in range(2)}
     assert len(prefixes) == 1
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").iterdir()}

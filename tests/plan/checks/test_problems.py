@@ -240,6 +240,8 @@ def test_auto_layout_excludes_explicit_ones():
         *PP2, *AUTO, "--student-pipeline-layout", "3,5", world_size=2, student=shape(8), teacher=shape(16)
     )
     assert error.code == "auto-layout-with-layout" and "--student-pipeline-layout," in error.do
+    listed = problems(*PP2, *AUTO, BY_LAYERS, "3", "--global-batch-size", "2", world_size=2, student=shape(8))
+    assert [one.code for one in listed] == ["auto-layout-with-layout", "virtual-stage-layers-not-divisible"]
     both = ["--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "8,8"]
     error = problem(*PP2, *AUTO, *both, world_size=2, student=shape(8), teacher=shape(16))
     assert "--student-pipeline-layout and --teacher-pipeline-layout" in error.what

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs.errors_page import SOURCES, error_classes, errors_page, raised_errors
+from tools.docs.errors_page import SOURCES, error_classes, page_of, raised_errors
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
@@ -29,7 +29,7 @@ def test_every_code_has_a_section(found):
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.keyword) and word.arg == "code" and isinstance(word.value, ast.Constant)
     }
-    headings = re.findall(r"^## (.*)$", errors_page(ROOT), re.M)
+    headings = re.findall(r"^## (.*)$", page_of(found), re.M)
     assert headings == sorted(written) and len(written) > 250
     assert not [code for code in headings if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+|preempted", code)]
 
