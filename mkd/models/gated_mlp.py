@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 from torch.autograd import Function
 
@@ -19,6 +21,16 @@ Kernel = Callable[..., Tensor]
 
 class GatedMLP(MLP):
     """Megatron's MLP without what mkd's models never have: scales of tokens, gates of other forms."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,  # newer versions of Megatron's layer pass it
+        **unused: object,
+    ):
+        tp_group = None if pg_collection is None else pg_collection.tp
+        super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor | None]:
         """Return the output [t(/tp), 1, h] for hidden states of that shape, and a bias still to be added.
