@@ -5,6 +5,7 @@ Importing torch and Megatron takes seconds.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -156,6 +157,8 @@ def _call(file: str, name: str, args: tuple, rank: int, world_size: int, store: 
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()  # cycles keep groups alive, and gloo has some polling threads for each of them
+        gc.freeze()  # what is left are modules: the next call need not look at them
 
 
 def _meet(rank: int, world_size: int, store: str) -> None:
