@@ -26,6 +26,7 @@ LONG_ROPE = dict(
     short_factor=[1.0 + 0.05 * i for i in range(6)],
     long_factor=[1.5 + 0.5 * i for i in range(6)],
 )
+EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2)
 
 FAMILIES = {
     "llama": ("Llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
@@ -74,6 +75,20 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, mlp_only_layers=[1], **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe-unnormalised": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, decoder_sparse_step=2, **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=False, tie_word_embeddings=True),
+    ),
+    "mixtral": (
+        "Mixtral",
+        dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, **EXPERTS),
     ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (

@@ -16,6 +16,7 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -29,6 +30,7 @@ from torch import Tensor
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.gated_mlp import GatedMLP
+from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
 
@@ -43,11 +45,20 @@ class LayerParts:
     row_linear: type
     core_attention: type
     mlp: type
+    experts: ExpertParts
 
 
-LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP)
+LOCAL = LayerParts(
+    RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP, LOCAL_EXPERTS
+)
 TRANSFORMER_ENGINE = LayerParts(
-    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention, GatedMLP
+    TENorm,
+    IdentityOp,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+    TEDotProductAttention,
+    GatedMLP,
+    TRANSFORMER_ENGINE_EXPERTS,
 )
 
 
@@ -56,22 +67,29 @@ def block_spec(
     ropes: Sequence[RopeShape],  # the distinct ones of the whole model
     transformer_engine: bool,
     packed_attention: bool = False,
+    groups: ProcessGroupCollection | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
     If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
-    have it.
+    have it. Experts communicate over `groups`.
     """
     parts = TRANSFORMER_ENGINE if transformer_engine and HAVE_TE else LOCAL
     if packed_attention:
         parts = replace(parts, core_attention=PackedAttention)
     specs = [
-        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None) for layer in layers
+        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None, groups)
+        for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> ModuleSpec:
+def layer_spec(
+    layer: LayerShape,
+    parts: LayerParts,
+    rope_index: int | None,
+    groups: ProcessGroupCollection | None = None,
+) -> ModuleSpec:
     """Return one layer. Its checkpoint keys are the same whatever its parts.
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
@@ -90,20 +108,23 @@ def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> 
             k_layernorm=head_norm,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if layer.moe is None:
+        linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+        mlp = ModuleSpec(module=parts.mlp, submodules=linears)
+        norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    else:
+        mlp = moe_spec(layer.moe, parts.experts, groups)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.first_norm,
             self_attention=attention,
             self_attn_bda=residual_add,
-            pre_mlp_layernorm=parts.first_norm,
-            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
+            pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
+            mlp=mlp,
             mlp_bda=residual_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=norms,
         ),
     )
 

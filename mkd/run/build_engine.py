@@ -142,4 +142,5 @@ def load_weights(parts: list[LanguageModel], source: ModelSource, context: Paral
         return
     for part in parts:
         place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
-        load_hf_weights(part, source.shape, source.hf, **place)
+        experts = context.experts(source.shape.num_experts)
+        load_hf_weights(part, source.shape, source.hf, experts=experts, **place)
