@@ -29,7 +29,9 @@ MIXTRAL = Family(
     "mixtral",
     _read_layers,
     with_experts(
-        SEPARATE, (f"{_EXPERT}w1.weight", f"{_EXPERT}w3.weight"), f"{_EXPERT}w2.weight",
+        SEPARATE,
+        (f"{_EXPERT}w1.weight", f"{_EXPERT}w3.weight"),
+        f"{_EXPERT}w2.weight",
         "block_sparse_moe.gate.weight",
     ),
     defaults={

@@ -119,9 +119,7 @@ EXPERT_DOWN = Rule(
     replicated=True,
     experts=_num_experts,
 )
-ROUTER = Rule(
-    lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True
-)
+ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
 
 LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
@@ -155,7 +153,6 @@ SEPARATE = MappingProxyType(
     layer_table(tuple(f"{_ATTENTION}{part}_proj" for part in "qkv"), (f"{_MLP}gate_proj", f"{_MLP}up_proj"))
 )
 FUSED = MappingProxyType(layer_table((f"{_ATTENTION}qkv_proj",) * 3, (f"{_MLP}gate_up_proj",) * 2))
-
 
 
 def with_experts(

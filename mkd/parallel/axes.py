@@ -1,8 +1,8 @@
 """The axes of the process grid and the process groups that follow from them.
 
 Another axis is one entry in `AXES` and the spans of its groups in `SPANS`. Experts have a grid of their own
-over the same ranks: the tensor, context and data-parallel ranks of a pipeline stage divide the experts (`ep`),
-and hold copies of them (`edp`).
+over the same ranks: the tensor, context and data-parallel ranks of a pipeline stage divide the experts
+(`ep`), and hold copies of them (`edp`).
 """
 
 from __future__ import annotations

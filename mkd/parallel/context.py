@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
-from mkd.parallel.axes import Axis, axes_of, build_groups
+from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.plan.batch import document_multiple
 from mkd.platform import Platform
 

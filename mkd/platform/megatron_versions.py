@@ -25,7 +25,7 @@ WARNINGS = (
     "MimoModelConfig is experimental",
     "The .grad attribute of a Tensor that is not a leaf",
     "The argument order of load has been changed",
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts, which are whole
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
     "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
 )
 _LOG_LINE = re.compile("|".join(LOG_LINES.values()))

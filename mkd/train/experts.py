@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mkd.data.batch import PackedBatch
 from mkd.models.language_model import LanguageModel
-from mkd.models.moe.balance import BALANCE, Z, RouterRecord
+from mkd.models.moe.balance import BALANCE, RouterRecord, Z
 from mkd.parallel.context import ParallelContext
 from mkd.train.sums import LossSums
 

@@ -56,9 +56,9 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face folder.
 
-    Collective: all ranks call it; only the first replica, and the first copies of experts, send weights. A model that is already
-    in `out_dir` is replaced: it stays whole until the new files are complete. Raises `CheckpointError` on
-    every rank if the folder cannot be written or `assets` describe another model.
+    Collective: all ranks call it; only the first replica, and the first copies of experts, send weights. A
+    model that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
+    `CheckpointError` on every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
     _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)

@@ -4,7 +4,8 @@ Megatron's own losses depend on how documents are packed and on the layout. Thes
 n_d real tokens, N real tokens in the global batch, E experts, k of them a token, scores s (without a
 correction bias) and selections c, which have no gradient,
 
-    balance = alpha E / (k N) * sum_d 1/n_d sum_i c_di sum_{t in d} s_ti        z = zeta / N * sum_t lse(logits_t)^2
+    balance = alpha E / (k N) * sum_d 1/n_d sum_i c_di sum_{t in d} s_ti
+    z = zeta / N * sum_t lse(logits_t)^2
 
 for every layer with experts. Even routing gives a balance loss of alpha. Sources: Switch Transformer (Fedus
 et al. 2021, section 2.2) for a document instead of a batch; ST-MoE (Zoph et al. 2022, section 2.2).
