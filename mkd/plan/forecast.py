@@ -12,12 +12,14 @@ from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
-from mkd.plan.flops import distillation_flops, matmul_parameters
+from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, pair_cost
+from mkd.plan.flops import distillation_flops
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_teachers import plan_teachers
+from mkd.plan.parameters import Parameters, active_parameters, layer_parameters, model_parameters
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
@@ -56,21 +58,31 @@ class Forecast:
         """Predict the same models on as many GPUs with other settings. Raises ErrorList if they cannot."""
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
-    def stage_times(self) -> list[StageTime]:
+    def stage_times(self) -> list[WorkTime]:
         """Return each stage's time, in model order, plus copies from the host that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
-        times = cost.stage_times(self.student_layout, self.teacher_layouts)
-        element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-        teachers = plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts
-        for teacher, forward_ms, layout in zip(*teachers, strict=True):
-            if teacher.on_host:  # the next layer is copied while one computes
-                layer_parameters = matmul_parameters(teacher.shape) / teacher.shape.num_layers
-                copy_ms = layer_parameters * element / tensor / HOST_BYTES_PER_MS
-                for stage, layers in enumerate(layout.layers):
-                    wait_ms = layers * max(0.0, copy_ms - forward_ms)
-                    times[stage] = StageTime(times[stage].forward_ms + wait_ms, times[stage].backward_ms)
-        return times
+        teachers = zip(plan_teachers(config, self.teachers), cost.teachers, strict=True)
+        waiting = tuple(self._with_copies(teacher, times) for teacher, times in teachers)
+        return replace(cost, teachers=waiting).stage_times(self.student_layout, self.teacher_layouts)
+
+    def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
+        """Return the layers of a teacher. One on the host copies the next layer while one computes."""
+        if not teacher.on_host:
+            return times
+        element, tensor = (
+            2 if self.config.training.bf16 else 4,
+            self.config.parallel.tensor_model_parallel_size,
+        )
+        parameters = (
+            layer_parameters(teacher.shape, layer, tensor, teacher.expert_parallel).total
+            for layer in teacher.shape.layers
+        )
+        copies_ms = (number * element / HOST_BYTES_PER_MS for number in parameters)
+        return tuple(
+            replace(layer, forward_ms=max(layer.forward_ms, copy_ms))
+            for layer, copy_ms in zip(times, copies_ms, strict=True)
+        )
 
     def step(self) -> StepForecast:
         """Predict the pipeline's part of a step; `step_ms` adds the copies of the optimizer state."""

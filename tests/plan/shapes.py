@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config, TeacherConfig
+from mkd.plan.cost import PairCost
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.model_shape import ModelShape
 
 SEQ_LENGTH = 8192
@@ -31,6 +33,30 @@ STUDENT = qwen3(28, 2048, 6144, 16, tied=True)
 TEACHER = qwen3(36, 4096, 12288, 32, tied=False)
 
 
+def qwen3_moe(num_layers: int, hidden: int, ffn: int, heads: int, **more) -> ModelShape:
+    return ModelShape.from_hf_config(
+        dict(
+            model_type="qwen3_moe",
+            num_hidden_layers=num_layers,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            moe_intermediate_size=ffn,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            head_dim=128,
+            num_attention_heads=heads,
+            num_key_value_heads=4,
+            vocab_size=151936,
+        )
+        | more
+    )
+
+
+MOE_STUDENT = qwen3_moe(48, 2048, 768, 32)  # Qwen3-30B-A3B
+MOE_TEACHER = qwen3_moe(94, 4096, 1536, 64)  # Qwen3-235B-A22B
+
+
 def config(*argv: str | int) -> Config:
     """Return the configuration of these flags, in bf16."""
     return load_config(
@@ -43,3 +69,9 @@ def several(*teachers: dict, **kd) -> Config:
     settings = config()
     sources = tuple(TeacherConfig(**{"hf": f"t{index}"} | fields) for index, fields in enumerate(teachers))
     return replace(settings, teachers=sources, kd=replace(settings.kd, **kd))
+
+
+def equal_layers(num_layers: int, teachers: tuple[tuple[int, float], ...], head_ms: float) -> PairCost:
+    """Return a cost of 1 + 2 ms for each student layer; of teachers (number of layers, ms of each)."""
+    frozen = tuple((WorkTime(ms, 0.0),) * number for number, ms in teachers)
+    return PairCost((WorkTime(1.0, 2.0),) * num_layers, frozen, head_ms)

@@ -8,9 +8,9 @@ import pytest
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance, balance_all
 from mkd.plan.bubble import simulate
-from mkd.plan.cost import PairCost, pair_cost
+from mkd.plan.cost import pair_cost
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import STUDENT, TEACHER, config, several
+from tests.plan.shapes import STUDENT, TEACHER, config, equal_layers, several
 
 
 def splits(layers: int, bins: list[Bin]):
@@ -53,29 +53,29 @@ def test_balance_equals_trying_everything(seed, tie):
 
 
 def test_equal_ranks_get_equal_counts():
-    student, (teacher,) = auto_layouts(PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=4)
+    student, (teacher,) = auto_layouts(equal_layers(8, ((16, 4),), head_ms=0), pipeline_parallel=4)
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
     student, (teacher,) = auto_layouts(
-        PairCost(1, 2, (4,), head_ms=0), 8, [16], pipeline_parallel=2, virtual_stages=2
+        equal_layers(8, ((16, 4),), head_ms=0), pipeline_parallel=2, virtual_stages=2
     )
     assert (student.layers, teacher.layers) == ((2, 2, 2, 2), (4, 4, 4, 4))
 
 
 def test_the_last_rank_has_room_for_the_heads():
     """36 ms of layers and a 12 ms head on 4 ranks: 12 ms each is possible if the last has only the heads."""
-    student, (teacher,) = auto_layouts(PairCost(1, 2, (1,), head_ms=12), 9, [9], pipeline_parallel=4)
+    student, (teacher,) = auto_layouts(equal_layers(9, ((9, 1),), head_ms=12), pipeline_parallel=4)
     assert (student.layers, teacher.layers) == ((3, 3, 3, 0), (3, 3, 3, 0))
 
 
 def test_among_equals_early_ranks_keep_fewer_layers():
     """Early ranks hold the activations of more micro-batches."""
-    assert auto_layouts(PairCost(1, 2, (), head_ms=0), 5, [], pipeline_parallel=2)[0].layers == (2, 3)
+    assert auto_layouts(equal_layers(5, (), head_ms=0), pipeline_parallel=2)[0].layers == (2, 3)
 
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (8, 1), (4, 2), (2, 4), (16, 1)])
 def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
     cost = pair_cost(config(), STUDENT, (TEACHER,), pipeline * stages)
-    student, (teacher,) = auto_layouts(cost, 28, [36], pipeline, stages)
+    student, (teacher,) = auto_layouts(cost, pipeline, stages)
     assert (sum(student.layers), sum(teacher.layers)) == (28, 36)
     assert 0 not in student.layers[1:-1] and 0 not in teacher.layers[1:-1]
     assert PipelineLayout.parse(",".join(map(str, teacher.layers)), 36, pipeline, stages) == teacher
@@ -90,7 +90,7 @@ def test_real_pair_keeps_every_layer_and_beats_even_splits(pipeline, stages):
 
 def test_too_few_layers():
     with pytest.raises(UsageError) as caught:
-        auto_layouts(PairCost(1, 2, (3,), head_ms=1), 5, [36], pipeline_parallel=8)
+        auto_layouts(equal_layers(5, ((36, 3),), head_ms=1), pipeline_parallel=8)
     assert caught.value.code == "layers-fewer-than-stages" and caught.value.why and caught.value.do
 
 
@@ -115,7 +115,7 @@ def test_layers_of_further_teachers_fill_up(seed):
 @pytest.mark.parametrize(("pipeline", "stages"), [(2, 1), (4, 1), (4, 2)])
 def test_three_models_beat_even_splits(pipeline, stages):
     cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), pipeline * stages)
-    student, teachers = auto_layouts(cost, 28, [36, 28], pipeline, stages)
+    student, teachers = auto_layouts(cost, pipeline, stages)
     assert [sum(layout.layers) for layout in (student, *teachers)] == [28, 36, 28]
     assert all(0 not in layout.layers[1:-1] for layout in (student, *teachers))
     if 28 % (pipeline * stages) == 36 % (pipeline * stages) == 0:
@@ -126,4 +126,4 @@ def test_three_models_beat_even_splits(pipeline, stages):
         )
         assert auto_ms < even_ms
     swapped = pair_cost(several({}, {}), STUDENT, (STUDENT, TEACHER), pipeline * stages)
-    assert auto_layouts(swapped, 28, [28, 36], pipeline, stages) == (student, teachers[::-1])
+    assert auto_layouts(swapped, pipeline, stages) == (student, teachers[::-1])
