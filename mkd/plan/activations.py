@@ -35,7 +35,6 @@ from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape, MoEShape
 from mkd.plan.model_shape import ModelShape
 
-
 ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
 ROW_BYTES = 12  # of a row that an expert computes: fp32 weight, its place before and after the exchange
 

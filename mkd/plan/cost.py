@@ -13,7 +13,7 @@ from itertools import islice
 
 from mkd.config.schema import Config
 from mkd.plan.experts import expert_parallel_size
-from mkd.plan.layer_time import WorkTime, ModelTimer, Rates, milliseconds
+from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.planned_teachers import Teacher, plan_teachers

@@ -16,19 +16,17 @@ MACHINE = 8
 """GPUs of one machine."""
 
 LINK_BYTES_PER_MS = 350e6
-"""Bandwidth out of a GPU to the others of its machine: NVLink 4 has 450 GB/s as specified, about 350 in use."""
+"""Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in practice."""
 
 NETWORK_BYTES_PER_MS = 45e6
-"""Bandwidth out of a GPU to other machines: 400 Gbit/s a GPU are 50 GB/s as specified, about 45 in use."""
-
-
-def exchange_bytes(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:
-    """Return the bytes that leave a process in one all-to-all of `rows` (tokens x experts of a token)."""
-    return rows * hidden_size * element * (expert_parallel - 1) / expert_parallel
+"""Bandwidth from a GPU to other machines: 50 GB/s (400 Gbit/s) as specified, about 45 in practice."""
 
 
 def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:
-    """Return the milliseconds of one all-to-all; 0 if one process has all experts."""
+    """Return the milliseconds of one all-to-all of `rows` (tokens x experts of a token).
+
+    It is 0 if one process has all experts.
+    """
     each = rows * hidden_size * element / expert_parallel  # to one process
     near = min(expert_parallel, MACHINE) - 1
     far = max(0, expert_parallel - MACHINE)

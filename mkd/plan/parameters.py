@@ -1,7 +1,8 @@
 """Parameters of models and processes. Those of routed experts are counted apart.
 
-Expert parallelism spreads whole experts over the processes of a pipeline stage, tensor-parallel ones included.
-Their copies, and the shards of their optimizer state, are therefore on other processes than those of the rest.
+Expert parallelism spreads whole experts over the processes of a pipeline stage, tensor-parallel ones
+included. Copies of experts, and shards of their optimizer state, are therefore on other processes than those
+of the rest.
 """
 
 from __future__ import annotations

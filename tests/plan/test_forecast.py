@@ -62,11 +62,12 @@ def test_description():
     lines = forecast(*PP4, pipeline=4).describe().splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
     assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
-    assert lines[3].count(" + ") == 1 + 4 and "forward + backward ms" in lines[3]
-    assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
-    assert "on 4 GPUs: predicted MFU 0." in lines[5]
-    assert lines[6] == "share of the teachers in these FLOPs: 0.591"
-    assert [line.split(":")[0] for line in lines[7:]] == [
+    assert lines[3:5] == ["student: 1.721 billion parameters", "teacher: 8.191 billion parameters"]
+    assert lines[5].count(" + ") == 1 + 4 and "forward + backward ms" in lines[5]
+    assert lines[6].startswith("predicted step: ") and lines[6].endswith("(equal stages 0.273)")
+    assert "on 4 GPUs: predicted MFU 0." in lines[7]
+    assert lines[8] == "share of the teachers in these FLOPs: 0.591"
+    assert [line.split(":")[0] for line in lines[9:]] == [
         f"memory of pipeline rank {rank}" for rank in range(4)
     ]
     alone = forecast(teachers=()).describe()

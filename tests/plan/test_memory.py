@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
 
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.config.schema import XTokenConfig
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
@@ -16,10 +14,8 @@ from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
-from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import stage_parameters
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
 
 TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
