@@ -16,10 +16,10 @@ MACHINE = 8
 """GPUs of one machine."""
 
 LINK_BYTES_PER_MS = 350e6
-"""Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in practice."""
+"""Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
 
 NETWORK_BYTES_PER_MS = 45e6
-"""Bandwidth from a GPU to other machines: 50 GB/s (400 Gbit/s) as specified, about 45 in practice."""
+"""Bandwidth from a GPU to other machines: 50 GB/s (400 Gbit/s) as specified, about 45 in use."""
 
 
 def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:

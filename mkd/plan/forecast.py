@@ -187,7 +187,7 @@ class Forecast:
             if shape.moe:
                 layers = sum(not layer.is_dense for layer in shape.layers)
                 line += (
-                    f", {active_parameters(shape) / 1e9:.4g} active: {shape.moe.top_k} of "
+                    f", {active_parameters(shape) / 1e9:.4g} billion active: {shape.moe.top_k} of "
                     f"{shape.num_experts} experts in {layers} of {shape.num_layers} layers, "
                     f"spread over {expert_parallel} processes"
                 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from itertools import product
 
@@ -8,7 +9,8 @@ import pytest
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import TIE, Bin, auto_layouts, balance, balance_all
 from mkd.plan.bubble import simulate
-from mkd.plan.cost import pair_cost
+from mkd.plan.cost import PairCost, pair_cost
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
 from tests.plan.shapes import STUDENT, TEACHER, config, equal_layers, several
 
@@ -127,3 +129,46 @@ def test_three_models_beat_even_splits(pipeline, stages):
         assert auto_ms < even_ms
     swapped = pair_cost(several({}, {}), STUDENT, (STUDENT, TEACHER), pipeline * stages)
     assert auto_layouts(swapped, pipeline, stages) == (student, teachers[::-1])
+
+
+def shortest_ms(layer_ms: list[float], stages: int, head_ms: float) -> float:
+    """Return the shortest possible time of the slowest stage, by trying every first layer of every stage."""
+    best = [0.0] + [math.inf] * len(layer_ms)
+    for stage in range(stages):
+        fixed_ms, least = head_ms * (stage == stages - 1), int(0 < stage < stages - 1)
+        best = [
+            min(
+                (max(best[first], fixed_ms + sum(layer_ms[first:end])) for first in range(end - least + 1)),
+                default=math.inf,
+            )
+            for end in range(len(layer_ms) + 1)
+        ]
+    return best[-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layers_of_different_cost_are_nearly_as_fast_as_the_best_split(seed):
+    """Dense layers come first or anywhere, faster or slower than those with experts."""
+    draw = random.Random(seed)
+    pipeline, head_ms = draw.choice([2, 4, 8]), draw.choice([0.0, 3.0])
+    number = draw.randint(2 * pipeline, 40)
+    dense = draw.choice([{0, 1, 2}, set(draw.sample(range(number), number // 3))])
+    times = [draw.uniform(0.3, 3), 1.0]
+    layer_ms = [times[0] if index in dense else times[1] for index in range(number)]
+    cost = PairCost(tuple(WorkTime(ms, 0.0) for ms in layer_ms), (), head_ms)
+    (student, _) = auto_layouts(cost, pipeline)
+    slowest_ms = max(time.total_ms for time in cost.stage_times(student, []))
+    assert slowest_ms <= shortest_ms(layer_ms, pipeline, head_ms) * (1 + 2 * TIE)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_stage_of_fast_dense_layers_gets_more_of_them(stages):
+    """The first 8 of 24 layers take a third of the others' time; the teacher's are equal."""
+    layer_ms = [1.0] * 8 + [3.0] * 16
+    teacher = (WorkTime(0.5, 0.0),) * 24
+    cost = PairCost(tuple(WorkTime(0.0, ms) for ms in layer_ms), (teacher,), 0.0)
+    student, (of_teacher,) = auto_layouts(cost, 2, stages)
+    times = cost.stage_times(student, [of_teacher])
+    ranks = [sum(time.total_ms for time in times[rank::2]) for rank in range(2)]
+    assert max(ranks) <= sum(ranks) / 2 * (1 + TIE) and sum(student.layers) == sum(of_teacher.layers) == 24
+    assert stages > 1 or student.layers[0] > student.layers[1]

@@ -14,9 +14,10 @@ from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several
 from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
+from tests.train.moe_invariance import make_moe_pair
 
 TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
 LAYOUTS = (
@@ -46,13 +47,18 @@ def held_bytes(layout: Layout, student, teacher):
         pipeline_parallel=layout.pp,
         virtual_stages=layout.vp,
         context_parallel=layout.cp,
+        expert_parallel=plan.config.parallel.expert_model_parallel_size,
     )
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context, len(engine.teachers)))
     teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
     learned = {p for chunk in engine.stages for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}
-    buffers = [buffer.grad_data for chunk in engine.stages for buffer in chunk.buffers]
+    buffers = [
+        buffer.grad_data
+        for chunk in engine.stages
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
     shapes = [teacher.shape for teacher in plan.teachers]
     predicted = predict_memory(
@@ -95,6 +101,21 @@ def pair(tmp_path_factory):
 )
 def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, ranks):
     for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *pair):
+        for part, expected in zip(held, predicted, strict=True):
+            assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
+
+
+EXPERT_LAYOUTS = (
+    Layout("EP2, teacher EP1", 2, flags=("--teacher-expert-model-parallel-size", "1", "--bf16")),
+    Layout("EP2 TP2, teacher EP4", 4, tp=2, flags=(*SP, "--teacher-expert-model-parallel-size", "4")),
+)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=[one.name for one in EXPERT_LAYOUTS])
+def test_experts_are_spread_over_more_processes_than_the_rest(layout, tmp_path, ranks):
+    """With TP 2 and DP 2, EP 2 leaves two copies of each expert, which share its optimizer state."""
+    layout = layout.with_flags(("--expert-model-parallel-size", "2", *DISTRIBUTED))
+    for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *make_moe_pair(tmp_path)):
         for part, expected in zip(held, predicted, strict=True):
             assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
 
@@ -159,6 +180,42 @@ def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
         == (whole.layer_bytes(STUDENT.layers[0]) - 4 * hidden - rows) / 4 + 4 * hidden + rows
     )
     assert sequence.layer_bytes(STUDENT.layers[0]) == (whole.layer_bytes(STUDENT.layers[0]) - rows) / 4 + rows
+
+
+def moe_activations(*flags) -> Activations:
+    settings = config("--expert-model-parallel-size", 8, *flags)
+    return Activations(settings, MOE_STUDENT, 2, SEQ_LENGTH, expert_parallel=8)
+
+
+def test_a_layer_with_experts_by_hand():
+    """Bytes per token of a Qwen3-30B-A3B layer: h 2048, q 4096, k 512, 8 of 128 experts of width 768.
+
+    The norm keeps input and output. Each of the 8 rows of a token keeps the experts' input, input and output
+    of the gated MLP, its weight and its places. The router keeps 13 bytes for every expert.
+    """
+    attention = 2 * (2 * 4096 + 2 * 512) + 4 * 32 + 2 * (4096 + 512) + 4 * 36
+    norms = 4 * 2 * 2048 + 2 * 4
+    rows, router = 8 * (2 * (2048 + 3 * 768) + 12), 13 * 128
+    layer = MOE_STUDENT.layers[0]
+    assert moe_activations().layer_bytes(layer) == SEQ_LENGTH * (attention + norms + rows + router)
+    recomputed = moe_activations("--recompute-granularity", "selective", "--recompute-modules", "moe")
+    assert recomputed.layer_bytes(layer) == SEQ_LENGTH * (attention + norms)
+    again = recomputed.backward_bytes() - moe_activations().backward_bytes()
+    assert again == SEQ_LENGTH * (rows + router)
+    sequence = moe_activations("--tensor-model-parallel-size", 2, "--sequence-parallel")
+    shared = SEQ_LENGTH * (rows + router + attention + 4 * 2 * 2048) // 2 + SEQ_LENGTH * 8
+    assert sequence.layer_bytes(layer) == shared
+
+
+def test_a_teacher_with_experts_holds_four_copies_of_its_rows():
+    """Hidden size 4096 exceeds three times the width 1536 less its half: the exchange is the peak."""
+    teacher = Activations(config(), MOE_TEACHER, 2, SEQ_LENGTH)
+    hidden = SEQ_LENGTH * 4096 * 2
+    assert teacher.forward_bytes() == 3 * hidden + 8 * 4 * hidden
+    wide = replace(MOE_TEACHER.layers[0].moe, ffn_hidden_size=4096)
+    layers = (replace(MOE_TEACHER.layers[0], moe=wide),)
+    widest = Activations(config(), replace(MOE_TEACHER, layers=layers), 2, SEQ_LENGTH)
+    assert widest.forward_bytes() == 3 * hidden + 8 * 5 * hidden
 
 
 def test_early_ranks_keep_more_micro_batches():
