@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config, TeacherConfig
+from mkd.plan.activations import Activations
 from mkd.plan.cost import PairCost
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.model_shape import ModelShape
@@ -75,3 +76,7 @@ def equal_layers(num_layers: int, teachers: tuple[tuple[int, float], ...], head_
     """Return a cost of 1 + 2 ms for each student layer; of teachers (number of layers, ms of each)."""
     frozen = tuple((WorkTime(ms, 0.0),) * number for number, ms in teachers)
     return PairCost((WorkTime(1.0, 2.0),) * num_layers, frozen, head_ms)
+
+
+def student_activations(*flags) -> Activations:
+    return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)
