@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, pairwise, permutations, product
 from typing import NamedTuple
 
 from mkd.config.models import teacher_roles
@@ -212,16 +212,16 @@ def refine(
 def _moves(splits: list[tuple[int, ...]], bins: Sequence[Bin]) -> Iterator[list[tuple[int, ...]]]:
     """Yield the splits that are one move away, those of one model first."""
     models = range(len(splits))
-    for swaps in (False, True):
-        for source, target in permutations(range(len(bins)), 2):
-            for model in models:
-                one = _moved(splits, model, source, target, bins)
-                if one is not None and not swaps:
-                    yield one
-                for other in models if one is not None and swaps else ():
-                    both = _moved(one, other, target, source, bins) if other != model else None
-                    if both is not None:
-                        yield both
+    stages = list(permutations(range(len(bins)), 2))
+    for (source, target), model in product(stages, models):
+        moved = _moved(splits, model, source, target, bins)
+        if moved is not None:
+            yield moved
+    for (source, target), (model, other) in product(stages, permutations(models, 2)):
+        moved = _moved(splits, model, source, target, bins)
+        back = None if moved is None else _moved(moved, other, target, source, bins)
+        if back is not None:
+            yield back
 
 
 def _moved(
