@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part
+from mkd.checkpoint.hf.hf_reader import EXTRA_LAYERS, INDEX_FILE, SINGLE_FILE, contained_file, map_part
 from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
@@ -194,8 +194,13 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """Return the model's configuration with the written dtype, under the key that it already uses."""
+    """Return the model's configuration with the written dtype, under the key that it already uses.
+
+    The written weights are not quantised and have no layers that predict further tokens.
+    """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
