@@ -9,5 +9,6 @@ No torch. In reading order:
     weight_rules.py                  rules and tables: which Hugging Face tensors make which parameter
     llama.py, mistral.py, qwen2.py   one file a family
     qwen3.py, phi3.py, gemma3.py
+    deepseek_v3.py
     registry.py                      model_type -> family
 """

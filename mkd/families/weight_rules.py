@@ -55,7 +55,7 @@ class Entry:
 
     rule: Rule
     tensors: tuple[str, ...]
-    needs: str = ""  # switch of `LayerShape` without which the parameter does not exist
+    needs: str = ""  # switch of `LayerShape`, maybe dotted, without which the parameter does not exist
     stacks_experts: bool = False  # the parameter has a leading dimension of local experts
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
+    TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TENorm,
@@ -29,6 +30,7 @@ from torch import Tensor
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.gated_mlp import GatedMLP
+from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
 
@@ -40,14 +42,29 @@ class LayerParts:
     norm: type
     first_norm: type  # norm in front of attention and MLP, if `column_linear` has none inside
     column_linear: type
+    plain_column_linear: type  # never with a norm inside
     row_linear: type
     core_attention: type
     mlp: type
 
 
-LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP)
+LOCAL = LayerParts(
+    norm=RMSNorm,
+    first_norm=RMSNorm,
+    column_linear=ColumnParallelLinear,
+    plain_column_linear=ColumnParallelLinear,
+    row_linear=RowParallelLinear,
+    core_attention=PackedAttention,
+    mlp=MLP,
+)
 TRANSFORMER_ENGINE = LayerParts(
-    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention, GatedMLP
+    norm=TENorm,
+    first_norm=IdentityOp,
+    column_linear=TELayerNormColumnParallelLinear,
+    plain_column_linear=TEColumnParallelLinear,
+    row_linear=TERowParallelLinear,
+    core_attention=TEDotProductAttention,
+    mlp=GatedMLP,
 )
 
 
@@ -76,10 +93,34 @@ def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> 
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
     """
-    head_norm = parts.norm if layer.qk_norm else IdentityOp
     row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
+    if layer.mla is None:
+        attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
+    else:
+        assert rope_index is None, "the layers of latent attention have one position embedding"
+        attention = _latent_attention(layer, parts, row_linear)
+    norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
+    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.first_norm if layer.mla is None else parts.norm,
+            self_attention=attention,
+            self_attn_bda=residual_add,
+            pre_mlp_layernorm=parts.first_norm,
+            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
+            mlp_bda=residual_add,
+            sharded_state_dict_keys_map=norm_keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )
+
+
+def _grouped_query_attention(
+    layer: LayerShape, parts: LayerParts, row_linear: type, rope_index: int | None
+) -> ModuleSpec:
+    head_norm = parts.norm if layer.qk_norm else IdentityOp
     rope = {} if rope_index is None else {"rope_index": rope_index}
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=LayerRopeAttention if rope else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal} | rope,
         submodules=SelfAttentionSubmodules(
@@ -90,20 +131,14 @@ def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> 
             k_layernorm=head_norm,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+
+
+def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.first_norm,
-            self_attention=attention,
-            self_attn_bda=residual_add,
-            pre_mlp_layernorm=parts.first_norm,
-            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
-            mlp_bda=residual_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "layer": layer},
+        submodules=LatentAttentionParts(
+            parts.plain_column_linear, row_linear, parts.norm, parts.core_attention
         ),
     )
 

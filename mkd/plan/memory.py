@@ -15,6 +15,7 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
+from mkd.plan.flops import projection_parameters
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -107,7 +108,9 @@ def _layer_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int
     groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
     hidden, ffn = shape.hidden_size, layer.ffn_hidden_size // tensor_parallel
-    total = hidden * (2 * query + 2 * key_value + 3 * ffn + 2 + 2 * layer.post_norms)
+    total = projection_parameters(shape, layer, groups) + hidden * (3 * ffn + 2 + 2 * layer.post_norms)
+    if layer.mla is not None:
+        total += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     total += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
     total += (2 * ffn + hidden) * layer.mlp_bias + 2 * shape.head_dim * layer.qk_norm
     return total

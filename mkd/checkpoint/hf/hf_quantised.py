@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,28 +36,15 @@ class TensorHeader:
     dtype: str  # safetensors' spelling: F32, BF16, ...
 
 
-class Quantised(Protocol):
-    """A tensor that is stored as values and scales."""
-
-    stored: tuple[str, str]  # names on disk of values and scales
-
-    @property
-    def header(self) -> TensorHeader:
-        """The tensor after dequantising."""
-
-    def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
-        """Return the part `cut` of the dequantised tensor."""
-
-
 @dataclass(frozen=True)
 class FP8Blocks:
-    """A matrix of e4m3 values with one scale for each block of rows and columns.
+    """A matrix of e4m3 values, stored beside one scale for each block of rows and columns.
 
     Source: DeepSeek-V3 technical report, section 3.3. An element is its value times its block's scale.
     """
 
-    stored: tuple[str, str]
-    header: TensorHeader
+    stored: tuple[str, str]  # names on disk of values and scales
+    header: TensorHeader  # the tensor after dequantising
     block: tuple[int, int]  # rows, columns
 
     def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
@@ -84,8 +71,8 @@ class MXFP4:
     (MX) specification 1.0, section 5. Every element is exact in bf16.
     """
 
-    stored: tuple[str, str]
-    header: TensorHeader
+    stored: tuple[str, str]  # names on disk of blocks and scales
+    header: TensorHeader  # the tensor after dequantising
 
     def read(self, read_stored: ReadStored, cut: Cut) -> Tensor:
         """Return the part `cut`, bf16 [experts, in, out]."""
@@ -98,6 +85,9 @@ class MXFP4:
         elements = values[blocks.int()].flatten(-2) * powers[scales.int()][..., None]
         skipped = first - groups.start * MXFP4_BLOCK
         return elements.flatten(-2)[..., skipped : skipped + last - first].transpose(1, 2).contiguous()
+
+
+Quantised = FP8Blocks | MXFP4
 
 
 @cache
@@ -120,12 +110,12 @@ def find_quantised(directory: Path, headers: Mapping[str, TensorHeader]) -> dict
     `quantization_config` nothing is quantised.
     """
     config = _quantisation(directory)
-    method, block = config.get("quant_method"), config.get("weight_block_size")
+    method, block = config.get("quant_method"), _block(config.get("weight_block_size"))
     if not config:
         return {}
-    if method == "fp8" and _is_block(block):
+    if method == "fp8" and block is not None:
         names = [name for name in headers if name + SCALE_SUFFIX in headers]
-        return {name: _fp8(directory, headers, name, (block[0], block[1])) for name in names}
+        return {name: _fp8(directory, headers, name, block) for name in names}
     if method == "mxfp4":
         names = [name.removesuffix(BLOCKS) for name in headers if name.endswith(BLOCKS)]
         return {name: _mxfp4(directory, headers, name) for name in names}
@@ -145,9 +135,10 @@ def _quantisation(directory: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_block(block: Any) -> bool:
-    is_pair = isinstance(block, list) and len(block) == 2
-    return is_pair and all(type(size) is int and size > 0 for size in block)
+def _block(sizes: Any) -> tuple[int, int] | None:
+    """Return rows and columns of a block; None if `sizes` are not two whole numbers above 0."""
+    is_pair = isinstance(sizes, list) and len(sizes) == 2
+    return tuple(sizes) if is_pair and all(type(one) is int and one > 0 for one in sizes) else None
 
 
 def _fp8(

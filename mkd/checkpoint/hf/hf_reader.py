@@ -244,12 +244,9 @@ def load_hf_weights(
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
     stored = {layer_of(name.removeprefix(tensor_prefix)) for name in checkpoint.headers}
-    left_out = stored.intersection(extra_layers(shape))
+    left_out = [layer for layer in extra_layers(shape) if layer in stored]
     if first_layer == 0 and left_out:
-        what, layers = (
-            "left out the layers that predict further tokens",
-            ", ".join(map(str, sorted(left_out))),
-        )
+        what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
         LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
     parameters = dict(model_part.named_parameters())
     for name, tensor_map in map_part(parameters, shape, first_layer, tp_size).items():
