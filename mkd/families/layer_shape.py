@@ -64,4 +64,5 @@ class LayerShape:
     qk_norm: bool = False  # RMSNorm of every query and key head before the rotation
     post_norms: bool = False  # RMSNorm of the output of attention and MLP before the residual addition
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
+    attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
     mla: MLAShape | None = None  # None: grouped-query attention

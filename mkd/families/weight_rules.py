@@ -91,6 +91,11 @@ HEADS = Rule(
     lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
     dim=1,
 )
+SINKS = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group,),
+    other_dims=lambda model, layer: (),
+)
 GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
 FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
 QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
@@ -111,6 +116,9 @@ def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Ent
         "self_attention.linear_qkv.bias": Entry(QKV_BIAS, tensors(qkv, "bias"), "qkv_bias"),
         "self_attention.q_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
         "self_attention.k_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
+        "self_attention.core_attention.softmax_offset": Entry(
+            SINKS, (f"{_ATTENTION}sinks",), "attention_sinks"
+        ),
         "self_attention.linear_proj.weight": Entry(HEADS, (f"{_ATTENTION}o_proj.weight",)),
         "self_attention.linear_proj.bias": Entry(
             HIDDEN, (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"

@@ -22,7 +22,7 @@ from mkd.plan.model_shape import ModelShape
 
 PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
     *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
-    *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight"),
+    *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
 )
 
 

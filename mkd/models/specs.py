@@ -33,6 +33,7 @@ from mkd.models.gated_mlp import GatedMLP
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
+from mkd.models.sink_attention import SinkAttention
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,14 @@ def _grouped_query_attention(
     layer: LayerShape, parts: LayerParts, row_linear: type, rope_index: int | None
 ) -> ModuleSpec:
     head_norm = parts.norm if layer.qk_norm else IdentityOp
+    core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
     rope = {} if rope_index is None else {"rope_index": rope_index}
     return ModuleSpec(
         module=LayerRopeAttention if rope else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal} | rope,
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column_linear,
-            core_attention=parts.core_attention,
+            core_attention=core_attention,
             linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,

@@ -112,6 +112,7 @@ def _layer_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int
     if layer.mla is not None:
         total += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     total += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
+    total += groups * shape.heads_per_group * layer.attention_sinks
     total += (2 * ffn + hidden) * layer.mlp_bias + 2 * shape.head_dim * layer.qk_norm
     return total
 
