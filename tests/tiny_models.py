@@ -39,6 +39,7 @@ LATENTS = dict(  # 3 heads are padded to 4 by tensor parallelism; every layer ha
     first_k_dense_replace=64,
     num_mtp_layers=0,
 )
+EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2)
 
 FAMILIES = {
     "llama": ("Llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
@@ -87,6 +88,20 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, mlp_only_layers=[1], **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe-unnormalised": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, decoder_sparse_step=2, **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=False, tie_word_embeddings=True),
+    ),
+    "mixtral": (
+        "Mixtral",
+        dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, **EXPERTS),
     ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (

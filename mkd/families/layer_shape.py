@@ -52,10 +52,26 @@ class MLAShape:
 
 
 @dataclass(frozen=True)
+class MoEShape:
+    """A mixture of experts: a router sends each token to `top_k` of the experts, which are gated MLPs."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    ffn_hidden_size: int  # width of the gate and of the up projection of an expert
+    scores: str = "softmax"  # how logits become scores: `softmax` or `sigmoid`
+    normalizes_top_k: bool = True  # the scores of a token's experts are divided by their sum
+    scaling_factor: float = 1.0  # multiplies the scores at last
+    num_groups: int = 1  # groups of experts ...
+    top_groups: int = 1  # ... of which a token reaches this many
+    shared_ffn_hidden_size: int = 0  # width of the MLP that every token passes beside its experts; 0: none
+    correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """A decoder layer: norm, attention, norm, gated MLP; two residual connections."""
 
-    ffn_hidden_size: int  # width of the gate and of the up projection
+    ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
     rope: RopeShape
     activation: str = "silu"  # function of the gate: `silu` or `gelu_tanh`
     qkv_bias: bool = False
@@ -66,3 +82,26 @@ class LayerShape:
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
     attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
     mla: MLAShape | None = None  # None: grouped-query attention
+    moe: MoEShape | None = None  # experts in place of the MLP
+
+    @property
+    def is_dense(self) -> bool:
+        """True if every token passes the same MLP."""
+        return self.moe is None
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """True if every token passes an MLP beside its experts."""
+        return self.moe is not None and self.moe.shared_ffn_hidden_size > 0
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """True if a bias takes part in the choice of experts."""
+        return self.moe is not None and self.moe.correction_bias
+
+    @property
+    def active_ffn_width(self) -> int:
+        """Sum of the widths of the MLPs that a token passes."""
+        if self.moe is None:
+            return self.ffn_hidden_size
+        return self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size

@@ -17,6 +17,7 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -31,6 +32,7 @@ from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.gated_mlp import GatedMLP
 from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
+from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
 from mkd.models.sink_attention import SinkAttention
@@ -47,6 +49,7 @@ class LayerParts:
     row_linear: type
     core_attention: type
     mlp: type
+    experts: ExpertParts
 
 
 LOCAL = LayerParts(
@@ -57,6 +60,7 @@ LOCAL = LayerParts(
     row_linear=RowParallelLinear,
     core_attention=PackedAttention,
     mlp=MLP,
+    experts=LOCAL_EXPERTS,
 )
 TRANSFORMER_ENGINE = LayerParts(
     norm=TENorm,
@@ -66,6 +70,7 @@ TRANSFORMER_ENGINE = LayerParts(
     row_linear=TERowParallelLinear,
     core_attention=TEDotProductAttention,
     mlp=GatedMLP,
+    experts=TRANSFORMER_ENGINE_EXPERTS,
 )
 
 
@@ -74,22 +79,29 @@ def block_spec(
     ropes: Sequence[RopeShape],  # the distinct ones of the whole model
     transformer_engine: bool,
     packed_attention: bool = False,
+    groups: ProcessGroupCollection | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
     If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
-    have it.
+    have it. Experts communicate over `groups`.
     """
     parts = TRANSFORMER_ENGINE if transformer_engine and HAVE_TE else LOCAL
     if packed_attention:
         parts = replace(parts, core_attention=PackedAttention)
     specs = [
-        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None) for layer in layers
+        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None, groups)
+        for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> ModuleSpec:
+def layer_spec(
+    layer: LayerShape,
+    parts: LayerParts,
+    rope_index: int | None,
+    groups: ProcessGroupCollection | None = None,
+) -> ModuleSpec:
     """Return one layer. Its checkpoint keys are the same whatever its parts.
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
@@ -100,18 +112,23 @@ def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> 
     else:
         assert rope_index is None, "the layers of latent attention have one position embedding"
         attention = _latent_attention(layer, parts, row_linear)
-    norm_keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
-    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
+    if layer.moe is None:
+        linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+        mlp = ModuleSpec(module=parts.mlp, submodules=linears)
+        norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    else:
+        mlp = moe_spec(layer.moe, parts.experts, groups)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=parts.first_norm if layer.mla is None else parts.norm,
             self_attention=attention,
             self_attn_bda=residual_add,
-            pre_mlp_layernorm=parts.first_norm,
-            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
+            pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
+            mlp=mlp,
             mlp_bda=residual_add,
-            sharded_state_dict_keys_map=norm_keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+            sharded_state_dict_keys_map=norms,
         ),
     )
 

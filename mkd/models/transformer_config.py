@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mkd.models.moe.switches import moe_switches
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -24,7 +25,10 @@ class ModelOptions:
     recompute_granularity: str | None = None  # full | selective
     recompute_method: str | None = None  # uniform | block
     recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # parts of a layer, for selective
     deterministic: bool = False
+    balance_coeff: float = 0.0  # of the experts' balance loss; see moe/balance.py
+    z_coeff: float = 0.0  # of the routers' z loss
 
 
 def transformer_config(
@@ -85,7 +89,9 @@ def transformer_config(
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,
         recompute_num_layers=options.recompute_num_layers,
+        recompute_modules=list(options.recompute_modules),
         deterministic_mode=options.deterministic and context.platform.is_cuda,
+        **moe_switches(shape, context),
     )
 
 

@@ -6,6 +6,7 @@ It starts without torch. In reading order:
     planned_teachers.py  the teachers of a run with their settings
     batch.py             global batch, micro-batches and data parallelism
     layout.py            the pipeline layout of one model
+    experts.py           expert parallelism of each model
     flops.py             floating-point operations of models
     cost.py              the time of a micro-batch on each pipeline stage
     auto_layout.py       the pipeline layouts of all models, as given or balanced

@@ -41,6 +41,16 @@ class PlannedModel(NamedTuple):
     shape: ModelShape
     layout: str | None  # as given
     layout_flag: str  # flag that sets it, or key of a file for teachers without flags
+    teacher: int | None = None  # number of the teacher; None: the student
+
+    @property
+    def expert_flag(self) -> str:
+        """Flag that sets the processes of its experts, or key of a file for teachers without flags."""
+        if self.teacher is None:
+            return "--expert-model-parallel-size"
+        if self.teacher == 0:
+            return "--teacher-expert-model-parallel-size"
+        return f"teachers[{self.teacher}].expert_model_parallel_size"
 
 
 def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
@@ -48,9 +58,9 @@ def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Itera
     assert len(shapes) <= 1 + len(config.teachers)
     roles = ("student", *teacher_roles(config.teachers))
     models = zip(roles, shapes, given_layouts(config), layout_flags(config), strict=False)
-    for role, shape, layout, flag in models:
+    for index, (role, shape, layout, flag) in enumerate(models):
         if shape is not None:
-            yield PlannedModel(role, shape, layout, flag)
+            yield PlannedModel(role, shape, layout, flag, index - 1 if index else None)
 
 
 def given_layouts(config: Config) -> list[str | None]:

@@ -15,7 +15,7 @@ from typing import Any
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
-from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.registry import FAMILIES
 
 AGAIN = "download or write it again"
@@ -61,6 +61,18 @@ class ModelShape:
     def sliding_windows(self) -> tuple[int, ...]:
         """The distinct window sizes of the layers, ascending; () if all attention is full."""
         return tuple(sorted({layer.sliding_window for layer in self.layers if layer.sliding_window}))
+
+    @property
+    def moe(self) -> MoEShape | None:
+        """The experts of the layers that have some, the same in each; None for a dense model."""
+        kinds = {layer.moe for layer in self.layers if layer.moe}
+        assert len(kinds) <= 1, f"layers differ in their experts: {kinds}"
+        return kinds.pop() if kinds else None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 0 for a dense model."""
+        return self.moe.num_experts if self.moe else 0
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
@@ -197,9 +209,14 @@ def _is_uniform(name: str, *models: tuple[LayerShape, ...]) -> bool:
 
 
 def _layer_facts(layer: LayerShape) -> dict[str, Any]:
-    """Return name -> value of a layer's fields, those of the position embedding one by one."""
+    """Return name -> value of a layer's fields, those of the position embedding and the experts one by one.
+
+    A layer without experts has None for each of their fields.
+    """
     values = {one.name: getattr(layer, one.name) for one in fields(layer)}
-    return values | {f"rope.{name}": value for name, value in asdict(values.pop("rope")).items()}
+    moe, rope = values.pop("moe"), values.pop("rope")
+    values |= {f"rope.{name}": value for name, value in asdict(rope).items()}
+    return values | {f"moe.{one.name}": moe and getattr(moe, one.name) for one in fields(MoEShape)}
 
 
 def _brief(value: Any) -> str:

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_quantised import Cut, TensorHeader, find_quantised, logical_headers, whole
 from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
@@ -234,6 +234,7 @@ def load_hf_weights(
     first_layer: int,  # index in the whole model of the part's layer 0
     tp_rank: int,
     tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
     tensor_prefix: str = "",
 ) -> None:
     """Fill a model part from `checkpoint`, one slice at a time.
@@ -249,7 +250,7 @@ def load_hf_weights(
         what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
         LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
     parameters = dict(model_part.named_parameters())
-    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size).items():
+    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size, experts).items():
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
@@ -277,10 +278,15 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 
 
 def map_part(
-    parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
+    parameters: dict[str, nn.Parameter],
+    shape: ModelShape,
+    first_layer: int,
+    tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
 ) -> dict[str, TensorMap]:
     """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
-    maps = {name: find_map(shape, name, first_layer) for name in parameters}
+    experts = range(shape.num_experts) if experts is None else experts
+    maps = {name: find_map(shape, name, first_layer, experts.start) for name in parameters}
     problems, why = [], "model and config.json differ (biases, norms, sizes or number of layers)"
     for name, tensor_map in maps.items():
         own = tuple(parameters[name].shape)
@@ -292,7 +298,8 @@ def map_part(
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     for tensor in hf_tensor_shapes(shape):
-        if layer_of(tensor) in layers and tensor not in covered:
+        is_elsewhere = expert_of(tensor) not in (None, *experts)
+        if layer_of(tensor) in layers and tensor not in covered and not is_elsewhere:
             what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
             problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
     _raise_all(problems)
