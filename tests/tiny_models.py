@@ -119,8 +119,27 @@ FAMILIES = {
         dict(**LATENTS, q_lora_rank=20, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7)),
     ),
 }
+SIGMOID_EXPERTS = dict(
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    routed_scaling_factor=1.5,
+)
 VARIANTS = {  # further models of these families, for the tests that name them
     "moonlight": ("DeepseekV3", dict(**LATENTS, q_lora_rank=None, rms_norm_eps=1e-5)),
+    "deepseek-experts": (
+        "DeepseekV3",
+        {**LATENTS, **SIGMOID_EXPERTS, "q_lora_rank": 20, "rope_parameters": YARN},
+    ),
+    "moonlight-experts": (
+        "DeepseekV3",
+        {**LATENTS, **SIGMOID_EXPERTS, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        | {"rms_norm_eps": 1e-5, "num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
     "qwen3-yarn": (
         "Qwen3",
         dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=YARN),
@@ -168,6 +187,9 @@ def make_model(
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

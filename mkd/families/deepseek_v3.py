@@ -1,20 +1,33 @@
-"""DeepSeek-V3 and Moonlight: multi-head latent attention.
+"""DeepSeek-V3 and Moonlight: multi-head latent attention, sigmoid routing, shared experts.
 
-Moonlight has the same model_type without a latent of the queries. transformers norms the latents with an
+The first layers have dense MLPs. Moonlight has the same model_type without a latent of the queries. transformers norms the latents with an
 epsilon of 1e-6 whatever `rms_norm_eps` says. The layers for multi-token prediction are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
+from mkd.families.experts import require_top_k
 from mkd.families.family import Family, HFConfig, swiglu_layers
-from mkd.families.layer_shape import LayerShape, MLAShape
+from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.rope_config import read_rope, yarn_scale
-from mkd.families.weight_rules import HIDDEN, LAYER, SEPARATE, Entry, ModelSizes, Rule
+from mkd.families.weight_rules import (
+    CORRECTION_BIAS,
+    HIDDEN,
+    LAYER,
+    SEPARATE,
+    SHARED_DOWN,
+    SHARED_GATE_UP,
+    Entry,
+    ModelSizes,
+    Rule,
+    with_experts,
+)
 
 Size = Callable[[ModelSizes, LayerShape | None], int]
 
@@ -23,15 +36,43 @@ def _read_layers(config: HFConfig, head_dim: int) -> tuple[LayerShape, ...]:
     if config.get("attention_bias"):
         what, why = "attention_bias true is not supported", "mkd's latent attention has no biases"
         raise UsageError(what, why, "use a model without it", code="model-feature-not-supported")
-    if config["first_k_dense_replace"] < config["num_hidden_layers"]:
-        what = f"layers from {config['first_k_dense_replace']} on have experts"
-        raise UsageError(what, "mkd has dense MLPs only", "use a dense model", code="experts-not-supported")
     rope = read_rope(config, config["qk_rope_head_dim"])
     if rope.kind not in ("default", "yarn"):
         what = f"rope type {rope.kind!r} is not supported"
         why = "DeepSeek-V3 has default and YaRN position embeddings"
         raise UsageError(what, why, "use a model with one of these", code="rope-not-supported")
-    return swiglu_layers(config, rope, mla=_read_mla(config))
+    dense = swiglu_layers(config, rope, mla=_read_mla(config))
+    first = config["first_k_dense_replace"]
+    if first >= len(dense):
+        return dense
+    experts = _read_experts(config)
+    return dense[:first] + tuple(replace(layer, moe=experts) for layer in dense[first:])
+
+
+def _read_experts(config: HFConfig) -> MoEShape:
+    num_experts, top_k, width = (
+        config[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    groups, top_groups = config["n_group"], config["topk_group"]
+    require_top_k(num_experts, top_k)
+    if not config["norm_topk_prob"]:
+        what, why = "norm_topk_prob false is not supported", "mkd normalises sigmoid scores of the experts"
+        raise UsageError(what, why, "use a model that normalises them", code="routing-not-supported")
+    if top_groups < groups and top_k // top_groups != 2:
+        what = f"{top_k} experts in {top_groups} of {groups} groups are not supported"
+        why = "groups are chosen by the sum of 2 scores, which must be the number of experts of a group"
+        raise UsageError(what, why, "use a model with 2 for each group", code="routing-not-supported")
+    return MoEShape(
+        num_experts,
+        top_k,
+        width,
+        scores="sigmoid",
+        scaling_factor=float(config["routed_scaling_factor"]),
+        num_groups=groups,
+        top_groups=top_groups,
+        shared_ffn_hidden_size=config["n_shared_experts"] * width,
+        correction_bias=True,
+    )
 
 
 def _read_mla(config: HFConfig) -> MLAShape:
@@ -129,7 +170,26 @@ def _attention_table() -> dict[str, Entry]:
 def _tensors() -> Mapping[str, Entry]:
     after = {name: SEPARATE[name] for name in SEPARATE if not name.startswith(("self_attention", "input"))}
     before = {"input_layernorm.weight": Entry(HIDDEN, (f"{LAYER}input_layernorm.weight",))}
-    return MappingProxyType(before | _attention_table() | after)
+    experts = "mlp.experts.{expert}."
+    table = with_experts(
+        before | _attention_table() | after,
+        (f"{experts}gate_proj.weight", f"{experts}up_proj.weight"),
+        f"{experts}down_proj.weight",
+        "mlp.gate.weight",
+    )
+    shared = f"{LAYER}mlp.shared_experts."
+    bias = Entry(CORRECTION_BIAS, (f"{LAYER}mlp.gate.e_score_correction_bias",), "has_correction_bias")
+    gate_up = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight")
+    return MappingProxyType(
+        dict(table)
+        | {
+            "mlp.router.expert_bias": bias,
+            "mlp.shared_experts.linear_fc1.weight": Entry(SHARED_GATE_UP, gate_up, "has_shared_experts"),
+            "mlp.shared_experts.linear_fc2.weight": Entry(
+                SHARED_DOWN, (f"{shared}down_proj.weight",), "has_shared_experts"
+            ),
+        }
+    )
 
 
 DEEPSEEK_V3 = Family(
@@ -138,6 +198,14 @@ DEEPSEEK_V3 = Family(
     _tensors(),
     defaults={
         "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
         "kv_lora_rank": 512,
         "max_position_embeddings": 4096,
         "qk_nope_head_dim": 128,

@@ -126,6 +126,20 @@ EXPERT_DOWN = Rule(
 )
 ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
 
+CORRECTION_BIAS = Rule(ROUTER.blocks, ROUTER.parts, other_dims=lambda m, layer: (), replicated=True)
+
+
+def _shared_slice(layer: LayerShape | None, ranks: int) -> int:
+    return _moe(layer).shared_ffn_hidden_size // ranks
+
+
+SHARED_GATE_UP = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),) * 2
+)
+SHARED_DOWN = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),), dim=1
+)
+
 LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
 

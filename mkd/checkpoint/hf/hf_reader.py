@@ -249,7 +249,7 @@ def load_hf_weights(
     if first_layer == 0 and left_out:
         what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
         LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
-    parameters = dict(model_part.named_parameters())
+    parameters = stored_tensors(model_part)
     for name, tensor_map in map_part(parameters, shape, first_layer, tp_size, experts).items():
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
@@ -261,6 +261,12 @@ def load_hf_weights(
             is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
             if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+
+
+def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model part that a checkpoint holds: parameters, and biases of expert choice."""
+    biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
+    return dict(model_part.named_parameters()) | biases
 
 
 def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
@@ -278,7 +284,7 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 
 
 def map_part(
-    parameters: dict[str, nn.Parameter],
+    parameters: dict[str, Tensor],
     shape: ModelShape,
     first_layer: int,
     tp_size: int,

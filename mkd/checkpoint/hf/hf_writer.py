@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import Piece, expert_of, find_map
-from mkd.checkpoint.hf.hf_reader import EXTRA_LAYERS, INDEX_FILE, SINGLE_FILE, contained_file, map_part
+from mkd.checkpoint.hf.hf_reader import (
+    EXTRA_LAYERS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    contained_file,
+    map_part,
+    stored_tensors,
+)
 from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
@@ -77,7 +84,7 @@ class _Sources:
 
     def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
-        self.parameters = [dict(part.named_parameters()) for part, _ in model_parts]
+        self.parameters = [stored_tensors(part) for part, _ in model_parts]
         try:
             mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait

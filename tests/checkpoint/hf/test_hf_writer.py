@@ -135,6 +135,7 @@ def assert_same_tensors(found, expected):
 
 CASES = [(family, name, *spec) for family in FAMILIES for name, spec in LAYOUTS.items()]
 CASES += [("moonlight", name, *LAYOUTS[name]) for name in ("tp1", "tp2_pp2")]
+CASES += [("deepseek-experts", name, *LAYOUTS[name]) for name in ("tp1", "tp2_pp2")]
 CASES += [("llama3.2", name, *spec) for name, spec in MORE_LAYOUTS.items()]
 
 
