@@ -1,4 +1,4 @@
-"""Check rows of the invariance table for a DeepSeek-V3 student and a Moonlight teacher with dense MLPs."""
+"""Check rows of the invariance table for a DeepSeek-V3 student and a Moonlight teacher, dense and with experts."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ LAYOUTS = (
     Layout("TP2 PP2 + SP, micro-batch 2", 4, tp=2, pp=2, micro=2, flags=SP),
 )
 
+EP2 = ("--expert-model-parallel-size", "2")
+WITH_EXPERTS = (
+    Layout("EP2 TP2 + SP", 2, tp=2, flags=EP2 + SP),
+    Layout("EP2 PP2 DP2, full recomputation", 4, pp=2, flags=EP2 + FULL),
+    Layout("EP2 CP2", 2, cp=2, flags=EP2),
+)
+
 
 @pytest.fixture(scope="module")
 def reference(ranks, tmp_path_factory):
@@ -44,3 +51,17 @@ def test_layout_equals_one_process(layout, reference, ranks):
     errors = errors_of(results, folder, single)
     for part in ("loss", "evaluation", "last step", "grad norm", "gradient", "updated"):
         assert errors[part] <= TOLERANCE, f"{part}: {errors}"
+
+
+@pytest.fixture(scope="module")
+def with_experts(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    student = add_text(make_model(folder / "student", "deepseek-experts", seed=1))
+    teacher = make_model(folder / "teacher", "moonlight-experts", seed=2, hidden_size=64, vocab_size=330)
+    (single,) = ranks.run(run_layout, 1, SINGLE, student, teacher, folder / "single", UPDATES)
+    return folder, student, teacher, single
+
+
+@pytest.mark.parametrize("layout", WITH_EXPERTS, ids=lambda layout: layout.name)
+def test_experts_behind_latent_attention(layout, with_experts, ranks):
+    test_layout_equals_one_process(layout, with_experts, ranks)
