@@ -1,7 +1,8 @@
 """DeepSeek-V3 and Moonlight: multi-head latent attention, sigmoid routing, shared experts.
 
-The first layers have dense MLPs. Moonlight has the same model_type without a latent of the queries. transformers norms the latents with an
-epsilon of 1e-6 whatever `rms_norm_eps` says. The layers for multi-token prediction are left out.
+The first layers have dense MLPs. Moonlight has the same model_type without a latent of the queries.
+transformers norms the latents with an epsilon of 1e-6 whatever `rms_norm_eps` says. The layers for
+multi-token prediction are left out.
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ def with_experts(
     )
 
 
+KEPT_IN_FP32 = (".e_score_correction_bias",)  # ends of names; small differences of it change routes
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 MODEL_TABLE: Mapping[str, Entry] = MappingProxyType(

@@ -32,7 +32,9 @@ def export(checkpoint, folder, out, tp):
     export_hf([(model, model.first_layer)], shape, out, context=context, assets=HFAssets.of(folder))
 
 
-@pytest.mark.parametrize(("family", "there", "back"), [("deepseek", 2, 1), ("moonlight", 1, 2)])
+@pytest.mark.parametrize(
+    ("family", "there", "back"), [("deepseek", 2, 1), ("moonlight", 1, 2), ("deepseek-experts", 2, 1)]
+)
 def test_heads_are_cut_anew(family, there, back, tmp_path, ranks):
     """3 heads are padded to 4 at TP 2 and not padded at TP 1."""
     folder = make_model(tmp_path / "model", family)

@@ -29,7 +29,7 @@ from mkd.checkpoint.hf.hf_reader import (
     map_part,
     stored_tensors,
 )
-from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
+from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
@@ -74,7 +74,8 @@ def export_hf(
     sources.check(plan)
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
-        stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
+        dtypes = {name: stored_dtype(name, plan.dtype) for name, _ in plan.tensors()}
+        stream = (sources.collect(name, full, dtypes[name]) for name, full in plan.tensors())
         problem = write_folder(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
 
