@@ -1,4 +1,4 @@
-"""Check rows of the invariance table for a DeepSeek-V3 student and a Moonlight teacher, dense and with experts."""
+"""Check rows of the invariance table for a DeepSeek-V3 student and a Moonlight teacher."""
 
 from __future__ import annotations
 
