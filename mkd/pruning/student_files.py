@@ -24,13 +24,13 @@ from mkd.errors import UsageError
 from mkd.families.layer_shape import LayerShape
 from mkd.families.registry import FAMILIES
 from mkd.families.weight_rules import (
-    KEPT_IN_FP32,
     FFN,
     GATE_UP,
     GATE_UP_BIAS,
     HEAD,
     HEADS,
     HIDDEN,
+    KEPT_IN_FP32,
     MODEL_TABLE,
     QKV,
     QKV_BIAS,

@@ -64,7 +64,8 @@ def test_scale_and_frequencies_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize(
     ("code", "change"),
     [
-        ("experts-not-supported", {"first_k_dense_replace": 2}),
+        ("routing-not-supported", {"first_k_dense_replace": 2, "norm_topk_prob": False}),
+        ("routing-not-supported", {"first_k_dense_replace": 2, "num_experts_per_tok": 12}),
         ("model-feature-not-supported", {"attention_bias": True}),
         ("rope-not-supported", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("model-config-value-not-valid", {"kv_lora_rank": 0}),
