@@ -97,10 +97,7 @@ def block_spec(
 
 
 def layer_spec(
-    layer: LayerShape,
-    parts: LayerParts,
-    rope_index: int | None,
-    groups: ProcessGroupCollection | None = None,
+    layer: LayerShape, parts: LayerParts, rope_index: int | None, groups: ProcessGroupCollection | None = None
 ) -> ModuleSpec:
     """Return one layer. Its checkpoint keys are the same whatever its parts.
 
