@@ -55,7 +55,7 @@ class Entry:
 
     rule: Rule
     tensors: tuple[str, ...]
-    needs: str = ""  # attribute of `LayerShape` without which the parameter does not exist
+    needs: str = ""  # attribute of `LayerShape`, maybe dotted, without which the parameter does not exist
     stacks_experts: bool = False  # the parameter has a leading dimension of local experts
 
 
@@ -91,6 +91,11 @@ HEADS = Rule(
     lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
     dim=1,
 )
+SINKS = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group,),
+    other_dims=lambda model, layer: (),
+)
 GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
 FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
 QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
@@ -121,6 +126,20 @@ EXPERT_DOWN = Rule(
 )
 ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
 
+CORRECTION_BIAS = Rule(ROUTER.blocks, ROUTER.parts, other_dims=lambda m, layer: (), replicated=True)
+
+
+def _shared_slice(layer: LayerShape | None, ranks: int) -> int:
+    return _moe(layer).shared_ffn_hidden_size // ranks
+
+
+SHARED_GATE_UP = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),) * 2
+)
+SHARED_DOWN = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),), dim=1
+)
+
 LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
 
@@ -137,6 +156,9 @@ def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Ent
         "self_attention.linear_qkv.bias": Entry(QKV_BIAS, tensors(qkv, "bias"), "qkv_bias"),
         "self_attention.q_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
         "self_attention.k_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
+        "self_attention.core_attention.softmax_offset": Entry(
+            SINKS, (f"{_ATTENTION}sinks",), "attention_sinks"
+        ),
         "self_attention.linear_proj.weight": Entry(HEADS, (f"{_ATTENTION}o_proj.weight",)),
         "self_attention.linear_proj.bias": Entry(
             HIDDEN, (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"
@@ -177,6 +199,7 @@ def with_experts(
     )
 
 
+KEPT_IN_FP32 = (".e_score_correction_bias",)  # ends of names; small differences of it change routes
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 MODEL_TABLE: Mapping[str, Entry] = MappingProxyType(

@@ -22,6 +22,11 @@ from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 
+PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
+    *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
+    *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
+)
+
 
 class LanguageModel(LanguageModule):
     """One model part: the decoder layers of one pipeline stage, with embedding or head where they belong.
@@ -199,7 +204,7 @@ class LanguageModel(LanguageModule):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # it is empty, and old checkpoints have none
         for name, entry in state.items():
-            if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
+            if name.endswith(PADDED_BY_HEADS):
                 entry.allow_shape_mismatch = True
         return state
 

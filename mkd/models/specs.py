@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
+    TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TENorm,
@@ -30,9 +31,11 @@ from torch import Tensor
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.gated_mlp import GatedMLP
+from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
 from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
+from mkd.models.sink_attention import SinkAttention
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class LayerParts:
     norm: type
     first_norm: type  # norm in front of attention and MLP, if `column_linear` has none inside
     column_linear: type
+    plain_column_linear: type  # never with a norm inside
     row_linear: type
     core_attention: type
     mlp: type
@@ -49,16 +53,24 @@ class LayerParts:
 
 
 LOCAL = LayerParts(
-    RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP, LOCAL_EXPERTS
+    norm=RMSNorm,
+    first_norm=RMSNorm,
+    column_linear=ColumnParallelLinear,
+    plain_column_linear=ColumnParallelLinear,
+    row_linear=RowParallelLinear,
+    core_attention=PackedAttention,
+    mlp=MLP,
+    experts=LOCAL_EXPERTS,
 )
 TRANSFORMER_ENGINE = LayerParts(
-    TENorm,
-    IdentityOp,
-    TELayerNormColumnParallelLinear,
-    TERowParallelLinear,
-    TEDotProductAttention,
-    GatedMLP,
-    TRANSFORMER_ENGINE_EXPERTS,
+    norm=TENorm,
+    first_norm=IdentityOp,
+    column_linear=TELayerNormColumnParallelLinear,
+    plain_column_linear=TEColumnParallelLinear,
+    row_linear=TERowParallelLinear,
+    core_attention=TEDotProductAttention,
+    mlp=GatedMLP,
+    experts=TRANSFORMER_ENGINE_EXPERTS,
 )
 
 
@@ -91,21 +103,13 @@ def layer_spec(
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
     """
-    head_norm = parts.norm if layer.qk_norm else IdentityOp
     row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
-    rope = {} if rope_index is None else {"rope_index": rope_index}
-    attention = ModuleSpec(
-        module=LayerRopeAttention if rope else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal} | rope,
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column_linear,
-            core_attention=parts.core_attention,
-            linear_proj=row_linear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if layer.mla is None:
+        attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
+    else:
+        assert rope_index is None, "the layers of latent attention have one position embedding"
+        attention = _latent_attention(layer, parts, row_linear)
+    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
     if layer.moe is None:
         linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
         mlp = ModuleSpec(module=parts.mlp, submodules=linears)
@@ -115,13 +119,42 @@ def layer_spec(
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.first_norm,
+            input_layernorm=parts.first_norm if layer.mla is None else parts.norm,
             self_attention=attention,
             self_attn_bda=residual_add,
             pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
             mlp=mlp,
             mlp_bda=residual_add,
             sharded_state_dict_keys_map=norms,
+        ),
+    )
+
+
+def _grouped_query_attention(
+    layer: LayerShape, parts: LayerParts, row_linear: type, rope_index: int | None
+) -> ModuleSpec:
+    head_norm = parts.norm if layer.qk_norm else IdentityOp
+    core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
+    rope = {} if rope_index is None else {"rope_index": rope_index}
+    return ModuleSpec(
+        module=LayerRopeAttention if rope else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal} | rope,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.column_linear,
+            core_attention=core_attention,
+            linear_proj=row_linear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "layer": layer},
+        submodules=LatentAttentionParts(
+            parts.plain_column_linear, row_linear, parts.norm, parts.core_attention
         ),
     )
 

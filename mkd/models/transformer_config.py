@@ -40,7 +40,8 @@ def transformer_config(
     """
     groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
     assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
-    is_long_rope = any(layer.rope.kind == "longrope" for layer in shape.layers)
+    # The fused rotation has no factor, and LongRoPE's angles have another shape (see rope.py).
+    fuses_rope = all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
     interleaved = context.virtual_stages > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -83,7 +84,7 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        apply_rope_fusion=context.platform.transformer_engine and not is_long_rope,  # see rope.py
+        apply_rope_fusion=context.platform.transformer_engine and fuses_rope,
         masked_softmax_fusion=False,
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,

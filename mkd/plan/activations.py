@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import LayerShape, MoEShape
+from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.plan.model_shape import ModelShape
 
 ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
@@ -98,9 +98,13 @@ class Activations:
         heads, groups = self._heads
         width = self.tokens * self.shape.head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
-        attention = 2 * query + 2 * key_value + statistics
+        if layer.mla is not None:
+            attention = self._latent_attention_bytes(layer.mla, heads) + statistics
+        else:
+            attention = 2 * query + 2 * key_value + statistics
         if self._recomputes("core_attn"):
-            attention += query + key_value - statistics  # v keeps the joint projection alive
+            # v keeps the joint projection alive
+            attention += query + key_value - statistics if layer.mla is None else -statistics
         norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
         if layer.post_norms:
             norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
@@ -124,6 +128,13 @@ class Activations:
         """Return the rows that the experts of a process compute, if all experts are chosen equally often."""
         shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
         return self.tokens // shards * moe.top_k
+
+    def _latent_attention_bytes(self, mla: MLAShape, heads: int) -> int:
+        """Return what latent attention keeps: queries, keys, values, output and the latents around norms."""
+        per_head = 2 * mla.qk_head_dim + 2 * mla.v_head_dim
+        latents = mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.tokens * self.element * (heads * per_head + 2 * latents // shards)
 
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
         """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""

@@ -13,8 +13,13 @@ from mkd.plan.model_shape import ModelShape
 
 def projection_parameters(shape: ModelShape, layer: LayerShape, groups: int) -> int:
     """Count the matrix elements of one layer's attention on a process that has `groups` key/value heads."""
-    heads = groups * shape.heads_per_group
-    return 2 * shape.hidden_size * (heads + groups) * shape.head_dim
+    heads, hidden, mla = groups * shape.heads_per_group, shape.hidden_size, layer.mla
+    if mla is None:
+        return 2 * hidden * (heads + groups) * shape.head_dim
+    per_head = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden
+    per_head += mla.qk_head_dim * (mla.q_lora_rank or hidden)
+    latents = mla.kv_lora_rank + mla.qk_rope_head_dim + (mla.q_lora_rank or 0)  # replicated over TP
+    return heads * per_head + hidden * latents
 
 
 def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
@@ -44,7 +49,7 @@ def layer_attention_flops(shape: ModelShape, squared_lengths: int) -> int:
     `squared_lengths` is the sum of n^2 over documents of n tokens. QK^T and AV are 2 n^2 heads d FLOPs each,
     half of it under the causal mask. A sliding window is not subtracted.
     """
-    return 2 * shape.num_attention_heads * shape.head_dim * squared_lengths
+    return shape.num_attention_heads * (shape.head_dim + shape.value_dim) * squared_lengths
 
 
 def forward_flops(shape: ModelShape, document_lengths: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class ModelShape:
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int  # key/value heads
-    head_dim: int
+    head_dim: int  # channels of a query head
     vocab_size: int  # rows of the embedding on disk, which define the vocabulary
     max_position_embeddings: int = field(compare=False)  # a stated limit; no weight depends on it
     norm_epsilon: float
@@ -50,6 +50,12 @@ class ModelShape:
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value head."""
+        mla = self.common("mla")
+        return self.head_dim if mla is None else mla.v_head_dim
 
     @property
     def sliding_windows(self) -> tuple[int, ...]:
@@ -163,7 +169,7 @@ class ModelShape:
             why = "each key/value head is shared by the same number of query heads"
             raise CheckpointError(what, why, AGAIN, code="head-groups-not-divisible")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return cls(
+        common = cls(
             family=family.model_type,
             layers=family.read_layers(config, head_dim),
             hidden_size=config["hidden_size"],
@@ -176,8 +182,8 @@ class ModelShape:
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             initializer_range=config.get("initializer_range", 0.02),
             hf_config=hf_config,
-            **family.read_model(config),
         )
+        return replace(common, **family.read_model(config))
 
 
 def _layer_differences(ours: tuple[LayerShape, ...], theirs: tuple[LayerShape, ...]) -> list[str]:

@@ -72,7 +72,9 @@ def layer_parameters(
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
     dense = projection_parameters(shape, layer, groups) + hidden * (2 + 2 * layer.post_norms)
     dense += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
-    dense += 2 * shape.head_dim * layer.qk_norm
+    dense += 2 * shape.head_dim * layer.qk_norm + groups * shape.heads_per_group * layer.attention_sinks
+    if layer.mla is not None:
+        dense += layer.mla.kv_lora_rank + (layer.mla.q_lora_rank or 0)  # norms of the latents
     moe, width, experts = layer.moe, layer.ffn_hidden_size, 0
     if moe is not None:
         width = moe.shared_ffn_hidden_size

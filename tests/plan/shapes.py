@@ -57,6 +57,32 @@ def qwen3_moe(num_layers: int, hidden: int, ffn: int, heads: int, **more) -> Mod
 MOE_STUDENT = qwen3_moe(48, 2048, 768, 32)  # Qwen3-30B-A3B
 MOE_TEACHER = qwen3_moe(94, 4096, 1536, 64)  # Qwen3-235B-A22B
 
+DEEPSEEK_V3 = ModelShape.from_hf_config(
+    dict(
+        model_type="deepseek_v3",
+        num_hidden_layers=61,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        vocab_size=129280,
+    )
+)
+
 
 def config(*argv: str | int) -> Config:
     """Return the configuration of these flags, in bf16."""

@@ -9,7 +9,7 @@ import pytest
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters, stage_parameters
-from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT
+from tests.plan.shapes import DEEPSEEK_V3, MOE_STUDENT, MOE_TEACHER, STUDENT
 from tests.tiny_models import FAMILIES, make_model
 
 
@@ -27,12 +27,14 @@ def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
 
 
 def test_published_numbers():
-    """Model cards say 30.5 of 3.3 and 235 of 22 billion."""
+    """Model cards say 30.5 billion with 3.3 active, 235 with 22, and 671 with 37."""
     assert model_parameters(MOE_STUDENT).total / 1e9 == pytest.approx(30.5, abs=0.05)
     assert active_parameters(MOE_STUDENT) / 1e9 == pytest.approx(3.35, abs=0.05)
     assert model_parameters(MOE_TEACHER).total / 1e9 == pytest.approx(235, abs=0.5)
     assert active_parameters(MOE_TEACHER) / 1e9 == pytest.approx(22, abs=0.5)
     assert active_parameters(STUDENT) == model_parameters(STUDENT).total
+    assert model_parameters(DEEPSEEK_V3).total / 1e9 == pytest.approx(671, abs=0.5)
+    assert active_parameters(DEEPSEEK_V3) / 1e9 == pytest.approx(37.5, abs=0.5)
 
 
 def built(folder, tensor_parallel, expert_parallel):
@@ -59,7 +61,14 @@ def built(folder, tensor_parallel, expert_parallel):
 
 @pytest.mark.parametrize(
     ("family", "size", "tensor", "experts"),
-    [("qwen3_moe", 1, 1, 1), ("qwen3_moe", 2, 1, 2), ("qwen3_moe", 2, 2, 2), ("mixtral", 2, 2, 1)],
+    [
+        ("qwen3_moe", 1, 1, 1),
+        ("qwen3_moe", 2, 1, 2),
+        ("qwen3_moe", 2, 2, 2),
+        ("mixtral", 2, 2, 1),
+        ("deepseek-experts", 2, 2, 2),
+        ("moonlight-experts", 2, 1, 2),
+    ],
 )
 def test_a_process_holds_what_is_counted(family, size, tensor, experts, tmp_path, ranks):
     """Experts are divided by expert parallelism alone, the rest by tensor parallelism alone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -215,4 +216,4 @@ def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> i
 
 
 def _exists(entry: Entry, layer: LayerShape) -> bool:
-    return not entry.needs or bool(getattr(layer, entry.needs))
+    return not entry.needs or bool(attrgetter(entry.needs)(layer))

@@ -21,8 +21,15 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import Piece, expert_of, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part
-from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
+from mkd.checkpoint.hf.hf_reader import (
+    EXTRA_LAYERS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    contained_file,
+    map_part,
+    stored_tensors,
+)
+from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
@@ -67,7 +74,8 @@ def export_hf(
     sources.check(plan)
     problem = None
     if context.is_first_replica or context.edp.rank == 0:
-        stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
+        dtypes = {name: stored_dtype(name, plan.dtype) for name, _ in plan.tensors()}
+        stream = (sources.collect(name, full, dtypes[name]) for name, full in plan.tensors())
         problem = write_folder(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
 
@@ -77,7 +85,7 @@ class _Sources:
 
     def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
-        self.parameters = [dict(part.named_parameters()) for part, _ in model_parts]
+        self.parameters = [stored_tensors(part) for part, _ in model_parts]
         try:
             mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
@@ -234,8 +242,13 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """Return the model's configuration with the written dtype, under the key that it already uses."""
+    """Return the model's configuration with the written dtype, under the key that it already uses.
+
+    The written weights are not quantised and have no layers that predict further tokens.
+    """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"

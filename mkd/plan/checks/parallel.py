@@ -118,11 +118,18 @@ def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel])
 
 
 def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
-    """Check that context parallelism can split the heads of models with sliding-window attention."""
+    """Check that context parallelism suits the attention of all models: sliding windows and sinks."""
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     for role, shape, *_ in models:
         groups = shape.padded_query_groups(tensor) // tensor
-        if shape.sliding_windows and groups % context:
+        if context > 1 and any(layer.attention_sinks for layer in shape.layers):
+            yield UsageError(
+                f"context-parallel-size {context} does not work with the {role}'s attention sinks",
+                "its attention needs all keys of a document on one process",
+                "use --context-parallel-size 1, and more tensor or pipeline parallelism to save memory",
+                code="sinks-with-context-parallel",
+            )
+        elif shape.sliding_windows and groups % context:
             yield UsageError(
                 f"the {role}'s {groups} key/value heads of a process are not divisible by "
                 f"context-parallel-size {context}",
