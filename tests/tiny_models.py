@@ -26,6 +26,20 @@ LONG_ROPE = dict(
     short_factor=[1.0 + 0.05 * i for i in range(6)],
     long_factor=[1.5 + 0.5 * i for i in range(6)],
 )
+YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0
+)
+LATENTS = dict(  # 3 heads are padded to 4 by tensor parallelism; every layer has a dense MLP
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=8,
+    v_head_dim=6,
+    first_k_dense_replace=64,
+    num_mtp_layers=0,
+)
+EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2)
 
 FAMILIES = {
     "llama": ("Llama", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8)),
@@ -75,6 +89,20 @@ FAMILIES = {
             },
         ),
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, mlp_only_layers=[1], **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe-unnormalised": (
+        "Qwen3Moe",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, decoder_sparse_step=2, **EXPERTS)
+        | dict(moe_intermediate_size=24, norm_topk_prob=False, tie_word_embeddings=True),
+    ),
+    "mixtral": (
+        "Mixtral",
+        dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, **EXPERTS),
+    ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (
         "Phi3",
@@ -86,12 +114,53 @@ FAMILIES = {
             rope_parameters=LONG_ROPE,
         ),
     ),
+    "deepseek": (
+        "DeepseekV3",
+        dict(**LATENTS, q_lora_rank=20, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7)),
+    ),
+}
+SIGMOID_EXPERTS = dict(
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    routed_scaling_factor=1.5,
+)
+VARIANTS = {  # further models of these families, for the tests that name them
+    "moonlight": ("DeepseekV3", dict(**LATENTS, q_lora_rank=None, rms_norm_eps=1e-5)),
+    "deepseek-experts": (
+        "DeepseekV3",
+        {**LATENTS, **SIGMOID_EXPERTS, "q_lora_rank": 20, "rope_parameters": YARN},
+    ),
+    "moonlight-experts": (
+        "DeepseekV3",
+        {**LATENTS, **SIGMOID_EXPERTS, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        | {"rms_norm_eps": 1e-5, "num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
+    "qwen3-yarn": (
+        "Qwen3",
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_parameters=YARN),
+    ),
 }
 
 
 def config_class(name: str) -> type:
     """Return the configuration class of a `...ForCausalLM`; for a family with images, its text model's."""
     return getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+
+
+def config_values(family: str) -> dict:
+    """Return the sizes and options of a tiny model of `family`."""
+    return {**SIZES, **(FAMILIES | VARIANTS)[family][1]}
+
+
+def config_of(family: str) -> dict:
+    """Return config.json of a tiny model of `family`, as transformers writes it."""
+    name, _ = (FAMILIES | VARIANTS)[family]
+    return config_class(name)(**config_values(family)).to_dict()
 
 
 def make_model(
@@ -108,8 +177,8 @@ def make_model(
     `sizes` override `SIZES`. Norm weights and biases are random too: a model whose norms are all one hides
     mapping errors. Matrices are `scale` times their usual size.
     """
-    name, options = FAMILIES[family]
-    config = config_class(name)(**{**SIZES, **options, **sizes})
+    name, _ = (FAMILIES | VARIANTS)[family]
+    config = config_class(name)(**config_values(family) | sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -118,6 +187,9 @@ def make_model(
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

@@ -199,8 +199,7 @@ def _random_states(context: ParallelContext) -> ShardedObject:
         states["cuda"] = torch.cuda.get_rng_state()
     own = [context.axes[name] for name in STATE_AXES]
     shape, place = tuple(axis.size for axis in own), tuple(axis.rank for axis in own)
-    copy = tuple(axis.rank for name, axis in context.axes.items() if name not in STATE_AXES)
-    return ShardedObject("rng", states, shape, place, replica_id=copy)
+    return ShardedObject("rng", states, shape, place, replica_id=(context.cp.rank,))
 
 
 def _restore_random_states(states: dict) -> None:

@@ -68,14 +68,23 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Load the state that Megatron has read into the one optimizer of a dense student. Modifies `loaded`.
+    """Load the state that Megatron has read. Modifies `loaded`.
+
+    Weights of experts have an optimizer of their own; then `loaded` has a state for each by its number.
+    """
+    inner = optimizer.chained_optimizers
+    for number, one in enumerate(inner):
+        _load_inner(one, loaded if len(inner) == 1 else loaded[number])
+
+
+def _load_inner(inner: MegatronOptimizer, loaded: dict) -> None:
+    """Load one optimizer.
 
     With torch's AdamW, Megatron's distributed optimizer skips `step` when it reads and then asks for it. So
     the shared step is loaded first, with the groups, and is set aside while the moments are copied. At that
     point it is one tensor for all parameters, which AdamW would increment once for each of them. Every
     parameter therefore gets a copy.
     """
-    (inner,) = optimizer.chained_optimizers
     moments = loaded.pop("param_state", None)  # the replicated optimizer has them in `state`
     _count_as(inner.optimizer, loaded.get("optimizer", loaded))
     settings = [dict(group) for group in inner.param_groups]

@@ -110,6 +110,11 @@ class TeacherConfig(TeacherDivergence):
     pipeline_layout: str | None = option(
         None, _LAYOUT.replace(" (default", ". Independent of the student's (default")
     )
+    expert_model_parallel_size: int | None = option(
+        None,
+        "processes that share the teacher's experts. Independent of the student's "
+        "(default: --expert-model-parallel-size)",
+    )
     temperature: float | None = option(
         None, "temperature for this teacher (default: --kd-temperature)", flag=False
     )

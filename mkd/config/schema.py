@@ -67,7 +67,12 @@ class ParallelConfig:
         "Documents are padded to a multiple of twice this size",
     )
     expert_model_parallel_size: int = option(
-        1, "processes that share the experts. Must be 1: this release trains dense models only"
+        1,
+        "processes that share the experts of every layer; it divides tensor x context x data parallel. "
+        "Raise it when the student's experts do not fit one device",
+    )
+    expert_tensor_parallel_size: int = option(
+        1, "processes that share every expert. Must be 1: experts are spread whole"
     )
     sequence_parallel: bool = option(
         False,
@@ -199,7 +204,7 @@ class TrainingConfig:
     recompute_granularity: str | None = option(
         None,
         "activations of the student to recompute in backward, which saves memory: those of whole layers "
-        "(full) or of attention only (selective) (default: none)",
+        "(full) or of --recompute-modules only (selective) (default: none)",
         choices=("full", "selective"),
     )
     recompute_method: str | None = option(
@@ -212,6 +217,19 @@ class TrainingConfig:
         None,
         "layers of a uniform unit, or layers that block recomputes in every pipeline stage, with full "
         "recomputation",
+    )
+    recompute_modules: tuple[str, ...] = option(
+        ("core_attn",),
+        "parts of a layer that selective recomputation recomputes: core_attn (attention), moe (experts "
+        "with their router)",
+    )
+    moe_aux_loss_coeff: float = option(
+        0.0,
+        "weight of the loss that balances the load of the student's experts within every document. "
+        "0 means none: the teacher is the target",
+    )
+    moe_z_loss_coeff: float = option(
+        0.0, "weight of the loss that keeps the logits of the student's routers small. 0 means none"
     )
     optimizer_residency: str = option(
         "device",

@@ -12,6 +12,7 @@ from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint, resolve_hf
 from mkd.convert.models import DTYPES, build_context, load_from_hf
 from mkd.errors import CheckpointError
+from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.plan.model_shape import ModelShape
 
 
@@ -30,7 +31,8 @@ def run(
         what, do = f"{save} already holds checkpoints", "choose an empty folder for --save"
         why = "a converted model is iteration 0, so the run in that folder would start over"
         raise CheckpointError(what, why, do, code="convert-save-not-empty")
-    stored = {header.dtype for header in checkpoint.headers.values()}
+    others = (one for name, one in checkpoint.headers.items() if not name.endswith(KEPT_IN_FP32))
+    stored = {header.dtype for header in others}
     kept = torch.bfloat16 if stored == {"BF16"} else torch.float32
     weights = DTYPES[dtype] if dtype else kept
     context = build_context(tensor_model_parallel_size, pipeline_model_parallel_size)

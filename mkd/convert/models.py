@@ -49,5 +49,8 @@ def load_from_hf(
     """Load this rank's part of the model in `folder`, reading only its slices."""
     model = build_model(shape, dtype, context)
     ranks = dict(tp_rank=context.tp_rank, tp_size=context.tp_size)
-    load_hf_weights(model, shape, HFCheckpoint(folder), first_layer=model.first_layer, **ranks)
+    experts = context.experts(shape.num_experts)
+    load_hf_weights(
+        model, shape, HFCheckpoint(folder), first_layer=model.first_layer, experts=experts, **ranks
+    )
     return model

@@ -25,6 +25,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -38,24 +46,31 @@ _KINDS = (  # every key that is read, in config.json itself or in its rope param
         Kind("a whole number above 0", lambda v: type(v) is int and v > 0),
         "num_hidden_layers hidden_size intermediate_size num_attention_heads vocab_size num_key_value_heads "
         "head_dim max_position_embeddings original_max_position_embeddings sliding_window "
-        "sliding_window_pattern",
+        "sliding_window_pattern num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
+        "decoder_sparse_step q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "n_routed_experts n_group topk_group",
     ),
     (
         Kind("a finite number above 0", _is_number),
         "rms_norm_eps initializer_range rope_theta rope_local_base_freq partial_rotary_factor "
-        "query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor low_freq_factor "
-        "high_freq_factor attention_factor",
+        "routed_scaling_factor query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping factor "
+        "low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
     ),
     (
         Kind("true or false", lambda v: isinstance(v, bool)),
         "attention_bias mlp_bias tie_word_embeddings use_sliding_window is_causal "
-        "use_bidirectional_attention",
+        "use_bidirectional_attention norm_topk_prob rope_interleave truncate",
     ),
     (Kind("a list of finite numbers above 0", _list_of(_is_number)), "short_factor long_factor"),
     (Kind("a text", _is_text), "model_type hidden_act hidden_activation rope_type type"),
     (Kind("an object", lambda v: isinstance(v, Mapping)), " ".join(ROPE_OBJECTS)),
     (Kind("a list of texts", _list_of(_is_text)), "layer_types"),
-    (Kind("a whole number of 0 or more", lambda v: type(v) is int and v >= 0), "max_window_layers"),
+    (Kind("a list of whole numbers of 0 or more", _list_of(_is_count)), "mlp_only_layers"),
+    (Kind("a finite number of 0 or more", _is_amount), "router_jitter_noise mscale mscale_all_dim"),
+    (
+        Kind("a whole number of 0 or more", _is_count),
+        "max_window_layers first_k_dense_replace num_nextn_predict_layers num_mtp_layers n_shared_experts",
+    ),
 )
 KINDS = {name: kind for kind, names in _KINDS for name in names.split()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary position embedding. `kind` is `default`, `linear`, `llama3` or `longrope`."""
+    """Rotary position embedding. `kind` is `default`, `linear`, `llama3`, `yarn` or `longrope`."""
 
     theta: float
     rotary_dim: int  # leading channels of each head that are rotated
@@ -19,13 +19,59 @@ class RopeShape:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 32.0  # full turns within the original context above which YaRN keeps a frequency
+    beta_slow: float = 1.0  # full turns below which YaRN divides a frequency by `factor`
+    truncate: bool = True  # YaRN rounds its bounds outwards to whole channel pairs
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """Multi-head latent attention: queries, and keys with values, come from narrow latents.
+
+    Each head has `qk_nope_head_dim` channels without positions and `qk_rope_head_dim` with them. All heads
+    share the latter of the key. Source: DeepSeek-V2 (2024), section 2.1.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: queries are projected directly
+    interleaved_rope: bool = True  # rotated channels are neighbours, not half a head apart
+    norm_epsilon: float = 1e-6  # of the latents' norms
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def has_direct_query(self) -> bool:
+        """True if queries have no latent."""
+        return self.q_lora_rank is None
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """A mixture of experts: a router sends each token to `top_k` of the experts, which are gated MLPs."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    ffn_hidden_size: int  # width of the gate and of the up projection of an expert
+    scores: str = "softmax"  # how logits become scores: `softmax` or `sigmoid`
+    normalizes_top_k: bool = True  # the scores of a token's experts are divided by their sum
+    scaling_factor: float = 1.0  # multiplies the scores at last
+    num_groups: int = 1  # groups of experts ...
+    top_groups: int = 1  # ... of which a token reaches this many
+    shared_ffn_hidden_size: int = 0  # width of the MLP that every token passes beside its experts; 0: none
+    correction_bias: bool = False  # a bias takes part in the choice of experts, not in their weights
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A decoder layer: norm, grouped-query attention, norm, gated MLP; two residual connections."""
+    """A decoder layer: norm, attention, norm, gated MLP; two residual connections."""
 
-    ffn_hidden_size: int  # width of the gate and of the up projection
+    ffn_hidden_size: int  # width of the gate and of the up projection; not read in a layer with experts
     rope: RopeShape
     activation: str = "silu"  # function of the gate: `silu` or `gelu_tanh`
     qkv_bias: bool = False
@@ -34,3 +80,28 @@ class LayerShape:
     qk_norm: bool = False  # RMSNorm of every query and key head before the rotation
     post_norms: bool = False  # RMSNorm of the output of attention and MLP before the residual addition
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all earlier ones
+    attention_sinks: bool = False  # each head has a learned logit that takes part in every softmax
+    mla: MLAShape | None = None  # None: grouped-query attention
+    moe: MoEShape | None = None  # experts in place of the MLP
+
+    @property
+    def is_dense(self) -> bool:
+        """True if every token passes the same MLP."""
+        return self.moe is None
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """True if every token passes an MLP beside its experts."""
+        return self.moe is not None and self.moe.shared_ffn_hidden_size > 0
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """True if a bias takes part in the choice of experts."""
+        return self.moe is not None and self.moe.correction_bias
+
+    @property
+    def active_ffn_width(self) -> int:
+        """Sum of the widths of the MLPs that a token passes."""
+        if self.moe is None:
+            return self.ffn_hidden_size
+        return self.moe.top_k * self.moe.ffn_hidden_size + self.moe.shared_ffn_hidden_size

@@ -36,9 +36,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, is_partial: bool = False
             high_freq_factor=float(scaling["high_freq_factor"]),
             original_max_position_embeddings=_original_positions(config, scaling),
         )
+    if kind == "yarn":
+        return _yarn(config, scaling, base)
     if kind == "longrope":
         return _long_rope(config, scaling, base)
-    why = "mkd reproduces default, linear, llama3 and longrope position embeddings exactly"
+    why = "mkd reproduces default, linear, llama3, yarn and longrope position embeddings exactly"
     do = "use a model with one of these, or remove the rope scaling for sequences below its original length"
     raise UsageError(f"rope type {kind!r} is not supported", why, do, code="rope-not-supported")
 
@@ -47,6 +49,30 @@ def _original_positions(config: Mapping[str, Any], scaling: Mapping[str, Any]) -
     """Return the context length before scaling. As in transformers, the model's key comes first."""
     name = "original_max_position_embeddings"
     return config.get(name) or scaling.get(name) or config["max_position_embeddings"]
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of attention for contexts `factor` times longer (section 3.4 of the paper)."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:
+    """Read YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071), with DeepSeek's two `mscale`."""
+    original = _original_positions(config, scaling)
+    factor = float(scaling.get("factor") or config["max_position_embeddings"] / original)
+    attention_factor = scaling.get("attention_factor")
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return replace(
+        base,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=yarn_scale(factor) if attention_factor is None else float(attention_factor),
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=scaling.get("truncate", True),
+    )
 
 
 def _long_rope(config: Mapping[str, Any], scaling: Mapping[str, Any], base: RopeShape) -> RopeShape:

@@ -13,11 +13,11 @@ one of a rank's `{expert}` parameters, or an entry of a stacked parameter [local
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, MoEShape
 
 
 class ModelSizes(Protocol):
@@ -55,7 +55,7 @@ class Entry:
 
     rule: Rule
     tensors: tuple[str, ...]
-    needs: str = ""  # switch of `LayerShape` without which the parameter does not exist
+    needs: str = ""  # attribute of `LayerShape`, maybe dotted, without which the parameter does not exist
     stacks_experts: bool = False  # the parameter has a leading dimension of local experts
 
 
@@ -91,9 +91,54 @@ HEADS = Rule(
     lambda m, layer, ranks: (m.heads_per_group * m.head_dim,),
     dim=1,
 )
+SINKS = Rule(
+    lambda m, layer, ranks: m.num_query_groups,
+    lambda m, layer, ranks: (m.heads_per_group,),
+    other_dims=lambda model, layer: (),
+)
 GATE_UP = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),) * 2)
 FFN = Rule(lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_ffn_slice(layer, ranks),), dim=1)
 QKV_BIAS, GATE_UP_BIAS = _vector(QKV), _vector(GATE_UP)
+
+
+def _moe(layer: LayerShape | None) -> MoEShape:
+    assert layer is not None and layer.moe is not None, "experts belong to a layer with experts"
+    return layer.moe
+
+
+def _num_experts(model: ModelSizes, layer: LayerShape | None) -> int:
+    return _moe(layer).num_experts
+
+
+# One expert is whole on a process: tensor parallelism does not cut it.
+EXPERT_GATE_UP = Rule(
+    lambda m, layer, ranks: 1,
+    lambda m, layer, ranks: (_moe(layer).ffn_hidden_size,) * 2,
+    replicated=True,
+    experts=_num_experts,
+)
+EXPERT_DOWN = Rule(
+    lambda m, layer, ranks: 1,
+    lambda m, layer, ranks: (_moe(layer).ffn_hidden_size,),
+    dim=1,
+    replicated=True,
+    experts=_num_experts,
+)
+ROUTER = Rule(lambda m, layer, ranks: 1, lambda m, layer, ranks: (_moe(layer).num_experts,), replicated=True)
+
+CORRECTION_BIAS = Rule(ROUTER.blocks, ROUTER.parts, other_dims=lambda m, layer: (), replicated=True)
+
+
+def _shared_slice(layer: LayerShape | None, ranks: int) -> int:
+    return _moe(layer).shared_ffn_hidden_size // ranks
+
+
+SHARED_GATE_UP = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),) * 2
+)
+SHARED_DOWN = Rule(
+    lambda m, layer, ranks: ranks, lambda m, layer, ranks: (_shared_slice(layer, ranks),), dim=1
+)
 
 LAYER = "model.layers.{layer}."
 _ATTENTION, _MLP = f"{LAYER}self_attn.", f"{LAYER}mlp."
@@ -111,6 +156,9 @@ def layer_table(qkv: tuple[str, ...], gate_up: tuple[str, ...]) -> dict[str, Ent
         "self_attention.linear_qkv.bias": Entry(QKV_BIAS, tensors(qkv, "bias"), "qkv_bias"),
         "self_attention.q_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}q_norm.weight",), "qk_norm"),
         "self_attention.k_layernorm.weight": Entry(HEAD, (f"{_ATTENTION}k_norm.weight",), "qk_norm"),
+        "self_attention.core_attention.softmax_offset": Entry(
+            SINKS, (f"{_ATTENTION}sinks",), "attention_sinks"
+        ),
         "self_attention.linear_proj.weight": Entry(HEADS, (f"{_ATTENTION}o_proj.weight",)),
         "self_attention.linear_proj.bias": Entry(
             HIDDEN, (f"{_ATTENTION}o_proj.bias",), "attention_output_bias"
@@ -128,6 +176,30 @@ SEPARATE = MappingProxyType(
 )
 FUSED = MappingProxyType(layer_table((f"{_ATTENTION}qkv_proj",) * 3, (f"{_MLP}gate_up_proj",) * 2))
 
+
+def with_experts(
+    table: Mapping[str, Entry], gate_up: tuple[str, ...], down: str, router: str
+) -> Mapping[str, Entry]:
+    """Return `table` for layers with experts too. Names of tensors are relative to the layer."""
+    dense = {
+        name: replace(entry, needs="is_dense") if name.startswith("mlp.") else entry
+        for name, entry in table.items()
+        if not (name.startswith("mlp.") and name.endswith(".bias"))
+    }
+    expert = "mlp.experts.local_experts.{expert}."
+    return MappingProxyType(
+        dense
+        | {
+            "mlp.router.weight": Entry(ROUTER, (f"{LAYER}{router}",), "moe"),
+            f"{expert}linear_fc1.weight": Entry(
+                EXPERT_GATE_UP, tuple(f"{LAYER}{name}" for name in gate_up), "moe"
+            ),
+            f"{expert}linear_fc2.weight": Entry(EXPERT_DOWN, (f"{LAYER}{down}",), "moe"),
+        }
+    )
+
+
+KEPT_IN_FP32 = (".e_score_correction_bias",)  # ends of names; small differences of it change routes
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 MODEL_TABLE: Mapping[str, Entry] = MappingProxyType(

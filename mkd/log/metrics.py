@@ -88,6 +88,14 @@ METRICS = (
         TIME_MEAN,
         "fraction of the step time that the teachers' layers take on the first device",
     ),
+    Metric(
+        "expert_load_max_over_mean",
+        "1",
+        STEP_MEAN,
+        "tokens of the busiest expert divided by the mean over experts, in the global batch, averaged over "
+        "layers. 1 is even; absent without experts",
+    ),
+    Metric("expert_load_worst_layer", "1", STEP_MEAN, "the same in the layer where it is largest"),
     Metric("loss_spikes", "steps", SUM, "steps whose loss stands out; absent if there are none", int),
     Metric(
         "gap_closed",

@@ -3,7 +3,10 @@
 transformer_config.py            ModelShape -> Megatron's configuration
 norm.py, post_norm.py, rope.py   layer parts: RMSNorm, norms behind a block, rotary embeddings
 packed.py, attention.py          document borders, and attention that respects them
+sink_attention.py                attention with sinks, of GPT-OSS
+latent_attention.py              multi-head latent attention of DeepSeek-V3
 specs.py                         which module makes which part of a layer
+moe/                             the MLP of a layer with experts
 head.py, language_model.py       one model part: embedding, layers, LM head
 builder.py                       all model parts of a rank
 stage.py                         student and teachers on one pipeline stage

@@ -53,6 +53,8 @@ class PackedAttention(nn.Module):
         attention_type: str,
         cp_comm_type=None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,  # sizes follow from the tensors
+        v_channels: int | None = None,
         pg_collection=None,
     ):
         super().__init__()
@@ -68,14 +70,14 @@ class PackedAttention(nn.Module):
         self,
         query: Tensor,  # [t, heads, d], t the tokens of this context-parallel rank
         key: Tensor,  # [t, groups, d]
-        value: Tensor,  # [t, groups, d]
+        value: Tensor,  # [t, groups, v]
         attention_mask: Tensor | None,
         /,
         *,
         attn_mask_type=None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments,
-    ) -> Tensor:  # [t, heads * d]
+    ) -> Tensor:  # [t, heads * v]
         assert attention_mask is None and attention_bias is None, (
             "packs carry their structure in packed_seq_params"
         )
@@ -85,7 +87,7 @@ class PackedAttention(nn.Module):
             key, value = self._whole_pack(key, value, packed_seq_params.cu_seqlens_q_padded)
         queries = query.split([span // self.cp_size for span in spans])
         # Empty outputs, but part of the graph: a rank with padding only must join the reduction in backward.
-        outputs = [tensor[:0].reshape(0, *query.shape[1:]) for tensor in (key, value)]
+        outputs = [tensor[:0].reshape(0, query.size(1), value.size(2)) for tensor in (key, value)]
         for length, span, q, k, v in zip(
             lengths, spans, queries, key.split(spans), value.split(spans), strict=True
         ):
@@ -101,22 +103,22 @@ class PackedAttention(nn.Module):
     def _whole_pack(self, key: Tensor, value: Tensor, cu_seqlens_padded: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all ranks in document order.
 
-        Shapes: [t, groups, d] twice -> [cp * t, groups, d] twice. All-gather over context parallel. Backward:
-        reduce-scatter SUM, each rank gets the gradient of its rows.
+        Shapes: [t, groups, d] and [t, groups, v] -> the same with cp * t rows. All-gather over context
+        parallel. Backward: reduce-scatter SUM, each rank gets the gradient of its rows.
         """
-        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.cp_group)
+        gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=self.cp_group)
         rows = [context_parallel_rows(cu_seqlens_padded, rank, self.cp_size) for rank in range(self.cp_size)]
         order = torch.cat(rows).argsort().to(key.device)  # the inverse of the permutation that the ranks hold
-        return gathered[order].unbind(dim=1)
+        return gathered[order].split((key.size(-1), value.size(-1)), dim=-1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute the causal attention of the last n of m tokens.
 
-        Shapes: [n, heads, d], [m, groups, d] twice -> [n, heads, d].
+        Shapes: [n, heads, d], [m, groups, d], [m, groups, v] -> [n, heads, v].
         """
         n, m = query.size(0), key.size(0)
         if n == 0:
-            return query
+            return query.reshape(0, query.size(1), value.size(2))
         masked = n < m or (self.window is not None and m > self.window)
         # The kernels for these cases take no groups of heads.
         if query.is_cuda and (masked or query.dtype == torch.float32):

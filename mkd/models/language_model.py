@@ -12,6 +12,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from torch import Tensor
 
 from mkd.models.head import LMHead
+from mkd.models.moe.balance import RouterRecord
+from mkd.models.moe.documents import token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
 from mkd.models.specs import block_spec
@@ -19,6 +21,11 @@ from mkd.models.transformer_config import ModelOptions, transformer_config
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+
+PADDED_BY_HEADS = (  # parameters whose number of heads is padded to a multiple of the tensor-parallel size
+    *(".linear_qkv.weight", ".linear_qkv.bias", ".linear_proj.weight"),
+    *(".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight", ".softmax_offset"),
+)
 
 
 class LanguageModel(LanguageModule):
@@ -48,7 +55,8 @@ class LanguageModel(LanguageModule):
         # Transformer Engine supports context parallelism in 16 bits only.
         packed_attention = context.cp_size > 1 and options.dtype == torch.float32
         layers = shape.layers[first_layer : first_layer + num_layers]
-        spec = block_spec(layers, shape.ropes, context.platform.transformer_engine, packed_attention)
+        has_te = context.platform.transformer_engine
+        spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups)
         super().__init__(config, context.groups)
         self.shape = shape
         self.first_layer = first_layer
@@ -65,6 +73,20 @@ class LanguageModel(LanguageModule):
         # Rounded to the dtype of the embeddings, as in transformers.
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(options.dtype))
         self._drop_absent_biases()
+        self.context = context
+        self.router_record = self._record_routers(options)
+
+    def _record_routers(self, options: ModelOptions) -> RouterRecord | None:
+        """Let the routers of this part share one record; return None for a dense model."""
+        if self.shape.moe is None:
+            return None
+        size = self.shape.num_layers, self.shape.num_experts + 2
+        sums = torch.zeros(size, dtype=torch.float64, device=self.context.device)
+        record = RouterRecord(self.shape.moe, options.balance_coeff, options.z_coeff, sums)
+        for layer in self.decoder.layers:
+            if not self.shape.layers[layer.layer_number - 1].is_dense:
+                layer.mlp.router.record = record
+        return record
 
     def _build_modules(self, spec: TransformerBlockSubmodules, vocab_size: int) -> None:
         """Build embedding, layers and head in Megatron's order, which random weights depend on.
@@ -129,11 +151,17 @@ class LanguageModel(LanguageModule):
         hidden = self.embedding(input_ids=tokens, position_ids=position_ids) if self.pre_process else None
         if hidden is not None and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
+        documents = {}
+        if self.router_record is not None and self.training:
+            sharded = self.config.sequence_parallel
+            ids = token_documents(packed_seq_params, tokens.size(1), self.context, sharded)
+            documents = {"padding_mask": ids}
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self.rotary_pos_emb(packed_seq_params),
             packed_seq_params=packed_seq_params,
+            **documents,
         )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -176,7 +204,7 @@ class LanguageModel(LanguageModule):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # it is empty, and old checkpoints have none
         for name, entry in state.items():
-            if ".linear_qkv.weight" in name or ".linear_qkv.bias" in name or ".linear_proj.weight" in name:
+            if name.endswith(PADDED_BY_HEADS):
                 entry.allow_shape_mismatch = True
         return state
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -13,6 +14,7 @@ class PackedDocuments(PackedSeqParams):
     """Megatron's THD description, and the documents' lengths without padding (LongRoPE depends on them)."""
 
     cu_seqlens_real: Tensor | None = None  # [documents + 1] int32
+    block_masks: dict[int | None, Any] = field(default_factory=dict)  # window -> mask; see sink_attention.py
 
 
 def packed_documents(

@@ -1,4 +1,7 @@
-"""Rotary position embeddings of packed documents with default, linear, Llama 3 or LongRoPE frequencies."""
+"""Rotary position embeddings of packed documents.
+
+Frequencies are default, linear, Llama 3's, YaRN's or LongRoPE's.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
     """Return the rotation per position of each channel pair, fp32 [rotary_dim / 2].
 
     Sources: RoPE (Su et al. 2021); linear interpolation (Chen et al. 2023); Llama 3's frequency bands (Meta
-    2024, reference code of Llama 3.1); LongRoPE (Ding et al. 2024), whose `long_context` factors apply to
-    documents beyond the original length.
+    2024, reference code of Llama 3.1); YaRN (Peng et al. 2023); LongRoPE (Ding et al. 2024), whose
+    `long_context` factors apply to documents beyond the original length.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -25,6 +28,8 @@ def inverse_frequencies(rope: RopeShape, long_context: bool = False) -> Tensor:
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
     if rope.kind == "longrope":
         factors = torch.tensor(rope.long_factor if long_context else rope.short_factor)
         return 1.0 / (factors * rope.theta**exponents)
@@ -40,11 +45,27 @@ def _llama3(frequencies: Tensor, rope: RopeShape) -> Tensor:
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
+def _yarn(frequencies: Tensor, rope: RopeShape) -> Tensor:
+    """Keep fast channel pairs, divide slow ones by `factor`, blend linearly by index in between."""
+    original, dim = rope.original_max_position_embeddings, rope.rotary_dim
+
+    def pair_with(turns: float) -> float:  # that makes so many full turns within the original context
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001
+    blend = ((torch.arange(dim // 2).float() - first) / width).clamp(0, 1)
+    return blend * frequencies / rope.factor + (1 - blend) * frequencies
+
+
 class RotaryEmbedding(nn.Module):
     """Angles of the positions of one pack, in the form that Megatron's attention expects.
 
-    Megatron takes `cos` and `sin` of the angles. LongRoPE's `attention_factor` reaches them through the
-    concentration factor of the transformer configuration (see `language_model.py`).
+    Megatron takes `cos` and `sin` of the angles. The `attention_factor` of YaRN and LongRoPE reaches them
+    through the concentration factor of the transformer configuration (see `language_model.py`).
     """
 
     def __init__(self, rope: RopeShape, device: torch.device):

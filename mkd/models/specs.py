@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
+    TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TENorm,
     TERowParallelLinear,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -29,8 +31,11 @@ from torch import Tensor
 from mkd.families.layer_shape import LayerShape, RopeShape
 from mkd.models.attention import LayerRopeAttention, PackedAttention
 from mkd.models.gated_mlp import GatedMLP
+from mkd.models.latent_attention import LatentAttention, LatentAttentionParts
+from mkd.models.moe.moe_spec import LOCAL_EXPERTS, TRANSFORMER_ENGINE_EXPERTS, ExpertParts, moe_spec
 from mkd.models.norm import RMSNorm
 from mkd.models.post_norm import with_post_norm
+from mkd.models.sink_attention import SinkAttention
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,32 @@ class LayerParts:
     norm: type
     first_norm: type  # norm in front of attention and MLP, if `column_linear` has none inside
     column_linear: type
+    plain_column_linear: type  # never with a norm inside
     row_linear: type
     core_attention: type
     mlp: type
+    experts: ExpertParts
 
 
-LOCAL = LayerParts(RMSNorm, RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, MLP)
+LOCAL = LayerParts(
+    norm=RMSNorm,
+    first_norm=RMSNorm,
+    column_linear=ColumnParallelLinear,
+    plain_column_linear=ColumnParallelLinear,
+    row_linear=RowParallelLinear,
+    core_attention=PackedAttention,
+    mlp=MLP,
+    experts=LOCAL_EXPERTS,
+)
 TRANSFORMER_ENGINE = LayerParts(
-    TENorm, IdentityOp, TELayerNormColumnParallelLinear, TERowParallelLinear, TEDotProductAttention, GatedMLP
+    norm=TENorm,
+    first_norm=IdentityOp,
+    column_linear=TELayerNormColumnParallelLinear,
+    plain_column_linear=TEColumnParallelLinear,
+    row_linear=TERowParallelLinear,
+    core_attention=TEDotProductAttention,
+    mlp=GatedMLP,
+    experts=TRANSFORMER_ENGINE_EXPERTS,
 )
 
 
@@ -56,54 +79,82 @@ def block_spec(
     ropes: Sequence[RopeShape],  # the distinct ones of the whole model
     transformer_engine: bool,
     packed_attention: bool = False,
+    groups: ProcessGroupCollection | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one model part and its final norm.
 
     If `packed_attention`, use mkd's own attention in Transformer Engine's layers. The local layers always
-    have it.
+    have it. Experts communicate over `groups`.
     """
     parts = TRANSFORMER_ENGINE if transformer_engine and HAVE_TE else LOCAL
     if packed_attention:
         parts = replace(parts, core_attention=PackedAttention)
     specs = [
-        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None) for layer in layers
+        layer_spec(layer, parts, ropes.index(layer.rope) if len(ropes) > 1 else None, groups)
+        for layer in layers
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
 
 
-def layer_spec(layer: LayerShape, parts: LayerParts, rope_index: int | None) -> ModuleSpec:
+def layer_spec(
+    layer: LayerShape, parts: LayerParts, rope_index: int | None, groups: ProcessGroupCollection | None = None
+) -> ModuleSpec:
     """Return one layer. Its checkpoint keys are the same whatever its parts.
 
     `rope_index` selects one of several rotary embeddings; None if the model has one.
     """
-    head_norm = parts.norm if layer.qk_norm else IdentityOp
     row_linear = with_post_norm(parts.row_linear, parts.norm) if layer.post_norms else parts.row_linear
+    if layer.mla is None:
+        attention = _grouped_query_attention(layer, parts, row_linear, rope_index)
+    else:
+        assert rope_index is None, "the layers of latent attention have one position embedding"
+        attention = _latent_attention(layer, parts, row_linear)
+    norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
+    if layer.moe is None:
+        linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+        mlp = ModuleSpec(module=parts.mlp, submodules=linears)
+        norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    else:
+        mlp = moe_spec(layer.moe, parts.experts, groups)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=parts.first_norm if layer.mla is None else parts.norm,
+            self_attention=attention,
+            self_attn_bda=residual_add,
+            pre_mlp_layernorm=parts.first_norm if layer.is_dense else parts.norm,
+            mlp=mlp,
+            mlp_bda=residual_add,
+            sharded_state_dict_keys_map=norms,
+        ),
+    )
+
+
+def _grouped_query_attention(
+    layer: LayerShape, parts: LayerParts, row_linear: type, rope_index: int | None
+) -> ModuleSpec:
+    head_norm = parts.norm if layer.qk_norm else IdentityOp
+    core_attention = SinkAttention if layer.attention_sinks else parts.core_attention
     rope = {} if rope_index is None else {"rope_index": rope_index}
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=LayerRopeAttention if rope else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal} | rope,
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column_linear,
-            core_attention=parts.core_attention,
+            core_attention=core_attention,
             linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
+
+
+def _latent_attention(layer: LayerShape, parts: LayerParts, row_linear: type) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.first_norm,
-            self_attention=attention,
-            self_attn_bda=residual_add,
-            pre_mlp_layernorm=parts.first_norm,
-            mlp=ModuleSpec(module=parts.mlp, submodules=mlp),
-            mlp_bda=residual_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "layer": layer},
+        submodules=LatentAttentionParts(
+            parts.plain_column_linear, row_linear, parts.norm, parts.core_attention
         ),
     )
 

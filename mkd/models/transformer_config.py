@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mkd.models.moe.switches import moe_switches
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
@@ -24,7 +25,10 @@ class ModelOptions:
     recompute_granularity: str | None = None  # full | selective
     recompute_method: str | None = None  # uniform | block
     recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # parts of a layer, for selective
     deterministic: bool = False
+    balance_coeff: float = 0.0  # of the experts' balance loss; see moe/balance.py
+    z_coeff: float = 0.0  # of the routers' z loss
 
 
 def transformer_config(
@@ -36,7 +40,8 @@ def transformer_config(
     """
     groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
     assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
-    is_long_rope = any(layer.rope.kind == "longrope" for layer in shape.layers)
+    # The fused rotation has no factor, and LongRoPE's angles have another shape (see rope.py).
+    fuses_rope = all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
     interleaved = context.virtual_stages > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -79,12 +84,14 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        apply_rope_fusion=context.platform.transformer_engine and not is_long_rope,  # see rope.py
+        apply_rope_fusion=context.platform.transformer_engine and fuses_rope,
         masked_softmax_fusion=False,
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,
         recompute_num_layers=options.recompute_num_layers,
+        recompute_modules=list(options.recompute_modules),
         deterministic_mode=options.deterministic and context.platform.is_cuda,
+        **moe_switches(shape, context),
     )
 
 

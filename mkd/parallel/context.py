@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mkd.errors import MkdError
-from mkd.parallel.axes import Axis, axes_of, build_groups
+from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.plan.batch import document_multiple
 from mkd.platform import Platform
 
@@ -58,6 +58,16 @@ class ParallelContext:
         """Pipeline-parallel axis: its processes divide the layers."""
         return self.axes["pp"]
 
+    @property
+    def ep(self) -> Axis:
+        """Expert-parallel axis: its processes divide the experts of every layer."""
+        return self.axes["ep"]
+
+    @property
+    def edp(self) -> Axis:
+        """Axis of the copies of the experts: its processes hold the same experts."""
+        return self.axes["edp"]
+
     tp_rank = property(lambda self: self.tp.rank)
     tp_size = property(lambda self: self.tp.size)
     tp_group = property(lambda self: self.tp.group)
@@ -90,6 +100,15 @@ class ParallelContext:
         """True if this process has the first of several equal copies of its weights."""
         return self.dp.rank == 0 and self.cp.rank == 0
 
+    def experts(self, num_experts: int) -> range:
+        """Return the experts of a layer that this process holds."""
+        held = num_experts // self.ep.size
+        return range(self.ep.rank * held, (self.ep.rank + 1) * held)
+
+    def first_expert_holder(self, pp_rank: int, ep_rank: int) -> int:
+        """Return the global rank with the first copy of a pipeline stage's experts of one `ep_rank`."""
+        return pp_rank * (self.world_size // self.pp.size) + ep_rank
+
     @property
     def document_multiple(self) -> int:
         """Number of tokens that the length of padded documents and packs must be a multiple of."""
@@ -108,6 +127,7 @@ class ParallelContext:
         pipeline_parallel: int = 1,
         virtual_stages: int = 1,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
         seed: int = 1234,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
@@ -123,6 +143,8 @@ class ParallelContext:
             pipeline_model_parallel_size=pipeline_parallel,
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             context_parallel_size=context_parallel,
+            expert_model_parallel_size=expert_parallel,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_minutes)),
             create_gloo_process_groups=platform.is_cuda,
         )
@@ -140,6 +162,7 @@ class ParallelContext:
         pipeline_parallel: int = 1,
         virtual_stages: int = 1,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
         timeout_minutes: float = 10,
     ) -> ParallelContext:
         """Return a second context over the same processes in another layout. Collective.
@@ -152,11 +175,21 @@ class ParallelContext:
         replica = tensor_parallel * context_parallel * pipeline_parallel
         assert self.world_size % replica == 0, f"{self.world_size} processes, replicas of {replica}"
         sizes["dp"] = self.world_size // replica
-        groups = build_groups(sizes, timedelta(minutes=timeout_minutes))
+        groups = build_groups(sizes, timedelta(minutes=timeout_minutes), expert_parallel)
         axes = axes_of(groups)
         return ParallelContext(
             self.platform, self.rank, self.world_size, axes, virtual_stages, groups, is_second=True
         )
+
+    def with_expert_parallel(self, expert_parallel: int, timeout_minutes: float = 10) -> ParallelContext:
+        """Return this context with the experts of a frozen teacher spread otherwise. Collective.
+
+        All other groups are shared.
+        """
+        if expert_parallel == self.ep.size:
+            return self
+        groups = build_expert_groups(self.groups, expert_parallel, timedelta(minutes=timeout_minutes))
+        return replace(self, axes=axes_of(groups), groups=groups)
 
     def seed(self, seed: int) -> None:
         """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""

@@ -15,6 +15,15 @@ with sequence parallelism. Backward needs, in elements:
 
 and one fp32 value per row for every norm. RoPE saves its angles only, dropout is off, bias and residual
 additions save nothing.
+
+In a layer with experts each token is copied to k experts of width f. These rows are sent to the experts'
+processes and back. With t' = t (/tp with sequence parallelism) and E experts in the model, the layer keeps
+
+    router           weights and choice of all experts, the permutation: 13 bytes t' E
+    experts          input t' k h, gated MLP 3 t' k f; 12 bytes a row for its weight and place
+    shared experts   gated MLP 3 t f, f divided by tp
+
+It is the mean over processes: one whose experts are chosen more often keeps more rows.
 """
 
 from __future__ import annotations
@@ -23,8 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.schema import Config
-from mkd.families.layer_shape import LayerShape
+from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.plan.model_shape import ModelShape
+
+ROUTER_BYTES = 13  # of a token for every expert: fp32 weight, choice, two int32 of the permutation
+ROW_BYTES = 12  # of a row that an expert computes: fp32 weight, its place before and after the exchange
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Activations:
     shape: ModelShape
     element: int  # bytes of an activation
     seq_length: int  # tokens of a pack
+    expert_parallel: int = 1  # processes that share the experts
 
     @property
     def tokens(self) -> int:
@@ -66,11 +79,6 @@ class Activations:
         return groups * self.shape.heads_per_group, groups
 
     @property
-    def _widest_ffn(self) -> int:
-        """MLP width of the widest layer, before tensor parallelism."""
-        return max(layer.ffn_hidden_size for layer in self.shape.layers)
-
-    @property
     def _recompute_num_layers(self) -> int:
         number = self.config.training.recompute_num_layers
         assert number is not None, "check_recomputation requires it for full recomputation"
@@ -80,20 +88,53 @@ class Activations:
         """Return the size of [t, f] on one process for an MLP of `width` channels."""
         return self.tokens * width // self.config.parallel.tensor_model_parallel_size * self.element
 
+    def _recomputes(self, module: str) -> bool:
+        """Return True if selective recomputation covers this part of a layer."""
+        training = self.config.training
+        return training.recompute_granularity == "selective" and module in training.recompute_modules
+
     def layer_bytes(self, layer: LayerShape) -> int:
         """Return what one decoder layer keeps until its backward."""
         heads, groups = self._heads
         width = self.tokens * self.shape.head_dim * self.element
         query, key_value, statistics = heads * width, groups * width, self.tokens * heads * 4
-        attention = 2 * query + 2 * key_value + statistics
-        if self.config.training.recompute_granularity == "selective":
-            attention += query + key_value - statistics  # v keeps the joint projection alive
+        if layer.mla is not None:
+            attention = self._latent_attention_bytes(layer.mla, heads) + statistics
+        else:
+            attention = 2 * query + 2 * key_value + statistics
+        if self._recomputes("core_attn"):
+            # v keeps the joint projection alive
+            attention += query + key_value - statistics if layer.mla is None else -statistics
         norms = 4 * self.hidden_bytes + 2 * 4 * self.tokens
         if layer.post_norms:
             norms += 2 * self.hidden_bytes + 2 * 4 * self.tokens
         if layer.qk_norm:
             norms += query + key_value + 4 * self.tokens * (heads + groups)
-        return attention + norms + 3 * self._ffn_bytes(layer.ffn_hidden_size)
+        if layer.moe and self._recomputes("moe"):
+            return attention + norms  # the experts' input is the norm's output
+        return attention + norms + self._mlp_bytes(layer)
+
+    def _mlp_bytes(self, layer: LayerShape) -> int:
+        """Return what the MLP of a layer, or its router and experts, keep behind the norm."""
+        moe = layer.moe
+        if moe is None:
+            return 3 * self._ffn_bytes(layer.ffn_hidden_size)
+        rows = self._expert_rows(moe)
+        kept = rows * (self.shape.hidden_size + 3 * moe.ffn_hidden_size) * self.element + rows * ROW_BYTES
+        kept += rows // moe.top_k * moe.num_experts * ROUTER_BYTES
+        return kept + 3 * self._ffn_bytes(moe.shared_ffn_hidden_size)
+
+    def _expert_rows(self, moe: MoEShape) -> int:
+        """Return the rows that the experts of a process compute, if all experts are chosen equally often."""
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.tokens // shards * moe.top_k
+
+    def _latent_attention_bytes(self, mla: MLAShape, heads: int) -> int:
+        """Return what latent attention keeps: queries, keys, values, output and the latents around norms."""
+        per_head = 2 * mla.qk_head_dim + 2 * mla.v_head_dim
+        latents = mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        shards = self.config.parallel.tensor_model_parallel_size if self.is_sharded else 1
+        return self.tokens * self.element * (heads * per_head + 2 * latents // shards)
 
     def part_bytes(self, layers: Sequence[LayerShape], is_last: bool) -> int:
         """Return what a stage of `layers` keeps until its backward; the last one also has the final norm."""
@@ -109,25 +150,52 @@ class Activations:
     def forward_bytes(self) -> int:
         """Return the peak of a forward without gradients (a teacher's) beside its weights.
 
-        The peak is in the MLP of the widest layer. It holds the layer's input and the residual. It also holds
-        the input and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
+        The peak is in the widest MLP. It holds the layer's input and the residual. It also holds the input
+        and output of the gated MLP, or the norm's (gathered) output and the input of the gated MLP.
+
+        With experts it holds the norm's output, and rows: their input with input and output of the gated MLP
+        and the result, or four results around the second exchange.
         """
-        ffn = self._ffn_bytes(self._widest_ffn)
+        return 2 * self.hidden_bytes + max(map(self._mlp_forward_bytes, set(self.shape.layers)))
+
+    def _mlp_forward_bytes(self, layer: LayerShape) -> int:
         gathered = self.hidden_bytes + self.is_sharded * self.full_hidden_bytes
-        return 2 * self.hidden_bytes + max(3 * ffn, 2 * ffn + gathered)
+        if layer.moe is None:
+            ffn = self._ffn_bytes(layer.ffn_hidden_size)
+            return max(3 * ffn, 2 * ffn + gathered)
+        hidden, ffn = self.shape.hidden_size, layer.moe.ffn_hidden_size
+        rows = self._expert_rows(layer.moe) * self.element
+        shared = self.full_hidden_bytes * layer.has_shared_experts  # their output waits for the experts
+        return self.hidden_bytes + shared + rows * max(2 * hidden + 3 * ffn, 4 * hidden)
 
     def backward_bytes(self) -> int:
         """Return the peak of a layer's backward beside what the layer kept.
 
-        It holds the gradients around the MLP and of its first weight. With full recomputation it also holds
-        everything that the recomputed layers keep.
+        It holds the gradients around the MLP and of its first weight. With recomputation it also holds
+        everything that the recomputed parts keep.
         """
         training = self.config.training
-        tensor = self.config.parallel.tensor_model_parallel_size
-        weight = 2 * self.shape.hidden_size * self._widest_ffn // tensor * self.element
         again = 0
         if training.recompute_granularity == "full":
             layers = self._recompute_num_layers if training.recompute_method == "uniform" else 1
             again = layers * max(map(self.layer_bytes, self.shape.layers))
+        elif self._recomputes("moe"):
+            again = max((self._mlp_bytes(layer) for layer in self.shape.layers if layer.moe), default=0)
         gathered = self.is_sharded * self.full_hidden_bytes
-        return self.hidden_bytes + gathered + 2 * self._ffn_bytes(self._widest_ffn) + weight + again
+        around = max(map(self._mlp_backward_bytes, set(self.shape.layers)))
+        return self.hidden_bytes + gathered + around + again
+
+    def _mlp_backward_bytes(self, layer: LayerShape) -> int:
+        """Return the gradients inside an MLP and of its first weight, or of the experts' first weights.
+
+        Experts have the gradients of rows on two sides of an exchange or of a product. Before that their
+        forward ends with three results beside what it keeps.
+        """
+        hidden, moe = self.shape.hidden_size, layer.moe
+        if moe is None:
+            tensor = self.config.parallel.tensor_model_parallel_size
+            weight = 2 * hidden * layer.ffn_hidden_size // tensor * self.element
+            return 2 * self._ffn_bytes(layer.ffn_hidden_size) + weight
+        rows, ffn = self._expert_rows(moe) * self.element, moe.ffn_hidden_size
+        weights = moe.num_experts // self.expert_parallel * 2 * hidden * ffn * self.element
+        return max(rows * 3 * hidden, rows * max(hidden + 2 * ffn, 3 * ffn) + weights)

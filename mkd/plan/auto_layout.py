@@ -6,7 +6,9 @@ time of the heads. The search finds the smallest possible largest time over rank
 among all splits within `TIE` of it. The same search then splits a rank's layers over its virtual stages.
 
 The search is exact for the student and one teacher, the one with the slowest layers. Layers of further
-teachers, slowest first, then fill up the rest, teacher by teacher.
+teachers, slowest first, then fill up the rest, teacher by teacher. If the layers of a model differ (dense
+ones beside ones with experts), the search takes their mean time, and a descent then moves layers between
+stages as long as that makes the slowest rank faster.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise, permutations, product
 from typing import NamedTuple
 
 from mkd.config.models import teacher_roles
@@ -41,6 +44,16 @@ class PlannedModel(NamedTuple):
     shape: ModelShape
     layout: str | None  # as given
     layout_flag: str  # flag that sets it, or key of a file for teachers without flags
+    teacher: int | None = None  # number of the teacher; None: the student
+
+    @property
+    def expert_flag(self) -> str:
+        """Flag that sets the processes of its experts, or key of a file for teachers without flags."""
+        if self.teacher is None:
+            return "--expert-model-parallel-size"
+        if self.teacher == 0:
+            return "--teacher-expert-model-parallel-size"
+        return f"teachers[{self.teacher}].expert_model_parallel_size"
 
 
 def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Iterator[PlannedModel]:
@@ -48,9 +61,9 @@ def planned_models(config: Config, shapes: Sequence[ModelShape | None]) -> Itera
     assert len(shapes) <= 1 + len(config.teachers)
     roles = ("student", *teacher_roles(config.teachers))
     models = zip(roles, shapes, given_layouts(config), layout_flags(config), strict=False)
-    for role, shape, layout, flag in models:
+    for index, (role, shape, layout, flag) in enumerate(models):
         if shape is not None:
-            yield PlannedModel(role, shape, layout, flag)
+            yield PlannedModel(role, shape, layout, flag, index - 1 if index else None)
 
 
 def given_layouts(config: Config) -> list[str | None]:
@@ -86,8 +99,7 @@ def layouts_of(
     if config.parallel.pipeline_layout == "auto":
         pipeline = config.parallel.pipeline_model_parallel_size
         cost = pair_cost(config, student, teachers, pipeline * stages, document_length)
-        layers = [teacher.num_layers for teacher in teachers]
-        return auto_layouts(cost, student.num_layers, layers, pipeline, stages)
+        return auto_layouts(cost, pipeline, stages)
     models = planned_models(config, (student, *teachers))
     of_student, *of_teachers = (one_layout(config, model, stages) for model in models)
     return of_student, tuple(of_teachers)
@@ -125,23 +137,19 @@ class Bin:
 
 
 def auto_layouts(
-    cost: PairCost,
-    student_layers: int,
-    teacher_layers: Sequence[int],  # of each teacher
-    pipeline_parallel: int,
-    virtual_stages: int = 1,
+    cost: PairCost, pipeline_parallel: int, virtual_stages: int = 1
 ) -> tuple[PipelineLayout, tuple[PipelineLayout, ...]]:
     """Choose the layouts of the student and of each teacher together.
 
     Every stage gets a layer of each model. The first stage (embedding) and the last one (heads) may have
     none. Raises UsageError when a model has too few layers for that.
     """
-    counts = (student_layers, *teacher_layers)
+    counts = tuple(map(len, cost.models))
     stages = pipeline_parallel * virtual_stages
     if min(counts) < stages - 2:
-        taught = " and ".join(map(str, teacher_layers)) or "no"
+        taught = " and ".join(map(str, counts[1:])) or "no"
         raise UsageError(
-            f"pipeline-layout auto: models of {student_layers} (student) and {taught} (teacher) layers do "
+            f"pipeline-layout auto: models of {counts[0]} (student) and {taught} (teacher) layers do "
             f"not fill {stages} pipeline stages",
             "every stage but the first and the last one needs a layer of each model",
             "use fewer pipeline stages",
@@ -151,16 +159,81 @@ def auto_layouts(
         Bin(min_layers=int(0 < stage < stages - 1), fixed_ms=cost.head_ms if stage == stages - 1 else 0.0)
         for stage in range(stages)
     ]
+    times = [[layer.total_ms for layer in layers] for layers in cost.models]
     ranks = [bins[rank::pipeline_parallel] for rank in range(pipeline_parallel)]
-    layer_ms = (cost.student_ms, *cost.teacher_forward_ms)
+    layer_ms = [sum(layers) / len(layers) for layers in times]
     joined = [Bin(sum(one.min_layers for one in rank), sum(one.fixed_ms for one in rank)) for rank in ranks]
     of_ranks = balance_all(counts, layer_ms, joined)
     of_stages = [balance_all(totals, layer_ms, rank) for totals, rank in zip(of_ranks, ranks, strict=True)]
     in_order = [of_stages[stage % pipeline_parallel][stage // pipeline_parallel] for stage in range(stages)]
-    student, *teachers = (
-        PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in zip(*in_order, strict=True)
-    )
+    splits = list(zip(*in_order, strict=True))
+    if any(len(set(layers)) > 1 for layers in times):
+        splits = refine(splits, times, bins, pipeline_parallel)
+    student, *teachers = (PipelineLayout(layers, pipeline_parallel, virtual_stages) for layers in splits)
     return student, tuple(teachers)
+
+
+def refine(
+    splits: Sequence[tuple[int, ...]],  # layers of each model on each stage
+    layer_ms: Sequence[Sequence[float]],  # time of each layer of each model
+    bins: Sequence[Bin],  # stages
+    pipeline_parallel: int,
+    tie: float = TIE,
+) -> list[tuple[int, ...]]:
+    """Move layers between stages until no move makes the slowest pipeline rank faster.
+
+    A move takes a layer from one stage and gives one to another; the stages between them shift by a layer. It
+    is of one model, or of two models in opposite directions. Ranks within `1 + tie` of their mean are left.
+    """
+    sums = [list(accumulate(layers, initial=0.0)) for layers in layer_ms]
+
+    def rank_ms(splits: Sequence[tuple[int, ...]]) -> list[float]:
+        """Return the time of each rank, longest first."""
+        times = [one.fixed_ms for one in bins]
+        for split, upto in zip(splits, sums, strict=True):
+            ends = list(accumulate(split, initial=0))
+            times = [
+                ms + upto[end] - upto[start] for ms, (start, end) in zip(times, pairwise(ends), strict=True)
+            ]
+        ranks = (sum(times[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
+        return sorted((round(ms, 9) for ms in ranks), reverse=True)
+
+    found, slowest_first = list(splits), rank_ms(splits)
+    enough_ms = sum(slowest_first) / pipeline_parallel * (1 + tie)
+    while slowest_first[0] > enough_ms:
+        better = ((rank_ms(moved), moved) for moved in _moves(found, bins))
+        improved = next(((ms, moved) for ms, moved in better if ms < slowest_first), None)
+        if improved is None:
+            break
+        slowest_first, found = improved
+    return found
+
+
+def _moves(splits: list[tuple[int, ...]], bins: Sequence[Bin]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield the splits that are one move away, those of one model first."""
+    models = range(len(splits))
+    stages = list(permutations(range(len(bins)), 2))
+    for (source, target), model in product(stages, models):
+        moved = _moved(splits, model, source, target, bins)
+        if moved is not None:
+            yield moved
+    for (source, target), (model, other) in product(stages, permutations(models, 2)):
+        moved = _moved(splits, model, source, target, bins)
+        back = None if moved is None else _moved(moved, other, target, source, bins)
+        if back is not None:
+            yield back
+
+
+def _moved(
+    splits: list[tuple[int, ...]], model: int, source: int, target: int, bins: Sequence[Bin]
+) -> list[tuple[int, ...]] | None:
+    """Return the splits after a move; None if it empties a stage that needs a layer."""
+    split = list(splits[model])
+    if split[source] <= bins[source].min_layers:
+        return None
+    split[source] -= 1
+    split[target] += 1
+    return [*splits[:model], tuple(split), *splits[model + 1 :]]
 
 
 def balance_all(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mkd.plan.cost import StageTime
+from mkd.plan.layer_time import WorkTime
 
 SIMULATED = 32  # micro-batches per pipeline rank
 
@@ -80,7 +80,7 @@ def rank_order(
     return tasks + backwards[len(forwards) - warmup :]
 
 
-def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
+def simulate(stages: Sequence[WorkTime], pipeline_parallel: int, num_microbatches: int) -> StepForecast:
     """Simulate one step over `stages` (in model order, a multiple of `pipeline_parallel`).
 
     Beyond `SIMULATED` micro-batches per rank, each further one takes the average time of those in the second
@@ -100,7 +100,7 @@ def simulate(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatch
     return StepForecast(step_ms=step_ms, ideal_ms=work_ms / pipeline_parallel)
 
 
-def makespan_ms(stages: Sequence[StageTime], pipeline_parallel: int, num_microbatches: int) -> float:
+def makespan_ms(stages: Sequence[WorkTime], pipeline_parallel: int, num_microbatches: int) -> float:
     """Return the milliseconds until all ranks have done all their tasks."""
     virtual_stages = len(stages) // pipeline_parallel
     ranks = range(pipeline_parallel)

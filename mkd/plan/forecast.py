@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,15 @@ from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, StageTime, pair_cost
-from mkd.plan.flops import distillation_flops, matmul_parameters
+from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, pair_cost
+from mkd.plan.experts import expert_parallel_size
+from mkd.plan.flops import distillation_flops
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.planned_teachers import plan_teachers
+from mkd.plan.parameters import active_parameters, layer_parameters, model_parameters
+from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
 
@@ -56,21 +59,31 @@ class Forecast:
         """Predict the same models on as many GPUs with other settings. Raises ErrorList if they cannot."""
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
-    def stage_times(self) -> list[StageTime]:
+    def stage_times(self) -> list[WorkTime]:
         """Return each stage's time, in model order, plus copies from the host that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
-        times = cost.stage_times(self.student_layout, self.teacher_layouts)
-        element, tensor = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-        teachers = plan_teachers(config, self.teachers), cost.teacher_forward_ms, self.teacher_layouts
-        for teacher, forward_ms, layout in zip(*teachers, strict=True):
-            if teacher.on_host:  # the next layer is copied while one computes
-                layer_parameters = matmul_parameters(teacher.shape) / teacher.shape.num_layers
-                copy_ms = layer_parameters * element / tensor / HOST_BYTES_PER_MS
-                for stage, layers in enumerate(layout.layers):
-                    wait_ms = layers * max(0.0, copy_ms - forward_ms)
-                    times[stage] = StageTime(times[stage].forward_ms + wait_ms, times[stage].backward_ms)
-        return times
+        teachers = zip(plan_teachers(config, self.teachers), cost.teachers, strict=True)
+        waiting = tuple(self._with_copies(teacher, times) for teacher, times in teachers)
+        return replace(cost, teachers=waiting).stage_times(self.student_layout, self.teacher_layouts)
+
+    def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
+        """Return the layers of a teacher. One on the host copies the next layer while one computes."""
+        if not teacher.on_host:
+            return times
+        element, tensor = (
+            2 if self.config.training.bf16 else 4,
+            self.config.parallel.tensor_model_parallel_size,
+        )
+        parameters = (
+            layer_parameters(teacher.shape, layer, tensor, teacher.expert_parallel).total
+            for layer in teacher.shape.layers
+        )
+        copies_ms = (number * element / HOST_BYTES_PER_MS for number in parameters)
+        return tuple(
+            replace(layer, forward_ms=max(layer.forward_ms, copy_ms))
+            for layer, copy_ms in zip(times, copies_ms, strict=True)
+        )
 
     def step(self) -> StepForecast:
         """Predict the pipeline's part of a step; `step_ms` adds the copies of the optimizer state."""
@@ -87,8 +100,14 @@ class Forecast:
         return 2 * max(rank.optimizer_gib for rank in ranks) * GIB / HOST_BYTES_PER_MS
 
     def step_ms(self) -> float:
-        """Predicted time of a step, without communication."""
+        """Predicted time of a step, without communication other than that of experts."""
         return self.step().step_ms + self.optimizer_copies_ms()
+
+    def exchange_ms(self) -> float:
+        """Predicted time that an average rank spends in a step on the all-to-all of experts."""
+        times = self.stage_times()
+        ranks = self.student_layout.pipeline_parallel
+        return self.batch.num_microbatches * sum(time.exchange_ms for time in times) / ranks
 
     def flops_per_step(self) -> int:
         """Model FLOPs of one optimizer step, all processes together."""
@@ -124,7 +143,7 @@ class Forecast:
 
         `tflops_per_gpu` is of a predicted step, `peak_memory_gib` what torch allocates on the fullest GPU.
         """
-        step_ms = self.step_ms()
+        step_ms, exchange_ms = self.step_ms(), self.exchange_ms()
         seconds = step_ms / 1000
         tokens = self.batch.global_batch_size * self.batch.seq_length
         return {
@@ -133,6 +152,12 @@ class Forecast:
             "tokens_per_s_per_gpu": tokens / seconds / self.num_gpus,
             "tflops_per_gpu": self.flops_per_step() / seconds / self.num_gpus / 1e12,
             "peak_memory_gib": max(rank.allocated_gib for rank in self.memory().ranks),
+            "all_to_all_ms": exchange_ms,
+            "all_to_all_share": exchange_ms / step_ms,
+            "student_parameters": model_parameters(self.student).total,
+            "student_active_parameters": active_parameters(self.student),
+            "teacher_parameters": [model_parameters(teacher).total for teacher in self.teachers],
+            "teacher_active_parameters": [active_parameters(teacher) for teacher in self.teachers],
         }
 
     def mfu(self, step_ms: float) -> float:
@@ -146,15 +171,34 @@ class Forecast:
         for teacher, layout in zip(teachers, self.teacher_layouts, strict=True):
             packs = f"; packs of {teacher.seq_length} tokens of its own" if teacher.is_cross_tokenizer else ""
             lines.append(f"{teacher.role} layers by stage: {layout.layers}{packs}")
-        return "\n".join([*lines, *self._padded_attention(), *self._times(), self.memory().describe()])
+        lines += [*self._parameters(), *self._padded_attention(), *self._times()]
+        return "\n".join([*lines, self.memory().describe()])
+
+    def _models(self) -> Iterator[tuple[str, ModelShape, int]]:
+        """Yield the role, the shape and the expert parallelism of each model."""
+        yield "student", self.student, expert_parallel_size(self.config, self.student)
+        for teacher in plan_teachers(self.config, self.teachers):
+            yield teacher.role, teacher.shape, teacher.expert_parallel
+
+    def _parameters(self) -> Iterator[str]:
+        """Yield a line for each model."""
+        for role, shape, expert_parallel in self._models():
+            line = f"{role}: {model_parameters(shape).total / 1e9:.4g} billion parameters"
+            if shape.moe:
+                layers = sum(not layer.is_dense for layer in shape.layers)
+                line += (
+                    f", {active_parameters(shape) / 1e9:.4g} billion active: {shape.moe.top_k} of "
+                    f"{shape.num_experts} experts in {layers} of {shape.num_layers} layers, "
+                    f"spread over {expert_parallel} processes"
+                )
+            yield line
 
     def _padded_attention(self) -> list[str]:
         tensor = self.config.parallel.tensor_model_parallel_size
-        teachers = [(teacher.role, teacher.shape) for teacher in plan_teachers(self.config, self.teachers)]
         return [
             f"{role} attention: {shape.num_query_groups} key/value heads padded to "
             f"{shape.padded_query_groups(tensor)} for tensor parallel"
-            for role, shape in [("student", self.student), *teachers]
+            for role, shape, _ in self._models()
             if shape.num_query_groups % tensor
         ]
 
@@ -165,6 +209,10 @@ class Forecast:
         equal = balanced_bubble(layout.pipeline_parallel, microbatches, layout.virtual_stages)
         by_stage = ", ".join(f"{time.forward_ms:.3g} + {time.backward_ms:.3g}" for time in self.stage_times())
         copies = f"with {copies_ms:.4g} ms of the optimizer's copies from and to the host: {step_ms:.4g} ms"
+        exchange_ms = self.exchange_ms()
+        exchange = (
+            f"all-to-all of experts: {exchange_ms:.4g} ms of a rank's step, share {exchange_ms / step_ms:.3f}"
+        )
         share = f"share of the teachers in these FLOPs: {self.teacher_share():.3f}"
         return [
             f"predicted on H200 in bf16, forward + backward ms of a micro-batch by stage: {by_stage}",
@@ -174,4 +222,5 @@ class Forecast:
             f"{self.flops_per_step():.3g} FLOPs a step on {self.num_gpus} GPUs: predicted MFU "
             f"{self.mfu(step_ms):.3f}; at MFU 0.5 a step takes {self.mfu(1.0) / 0.5:.4g} ms",
             *([share] if self.teachers else []),
+            *([exchange] if exchange_ms > 0 else []),
         ]

@@ -15,9 +15,11 @@ from mkd.families.layer_shape import LayerShape
 from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
+from mkd.plan.experts import expert_parallel_size
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 GIB = 2**30
@@ -87,32 +89,6 @@ def predict_memory(
     return MemoryPlan(tuple(models.rank_memory(rank) for rank in range(student_layout.pipeline_parallel)))
 
 
-def stage_parameters(
-    shape: ModelShape, layers: Sequence[LayerShape], tensor_parallel: int, vocab_rows: int, *ends: bool
-) -> int:
-    """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
-
-    Attention groups are padded to a multiple of `tensor_parallel`. Each embedding or head holds `vocab_rows`
-    rows.
-    """
-    is_first, is_last = ends
-    hidden = shape.hidden_size
-    in_layers = sum(_layer_parameters(shape, layer, tensor_parallel) for layer in layers)
-    tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
-    return in_layers + tables * vocab_rows * hidden + is_last * hidden
-
-
-def _layer_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int) -> int:
-    """Count the parameters of one decoder layer on one process."""
-    groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
-    query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
-    hidden, ffn = shape.hidden_size, layer.ffn_hidden_size // tensor_parallel
-    total = hidden * (2 * query + 2 * key_value + 3 * ffn + 2 + 2 * layer.post_norms)
-    total += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
-    total += (2 * ffn + hidden) * layer.mlp_bias + 2 * shape.head_dim * layer.qk_norm
-    return total
-
-
 def _stage_layers(shape: ModelShape, layout: PipelineLayout, stage: int) -> tuple[LayerShape, ...]:
     """Return the decoder layers of one stage, counted in model order."""
     first = sum(layout.layers[:stage])
@@ -149,55 +125,98 @@ class _Models:
         return max(self.vocab_rows, own)
 
     def _activations(self, teacher: Teacher) -> Activations:
-        return Activations(self.config, teacher.shape, self.element, teacher.seq_length)
+        sizes = self.element, teacher.seq_length, teacher.expert_parallel
+        return Activations(self.config, teacher.shape, *sizes)
 
     @property
     def _student_activations(self) -> Activations:
-        return Activations(self.config, self.student, self.element, self.config.training.seq_length)
+        sizes = self.element, self.config.training.seq_length, self._expert_parallel
+        return Activations(self.config, self.student, *sizes)
+
+    @property
+    def _expert_parallel(self) -> int:
+        """Processes that share the student's experts."""
+        return expert_parallel_size(self.config, self.student)
 
     def rank_memory(self, rank: int) -> RankMemory:
-        parallel, training = self.config.parallel, self.config.training
-        learned = self._parameters(self.student, self.student_layout, rank, self.vocab_rows)
+        training, sizes = self.config.training, (self.vocab_rows, self._expert_parallel)
+        learned = self._parameters(self.student, self.student_layout, rank, *sizes)
         teachers = zip(self.teachers, self.teacher_layouts, strict=True)
         frozen = sum(self._teacher_parameters(teacher, layout, rank) for teacher, layout in teachers)
-        replicas = self.batch.data_parallel * parallel.context_parallel_size
-        state_bytes = (12 if training.bf16 else 8) / (replicas if parallel.use_distributed_optimizer else 1)
         alive, transient = max(self._moments(rank), key=sum)
-        optimizer = learned * state_bytes
+        optimizer = self._optimizer_bytes(learned)
         if training.optimizer_residency == "host":
             optimizer = max(0, optimizer - alive - transient)  # it comes when activations are gone
-        groups = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, replicas)
         return RankMemory(
-            student_gib=learned * self.element / GIB,
-            gradients_gib=learned * 4 / GIB,
+            student_gib=learned.total * self.element / GIB,
+            gradients_gib=learned.total * 4 / GIB,
             optimizer_gib=optimizer / GIB,
             teacher_gib=frozen * self.element / GIB,
             activations_gib=alive / GIB,
             transient_gib=(transient + self._message_bytes()) / GIB + WORKSPACE_GIB,
-            device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in groups),
+            device_gib=CONTEXT_GIB + NCCL_GIB * sum(size > 1 for size in self._group_sizes()),
         )
 
+    @property
+    def _replicas(self) -> int:
+        return self.batch.data_parallel * self.config.parallel.context_parallel_size
+
+    def _expert_copies(self, expert_parallel: int) -> int:
+        """Return the processes of a stage that hold the same experts."""
+        return self._replicas * self.config.parallel.tensor_model_parallel_size // expert_parallel
+
+    def _optimizer_bytes(self, learned: Parameters) -> float:
+        """Return the bytes of the optimizer state of a process that learns these parameters.
+
+        A distributed optimizer spreads it over the copies: data x context parallel processes, for experts
+        tensor x context x data / expert parallel ones.
+        """
+        is_spread = self.config.parallel.use_distributed_optimizer
+        copies = self._replicas if is_spread else 1
+        of_experts = self._expert_copies(self._expert_parallel) if is_spread else 1
+        bytes_per_parameter = 12 if self.config.training.bf16 else 8
+        return bytes_per_parameter * (learned.dense / copies + learned.experts / of_experts)
+
+    def _group_sizes(self) -> list[int]:
+        """Return the sizes of the groups that communicate, those of experts included."""
+        parallel = self.config.parallel
+        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, self._replicas]
+        if self.student.moe:
+            sizes.append(self._expert_copies(self._expert_parallel))
+        return sizes + sorted({self._expert_parallel, *(one.expert_parallel for one in self.teachers)})
+
     def _parameters(
-        self, shape: ModelShape, layout: PipelineLayout, rank: int, vocab_rows: int, is_streamed: bool = False
-    ) -> int:
+        self,
+        shape: ModelShape,
+        layout: PipelineLayout,
+        rank: int,
+        vocab_rows: int,
+        expert_parallel: int,
+        is_streamed: bool = False,
+    ) -> Parameters:
         """Count the parameters of one process. Streamed decoder layers take the room of `STREAMED_LAYERS`."""
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
         layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
         if is_streamed and layers:
-            layers = [max(layers, key=lambda layer: layer.ffn_hidden_size)] * STREAMED_LAYERS
-        return stage_parameters(shape, layers, tensor, vocab_rows, 0 in own, stages - 1 in own)
+            largest = max(
+                layers, key=lambda layer: layer_parameters(shape, layer, tensor, expert_parallel).total
+            )
+            layers = [largest] * STREAMED_LAYERS
+        ends = 0 in own, stages - 1 in own
+        return stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the parameters of a teacher on the device of one process."""
+        sizes = teacher.expert_parallel, teacher.on_host
         if not teacher.is_cross_tokenizer:
-            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, teacher.on_host)
+            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, *sizes).total
         tensor = self.config.parallel.tensor_model_parallel_size
         rows = teacher.shape.padded_vocab_size(tensor) // tensor
         untied = replace(teacher.shape, tie_word_embeddings=False)  # its embedding has its own padding
         has_head = rank == layout.pipeline_parallel - 1
         more = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
-        return self._parameters(untied, layout, rank, rows, teacher.on_host) + more
+        return self._parameters(untied, layout, rank, rows, *sizes).total + more
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mkd.errors import CheckpointError, MkdError, UsageError
 from mkd.families.config_values import check_kinds, without_nulls
 from mkd.families.family import Family
-from mkd.families.layer_shape import LayerShape, RopeShape
+from mkd.families.layer_shape import LayerShape, MoEShape, RopeShape
 from mkd.families.registry import FAMILIES
 
 AGAIN = "download or write it again"
@@ -30,7 +30,7 @@ class ModelShape:
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int  # key/value heads
-    head_dim: int
+    head_dim: int  # channels of a query head
     vocab_size: int  # rows of the embedding on disk, which define the vocabulary
     max_position_embeddings: int = field(compare=False)  # a stated limit; no weight depends on it
     norm_epsilon: float
@@ -52,9 +52,27 @@ class ModelShape:
         return self.num_attention_heads // self.num_query_groups
 
     @property
+    def value_dim(self) -> int:
+        """Channels of a value head."""
+        mla = self.common("mla")
+        return self.head_dim if mla is None else mla.v_head_dim
+
+    @property
     def sliding_windows(self) -> tuple[int, ...]:
         """The distinct window sizes of the layers, ascending; () if all attention is full."""
         return tuple(sorted({layer.sliding_window for layer in self.layers if layer.sliding_window}))
+
+    @property
+    def moe(self) -> MoEShape | None:
+        """The experts of the layers that have some, the same in each; None for a dense model."""
+        kinds = {layer.moe for layer in self.layers if layer.moe}
+        assert len(kinds) <= 1, f"layers differ in their experts: {kinds}"
+        return kinds.pop() if kinds else None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 0 for a dense model."""
+        return self.moe.num_experts if self.moe else 0
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
@@ -151,7 +169,7 @@ class ModelShape:
             why = "each key/value head is shared by the same number of query heads"
             raise CheckpointError(what, why, AGAIN, code="head-groups-not-divisible")
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        return cls(
+        common = cls(
             family=family.model_type,
             layers=family.read_layers(config, head_dim),
             hidden_size=config["hidden_size"],
@@ -164,8 +182,8 @@ class ModelShape:
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             initializer_range=config.get("initializer_range", 0.02),
             hf_config=hf_config,
-            **family.read_model(config),
         )
+        return replace(common, **family.read_model(config))
 
 
 def _layer_differences(ours: tuple[LayerShape, ...], theirs: tuple[LayerShape, ...]) -> list[str]:
@@ -191,9 +209,14 @@ def _is_uniform(name: str, *models: tuple[LayerShape, ...]) -> bool:
 
 
 def _layer_facts(layer: LayerShape) -> dict[str, Any]:
-    """Return name -> value of a layer's fields, those of the position embedding one by one."""
+    """Return name -> value of a layer's fields, those of the position embedding and the experts one by one.
+
+    A layer without experts has None for each of their fields.
+    """
     values = {one.name: getattr(layer, one.name) for one in fields(layer)}
-    return values | {f"rope.{name}": value for name, value in asdict(values.pop("rope")).items()}
+    moe, rope = values.pop("moe"), values.pop("rope")
+    values |= {f"rope.{name}": value for name, value in asdict(rope).items()}
+    return values | {f"moe.{one.name}": moe and getattr(moe, one.name) for one in fields(MoEShape)}
 
 
 def _brief(value: Any) -> str:

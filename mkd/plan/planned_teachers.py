@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
+from mkd.plan.experts import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 
 
@@ -19,6 +20,7 @@ class Teacher:
     seq_length: int  # tokens of its packs; until the data are known, by default the student's number
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
     on_host: bool  # weights wait in host memory
+    expert_parallel: int = 1  # processes that share its experts
 
 
 def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
@@ -31,6 +33,9 @@ def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher
             seq_length=(teacher.xtoken.seq_length if teacher.xtoken else None) or config.training.seq_length,
             is_cross_tokenizer=teacher.xtoken is not None,
             on_host=teacher.residency == "host",
+            expert_parallel=expert_parallel_size(config, shape, index),
         )
-        for shape, role, teacher in zip(shapes, teacher_roles(config.teachers), config.teachers, strict=False)
+        for index, (shape, role, teacher) in enumerate(
+            zip(shapes, teacher_roles(config.teachers), config.teachers, strict=False)
+        )
     )

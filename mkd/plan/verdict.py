@@ -10,12 +10,12 @@ from typing import Any
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import given_layouts
+from mkd.plan.exchange import MACHINE
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import RankMemory
 
 USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
 SHOWN = 3  # number of remedies
-MAX_TENSOR_PARALLEL = 8  # processes of one machine
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def verdict(forecast: Forecast, device_memory_gib: float) -> str:
         changed = "no three changes of layout, batch, recomputation and residency make it fit"
         return "\n".join([*lines, f"{changed}: use more GPUs, or a shorter --seq-length"])
     now = f"as it is: {forecast.step_ms():.4g} ms"
-    lines.append(f"what fits, by predicted step time without communication ({now}):")
+    lines.append(f"what fits, by predicted step time ({now}):")
     # without a given batch size it follows from the layout, which changes may alter
     follows = forecast.config.training.global_batch_size is None
     batch = f" --global-batch-size {forecast.batch.global_batch_size}" if follows else ""
@@ -89,7 +89,8 @@ def remedies(forecast: Forecast, usable_gib: float) -> list[Remedy]:
     """
     training = replace(forecast.config.training, global_batch_size=forecast.batch.global_batch_size)
     config = replace(forecast.config, training=training)
-    known = list(changes(config, max(forecast.student_layout.layers)))
+    has_experts = [shape.moe is not None for shape in (forecast.student, *forecast.teachers)]
+    known = list(changes(config, max(forecast.student_layout.layers), has_experts))
     found: list[Remedy] = []
     for size, wanted in ((1, SHOWN), (2, SHOWN), (3, 1)):
         if len(found) < wanted:
@@ -122,8 +123,12 @@ def _cheapest_of_kinds(found: Sequence[Remedy]) -> list[Remedy]:
     return list(best.values())
 
 
-def changes(config: Config, stage_layers: int) -> Iterator[Change]:
-    """Yield changes, the least intrusive first. `stage_layers`: of the student's largest stage."""
+def changes(
+    config: Config,
+    stage_layers: int,  # of the student's largest stage
+    has_experts: Sequence[bool] = (False,),  # the student, and each teacher that runs
+) -> Iterator[Change]:
+    """Yield changes, the least intrusive first."""
     parallel, training = config.parallel, config.training
     if config.kd.kd_fp32_logits:
         yield _set("logits", "--no-kd-fp32-logits", "kd", kd_fp32_logits=False)
@@ -138,6 +143,12 @@ def changes(config: Config, stage_layers: int) -> Iterator[Change]:
     while size:
         yield _set("batch", f"--micro-batch-size {size}", "training", micro_batch_size=size)
         size //= 2
+    for factor in (2, 4, 8):
+        yield from _more_expert_parallel(config, factor, has_experts)
+    if has_experts[0] and training.recompute_granularity is None:
+        text = "--recompute-granularity selective --recompute-modules moe"
+        modules = dict(recompute_granularity="selective", recompute_modules=("moe",))
+        yield _set("recomputation", text, "training", **modules)
     if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
         yield from _recomputations(stage_layers)
     yield from _on_the_host(config)
@@ -158,6 +169,25 @@ def _recomputations(stage_layers: int) -> Iterator[Change]:
         yield _set("recomputation", text, "training", **settings)
 
 
+def _more_expert_parallel(config: Config, factor: int, has_experts: Sequence[bool]) -> Iterator[Change]:
+    """Yield expert parallelism of the student, which its teachers follow, or of the teachers alone."""
+    student, *teachers = has_experts
+    size = factor * config.parallel.expert_model_parallel_size
+    if student:
+        text = f"--expert-model-parallel-size {size}"
+        yield _set("experts", text, "parallel", expert_model_parallel_size=size)
+    elif any(teachers):
+        own = (one.expert_model_parallel_size or 1 for one in config.teachers)
+        size = factor * max(own)
+        only = len(config.teachers) == 1
+        text = (
+            f"--teacher-expert-model-parallel-size {size}" if only else f"expert_model_parallel_size: {size}"
+        )
+        text += "" if only else " for every teacher with experts"
+        which = [index for index, teacher in enumerate(teachers) if teacher]
+        yield Change("experts", text, lambda c: _with_teachers(c, which, expert_model_parallel_size=size))
+
+
 def _on_the_host(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
@@ -176,7 +206,7 @@ def _larger_groups(config: Config, factor: int) -> Iterator[Change]:
     text = f"--pipeline-model-parallel-size {pipeline} --pipeline-layout auto"
     text += " without explicit layouts" if any(given_layouts(config)) else ""
     yield Change("pipeline", text, lambda c: _with_pipeline(c, pipeline))
-    if tensor <= MAX_TENSOR_PARALLEL:
+    if tensor <= MACHINE:
         text = f"--tensor-model-parallel-size {tensor}"
         text += "" if parallel.sequence_parallel else " --sequence-parallel"
         yield _set("tensor", text, "parallel", tensor_model_parallel_size=tensor, sequence_parallel=True)
@@ -191,5 +221,10 @@ def _with_pipeline(config: Config, ranks: int) -> Config:
     return replace(_with_teachers(config, pipeline_layout=None), parallel=parallel, student=student)
 
 
-def _with_teachers(config: Config, **values: Any) -> Config:
-    return replace(config, teachers=tuple(replace(one, **values) for one in config.teachers))
+def _with_teachers(config: Config, which: Sequence[int] | None = None, **values: Any) -> Config:
+    """Return `config` with other settings of these teachers (default: of all)."""
+    teachers = (
+        replace(one, **values) if which is None or index in which else one
+        for index, one in enumerate(config.teachers)
+    )
+    return replace(config, teachers=tuple(teachers))

@@ -15,9 +15,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-# What newer versions say in every run, about calls that 0.16.1 needs or that are not mkd's.
-LOG_LINES = {  # logger -> start of the line
-    "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
+# What Megatron says in every run about calls that are as they must be, or that are not mkd's.
+LOG_LINES = {  # logger -> start of the line, a regular expression
+    "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec|Unknown MLP type",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout",
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
@@ -25,6 +25,7 @@ WARNINGS = (
     "MimoModelConfig is experimental",
     "The .grad attribute of a Tensor that is not a leaf",
     "The argument order of load has been changed",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
     "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
 )
 _LOG_LINE = re.compile("|".join(LOG_LINES.values()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mkd.errors import ErrorList, MkdError, UsageError
-from mkd.plan.memory import stage_parameters
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import model_parameters
 
 FFN_MULTIPLE = 64  # of FFN channels that --target-params chooses: every tensor-parallel size divides them
 WIDTH_FLAGS = {  # size -> flag
@@ -146,4 +146,4 @@ def _fit(teacher: ModelShape, full: StudentSizes, name: str, step: int, target: 
 
 def num_parameters(shape: ModelShape) -> int:
     """Count the parameters of a model; a head that is tied to the embedding counts once."""
-    return stage_parameters(shape, shape.layers, 1, shape.vocab_size, True, True)
+    return model_parameters(shape).total

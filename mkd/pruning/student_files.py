@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from mkd.checkpoint.hf.hf_assets import HFAssets
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint
-from mkd.checkpoint.hf.hf_shards import DTYPE_NAMES, export_plan
+from mkd.checkpoint.hf.hf_shards import DTYPE_NAMES, export_plan, stored_dtype
 from mkd.checkpoint.hf.hf_writer import prepare_folder, write_folder
 from mkd.errors import UsageError
 from mkd.families.layer_shape import LayerShape
@@ -30,6 +30,7 @@ from mkd.families.weight_rules import (
     HEAD,
     HEADS,
     HIDDEN,
+    KEPT_IN_FP32,
     MODEL_TABLE,
     QKV,
     QKV_BIAS,
@@ -56,7 +57,8 @@ def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
         require_width_rules(teacher)
     student, config = cut.shape(teacher), cut.config(teacher)
     require_loadable(config)
-    stored = {checkpoint.headers[name].dtype for name in hf_tensor_shapes(teacher)}
+    names = (name for name in hf_tensor_shapes(teacher) if not name.endswith(KEPT_IN_FP32))
+    stored = {checkpoint.headers[name].dtype for name in names}
     dtypes = [dtype for dtype, name in DTYPE_NAMES.items() if stored == {name}]
     plan = export_plan(student, dtypes[0] if dtypes else torch.float32)
     with tempfile.TemporaryDirectory() as described:
@@ -67,7 +69,9 @@ def write_student(teacher_dir: Path, out_dir: Path, cut: Cut) -> ModelShape:
         assets = HFAssets(Path(described), teacher_dir)
         problem = prepare_folder(student, out_dir, assets)
         if problem is None:
-            tensors = (tensor.to(plan.dtype) for tensor in cut_tensors(checkpoint, teacher, cut))
+            dtypes = [stored_dtype(name, plan.dtype) for name, _ in plan.tensors()]
+            cut_ones = zip(dtypes, cut_tensors(checkpoint, teacher, cut), strict=True)
+            tensors = (tensor.to(dtype) for dtype, tensor in cut_ones)
             problem = write_folder(plan, tensors, out_dir, assets)
     if problem is not None:
         raise problem

@@ -15,9 +15,11 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
+from mkd.plan.experts import expert_parallel_size
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
+from mkd.train.experts import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine
@@ -44,16 +46,21 @@ def build_engine(
         recompute_granularity=config.training.recompute_granularity,
         recompute_method=config.training.recompute_method,
         recompute_num_layers=config.training.recompute_num_layers,
+        recompute_modules=config.training.recompute_modules,
         deterministic=config.training.deterministic_mode,
+        balance_coeff=config.training.moe_aux_loss_coeff,
+        z_coeff=config.training.moe_z_loss_coeff,
     )
     vocab = common_padded_vocab_size([source.shape for source in plan.same_vocabulary], context.tp_size)
     students = build_model_parts(plan.student.shape, plan.student_layout, options, context, vocab)
     load_weights(students, plan.student, context)
     models, vocabularies = [], {}
+    contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):
         own = cross_tokenizer.get(index)
-        parts = build_model_parts(source.shape, layout, options, context, vocab if own is None else None)
-        load_weights(parts, source, context)
+        rows = vocab if own is None else None
+        parts = build_model_parts(source.shape, layout, options, contexts[index], rows)
+        load_weights(parts, source, contexts[index])
         if own is not None and parts[-1].post_process:
             vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
         if config.teachers[index].residency == "host":
@@ -64,8 +71,24 @@ def build_engine(
     # Building the models drew random numbers; training starts from the seed.
     context.seed(config.training.seed)
     schedule = build_schedule(plan, students, options, context, teacher_seq_lengths)
-    engine = Engine(config.kd, context, schedule, stages, optimizer, build_teachers(plan, vocabularies))
+    teachers, experts = build_teachers(plan, vocabularies), ExpertMonitor.of(students, context)
+    engine = Engine(config.kd, context, schedule, stages, optimizer, teachers, experts)
     return engine, TrainingState(students, optimizer.optimizer, optimizer.scheduler)
+
+
+def expert_contexts(plan: Plan, context: ParallelContext) -> list[ParallelContext]:
+    """Return the context of each teacher: the run's, with the teacher's own expert parallelism. Collective.
+
+    Groups are made once for every size.
+    """
+    config, contexts = plan.config, {context.ep.size: context}
+    sizes = []
+    for index, source in enumerate(plan.teachers):
+        is_dense = source.shape.moe is None
+        sizes.append(context.ep.size if is_dense else expert_parallel_size(config, source.shape, index))
+    for size in sorted(set(sizes) - contexts.keys()):
+        contexts[size] = context.with_expert_parallel(size, config.parallel.distributed_timeout_minutes)
+    return [contexts[size] for size in sizes]
 
 
 def build_teachers(plan: Plan, vocabularies: Mapping[int, ChunkVocabulary]) -> tuple[Teacher, ...]:
@@ -142,4 +165,5 @@ def load_weights(parts: list[LanguageModel], source: ModelSource, context: Paral
         return
     for part in parts:
         place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
-        load_hf_weights(part, source.shape, source.hf, **place)
+        experts = context.experts(source.shape.num_experts)
+        load_hf_weights(part, source.shape, source.hf, experts=experts, **place)

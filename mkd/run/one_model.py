@@ -23,6 +23,7 @@ from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
 from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.experts import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform
 from mkd.run.build_engine import load_weights
@@ -38,10 +39,11 @@ class ModelPlan:
     source: ModelSource
     virtual_stages: int
     layout: PipelineLayout
+    expert_parallel: int = 1  # processes that share its experts
 
     def join(self, platform: Platform) -> ParallelContext:
         """Join the process group in this layout. Collective."""
-        return join(self.config.parallel, self.virtual_stages, platform)
+        return join(self.config.parallel, self.virtual_stages, platform, self.expert_parallel)
 
     def build(self, context: ParallelContext) -> list[LanguageModel]:
         """Build this rank's parts of the model, with their weights."""
@@ -66,16 +68,20 @@ def plan_model(
     if problems:
         return None
     stages = virtual_stages(config, source.shape)
-    return ModelPlan(config, source, stages, layout_of(config, source.shape, stages, teacher))
+    layout = layout_of(config, source.shape, stages, teacher)
+    return ModelPlan(config, source, stages, layout, expert_parallel_size(config, source.shape, teacher))
 
 
-def join(parallel: ParallelConfig, stages: int, platform: Platform) -> ParallelContext:
+def join(
+    parallel: ParallelConfig, stages: int, platform: Platform, expert_parallel: int = 1
+) -> ParallelContext:
     """Join the process group with `stages` virtual stages on each pipeline rank. Collective."""
     return ParallelContext.create(
         platform,
         tensor_parallel=parallel.tensor_model_parallel_size,
         pipeline_parallel=parallel.pipeline_model_parallel_size,
         context_parallel=parallel.context_parallel_size,
+        expert_parallel=expert_parallel,
         virtual_stages=stages,
         # Wait longer than the watchdog, whose report says more.
         timeout_minutes=parallel.distributed_timeout_minutes + MARGIN_S / 60,

@@ -31,6 +31,7 @@ from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
+from mkd.plan.experts import expert_parallel_size
 from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine
@@ -54,7 +55,8 @@ def build_run(
 ) -> Run:
     """Join the process group, build data, models, optimizer and reporter, and load a checkpoint."""
     config, cleanup, signals = plan.config, cleanup or Cleanup(), signals or Signals()
-    context = join(config.parallel, plan.virtual_stages, platform)
+    expert_parallel = expert_parallel_size(config, plan.student.shape)
+    context = join(config.parallel, plan.virtual_stages, platform, expert_parallel)
     watchdog = watchdog or Watchdog.idle(context.rank, context.world_size)
     watchdog.meet_peers()
     phases = Phases(watchdog)

@@ -117,7 +117,8 @@ class StudentOptimizer:
                 return Update(grad_norm, agreed)
             clip = self.optimizer.config.clip_grad
             if clip > 0:
-                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), clip, grad_norm)
+                for inner in self.optimizer.chained_optimizers:  # weights of experts have their own
+                    clip_grad_by_total_norm_fp32(inner.get_parameters(), clip, grad_norm)
             self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return Update(grad_norm, agreed)

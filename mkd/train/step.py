@@ -9,9 +9,9 @@ the divergence from each teacher (teachers/). Then the optimizer makes one updat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from mkd.data.batch import PackedBatch
 from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
 from mkd.operations.stopping import StepAgreement, Stop, without_peers
 from mkd.parallel.context import ParallelContext
+from mkd.train.experts import ExpertMonitor
 from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule
@@ -41,6 +42,7 @@ class Engine:
     stages: list[DistributedDataParallel]  # by virtual stage: each wraps a DistillationStage
     optimizer: StudentOptimizer  # updates the student's part of them
     teachers: tuple[Teacher, ...]  # how each teacher is compared with the student
+    experts: ExpertMonitor | None = None  # None: the student is dense
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -72,6 +74,7 @@ class StepResult:
     stop: Stop | None = None  # reason why all ranks end the run after this step
     reports: Sequence[tuple[tuple[int, ...], LossSums]] = ()
     """Sample ids and sums of each micro-batch of this rank, only if the update was skipped."""
+    expert_load: Mapping[str, float] = field(default_factory=dict)  # metrics of the student's experts
 
 
 def train_step(
@@ -90,17 +93,23 @@ def train_step(
         engine.optimizer.zero_grad()
         objective = training_objective(engine, microbatches)
         report = engine.schedule.run(engine.stages, microbatches, objective, forward_only=False)
-        sums = objective.sums(report)
+        sums, load = objective.sums(report), {}
+        if engine.experts is not None:
+            experts = engine.experts.finish_step()
+            sums, load = experts.added_to(sums), experts.load
     with phase(OPTIMIZER):
         learning_rate = engine.optimizer.learning_rate
         grad_norm, agreed = engine.optimizer.update(sums.token_sums()["loss"], exchange)
     step_time_ms = 1000 * (time.perf_counter() - start)
     reports = () if agreed.finite else [(ids, objective.sums(one)) for ids, one in objective.reports]
-    return StepResult(sums, grad_norm, learning_rate, step_time_ms, agreed.finite, agreed.stop, reports)
+    outcome = agreed.finite, agreed.stop, reports, load
+    return StepResult(sums, grad_norm, learning_rate, step_time_ms, *outcome)
 
 
 def training_objective(engine: Engine, microbatches: Sequence[PackedBatch]) -> Objective:
     """Return the objective of one step, with the row counts of its global batch. Collective."""
+    if engine.experts is not None:
+        engine.experts.start_step(microbatches)
     terms = loss_terms(engine.kd, engine.teachers)
     counts = count_rows(microbatches, terms, engine.context)
     inverse_counts = 1.0 / counts.clamp(min=1).float()

@@ -11,7 +11,12 @@ from mkd.errors import ErrorList
 from mkd.plan.checks.problems import find_problems
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-WORLD_SIZES = {"quickstart.yaml": 2, "qwen3_1.7b_from_8b.yaml": 32, "two_teachers.yaml": 8}
+WORLD_SIZES = {
+    "quickstart.yaml": 2,
+    "qwen3_1.7b_from_8b.yaml": 32,
+    "qwen3_30b_a3b_from_235b.yaml": 64,
+    "two_teachers.yaml": 8,
+}
 
 
 @pytest.fixture

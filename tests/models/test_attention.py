@@ -40,9 +40,9 @@ def attention(window=None, scale=None, deterministic=False):
     return PackedAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale)
 
 
-def random_qkv(groups, seed=0, spans=SPANS):
+def random_qkv(groups, seed=0, spans=SPANS, value_dim=DIM):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(sum(spans), n, DIM) for n in (HEADS, groups, groups)]
+    shapes = [(sum(spans), *sizes) for sizes in ((HEADS, DIM), (groups, DIM), (groups, value_dim))]
     return [
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
     ]
@@ -69,9 +69,11 @@ def dense(query, key, value, window=None, scale=None, lengths=LENGTHS, spans=SPA
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 3, 9, 100])
-@pytest.mark.parametrize("scale, deterministic", [(None, False), (0.5, False), (None, True)])
-def test_output_and_gradients_equal_dense_attention(groups, window, scale, deterministic):
-    ours, theirs = random_qkv(groups), random_qkv(groups)
+@pytest.mark.parametrize(
+    "scale, deterministic, value_dim", [(None, False, DIM), (0.5, False, 5), (None, True, 11)]
+)
+def test_output_and_gradients_equal_dense_attention(groups, window, scale, deterministic, value_dim):
+    ours, theirs = (random_qkv(groups, value_dim=value_dim) for _ in range(2))
     output = attention(window, scale, deterministic)(*ours, None, packed_seq_params=packed())
     expected = dense(*theirs, window, scale)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
@@ -118,7 +120,7 @@ def test_a_pack_without_tokens_gives_zeros():
 LONG_LENGTHS, LONG_SPANS = (5, 1, 23, 0, 16), (8, 8, 24, 8, 16)
 
 
-def attend_my_rows(groups, window, lengths, spans):
+def attend_my_rows(groups, window, lengths, spans, value_dim):
     """Return outputs of this rank's rows of a pack, and the gradients of its rows of query, key and value."""
     size = torch.distributed.get_world_size()
     context = ParallelContext.create(detect(), context_parallel=size)
@@ -131,33 +133,36 @@ def attend_my_rows(groups, window, lengths, spans):
     )
     documents = packed(lengths, spans)
     rows = context_parallel_rows(documents.cu_seqlens_q_padded, context.cp_rank, size)
-    mine = [x.detach()[rows].requires_grad_() for x in random_qkv(groups, spans=spans)]
+    whole = random_qkv(groups, spans=spans, value_dim=value_dim)
+    mine = [x.detach()[rows].requires_grad_() for x in whole]
     core = PackedAttention(config, 1, AttnMaskType.causal, "self", pg_collection=context.groups)
     output = core(*mine, None, packed_seq_params=documents)
-    (output * output_weight(spans)[rows]).sum().backward()
+    (output * output_weight(spans, value_dim)[rows]).sum().backward()
     return [rows, *(x.detach() for x in (output, *(x.grad for x in mine)))]
 
 
-def output_weight(spans):
+def output_weight(spans, value_dim):
     return torch.randn(
-        sum(spans), HEADS * DIM, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+        sum(spans), HEADS * value_dim, generator=torch.Generator().manual_seed(9), dtype=torch.float64
     )
 
 
-def assert_ranks_equal_dense(ranks, size, groups, window, lengths, spans):
-    qkv = random_qkv(groups, spans=spans)
+def assert_ranks_equal_dense(ranks, size, groups, window, lengths, spans, value_dim=DIM):
+    qkv = random_qkv(groups, spans=spans, value_dim=value_dim)
     expected = dense(*qkv, window, lengths=lengths, spans=spans)
-    (expected * output_weight(spans)).sum().backward()
-    for rows, *ours in ranks.run(attend_my_rows, size, groups, window, lengths, spans):
+    (expected * output_weight(spans, value_dim)).sum().backward()
+    for rows, *ours in ranks.run(attend_my_rows, size, groups, window, lengths, spans, value_dim):
         for mine, whole in zip(ours, (expected.detach(), *(x.grad for x in qkv)), strict=True):
             torch.testing.assert_close(mine, whole[rows], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("groups", "window"), [(4, None), (2, None), (2, 3), (1, 9)])
-def test_context_parallel_ranks_together_equal_dense_attention(size, groups, window, ranks):
+@pytest.mark.parametrize(
+    ("groups", "window", "value_dim"), [(4, None, 5), (2, None, DIM), (2, 3, DIM), (1, 9, 12)]
+)
+def test_context_parallel_ranks_together_equal_dense_attention(size, groups, window, value_dim, ranks):
     """Outputs and gradients of each rank's rows are those of the whole pack: none is lost or doubled."""
-    assert_ranks_equal_dense(ranks, size, groups, window, LONG_LENGTHS, LONG_SPANS)
+    assert_ranks_equal_dense(ranks, size, groups, window, LONG_LENGTHS, LONG_SPANS, value_dim)
 
 
 @pytest.mark.parametrize("size", [2, 4])

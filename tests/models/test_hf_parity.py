@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mkd.models.packed import packed_documents
-from tests.tiny_models import FAMILIES, SIZES, make_model
+from tests.tiny_models import FAMILIES, SIZES, VARIANTS, make_model
 
 # one document beyond the original context of the scaled positions (32) and beyond the window (16)
 LENGTHS = (23, 1, 40, 17)
@@ -66,7 +66,7 @@ def reference_logits(folder):
     return torch.cat([model(ids[None]).logits[0] for ids in documents(model.config.vocab_size)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_logits_equal_transformers(family, tmp_path, ranks):
     folder = make_model(tmp_path / family, family)
     expected = reference_logits(folder)
@@ -120,7 +120,7 @@ def weighted_sum(logits):
     return (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))).sum()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3-windows"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-windows", "deepseek", "moonlight"])
 def test_gradients_equal_transformers(family, tmp_path, ranks):
     from transformers import AutoModelForCausalLM
 

@@ -17,7 +17,7 @@ from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding, inverse_freq
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.zigzag import context_parallel_rows
 from mkd.platform import detect
-from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE
+from tests.tiny_models import LLAMA3_ROPE, LONG_ROPE, YARN
 
 HEAD_DIM = 16
 LONG = {**LONG_ROPE, "factor": 4.0}  # 16 * 0.75 = 12 rotated channels: 6 factors
@@ -25,6 +25,10 @@ SCALED = {
     "linear": dict(rope_type="linear", rope_theta=5000.0, factor=3.0),
     "llama3": LLAMA3_ROPE,
     "longrope": LONG,
+    "yarn": YARN,
+    "yarn without rounding": YARN | dict(truncate=False, beta_slow=0.3),
+    "yarn, DeepSeek's scales": YARN | dict(mscale=0.9, mscale_all_dim=0.5),
+    "yarn, own factor": YARN | dict(attention_factor=1.7, original_max_position_embeddings=40),
 }
 
 
@@ -51,9 +55,9 @@ def rope_of(kind):
 def test_scaled_frequencies_equal_transformers(kind):
     """32 tokens fit the original context of the scaled kinds, 100 do not."""
     rope = rope_of(kind)
-    assert rope.kind == kind
+    assert rope.kind == SCALED[kind]["rope_type"]
     for tokens in (32, 100):
-        expected, factor = ROPE_INIT_FUNCTIONS[kind](
+        expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](
             config_of(SCALED[kind]), torch.device("cpu"), seq_len=tokens
         )
         ours = inverse_frequencies(rope, long_context=kind == "longrope" and tokens > 32)
@@ -123,8 +127,8 @@ def test_context_parallel_ranks_rotate_by_position_in_the_document(kind, lengths
 
 def test_another_kind_is_refused():
     with pytest.raises(UsageError) as error:
-        read_rope({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, HEAD_DIM)
-    assert error.value.code == "rope-not-supported" and "yarn" in error.value.what
+        read_rope({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, HEAD_DIM)
+    assert error.value.code == "rope-not-supported" and "dynamic" in error.value.what
 
 
 def test_layers_with_different_embeddings_each_take_their_own():

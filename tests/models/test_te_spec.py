@@ -34,12 +34,30 @@ QWEN3 = dict(
     tie_word_embeddings=True,
     max_position_embeddings=40960,
 )
+DEEPSEEK = dict(  # DeepSeek-V3's heads
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    q_lora_rank=384,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    vocab_size=4096,
+)
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 5e-2  # max |difference| / max |logit|
 
 
 @torch.no_grad()
 def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=False):
     """Return [tokens, v] fp32 on the CPU, of a pack that holds all documents (default: random token ids)."""
+    _, logits = model_and_logits(folder, dtype, transformer_engine, texts, fp32_logits)
+    return logits.float().cpu()
+
+
+def model_and_logits(folder, dtype, transformer_engine, texts=None, fp32_logits=False):
+    """Return the model, and its logits of the real tokens of the pack, [tokens, v] on the GPU."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.losses.fused_linear import head_logits
     from mkd.models.builder import build_model_parts
@@ -69,7 +87,7 @@ def logits_on_gpu(folder, dtype, transformer_engine, texts=None, fp32_logits=Fal
     logits = model.logits(hidden).squeeze(1)
     if fp32_logits:
         logits = head_logits(hidden.squeeze(1), model.head_weight(), torch.float32)
-    return logits[: sum(lengths), : shape.vocab_size].float().cpu()
+    return model, logits[: sum(lengths), : shape.vocab_size]
 
 
 def relative_error(logits, reference) -> float:
@@ -89,7 +107,13 @@ def transformers_logits(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "sizes"), [("SmolLM2", "llama", SMOLLM2), ("Qwen3-0.6B", "qwen3", QWEN3)]
+    ("name", "family", "sizes"),
+    [
+        ("SmolLM2", "llama", SMOLLM2),
+        ("Qwen3-0.6B", "qwen3", QWEN3),
+        ("DeepSeek-V3", "deepseek", DEEPSEEK),
+        ("Moonlight", "moonlight", DEEPSEEK | dict(q_lora_rank=None)),
+    ],
 )
 def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     folder = make_model(tmp_path / name, family, shard_size="2GB", scale=1.0, **sizes)
@@ -109,7 +133,34 @@ def test_real_shapes(name, family, sizes, tmp_path, gpu_ranks):
     assert errors[1] <= 1.5 * errors[2], "bf16 on Transformer Engine is as good as bf16 on the local spec"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+def gradients_on_gpu(folder, dtype, transformer_engine):
+    """Return the gradients of a random weighted sum of a pack's logits, by Hugging Face tensor, fp32."""
+    from mkd.checkpoint.hf.hf_names import find_map
+
+    model, logits = model_and_logits(folder, dtype, transformer_engine)
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)).to(logits.device)
+    (logits.float() * weight).sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        for piece in find_map(model.shape, name, 0).pieces(tuple(parameter.shape), 0, 1):
+            found.setdefault(piece.tensor, []).append(piece.in_shard(parameter.grad).float().cpu())
+    return {tensor: torch.cat([part.flatten() for part in parts]) for tensor, parts in found.items()}
+
+
+@pytest.mark.parametrize("q_lora_rank", [384, None])
+def test_gradients_of_latent_attention(q_lora_rank, tmp_path, gpu_ranks):
+    """Keys are wider than values: Transformer Engine's kernel for packs must take that in backward."""
+    sizes = DEEPSEEK | dict(q_lora_rank=q_lora_rank, num_hidden_layers=2)
+    folder = make_model(tmp_path / "deepseek", "deepseek", scale=1.0, **sizes)
+    (exact,) = gpu_ranks.run(gradients_on_gpu, 1, folder, torch.float32, False)
+    (bf16,) = gpu_ranks.run(gradients_on_gpu, 1, folder, torch.bfloat16, True)
+    assert bf16.keys() == exact.keys()
+    for name, expected in exact.items():
+        error = float((bf16[name] - expected).norm() / expected.norm())
+        assert error <= BF16_TOLERANCE, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek"}))
 def test_families(family, tmp_path, gpu_ranks):
     """Heads have 64 channels, which every attention kernel accepts."""
     sizes = dict(hidden_size=256, num_attention_heads=4, head_dim=64)

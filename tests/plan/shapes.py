@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from mkd.config.load import load_config
 from mkd.config.schema import Config, TeacherConfig
+from mkd.plan.activations import Activations
+from mkd.plan.cost import PairCost
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.model_shape import ModelShape
 
 SEQ_LENGTH = 8192
@@ -31,6 +34,56 @@ STUDENT = qwen3(28, 2048, 6144, 16, tied=True)
 TEACHER = qwen3(36, 4096, 12288, 32, tied=False)
 
 
+def qwen3_moe(num_layers: int, hidden: int, ffn: int, heads: int, **more) -> ModelShape:
+    return ModelShape.from_hf_config(
+        dict(
+            model_type="qwen3_moe",
+            num_hidden_layers=num_layers,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            moe_intermediate_size=ffn,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            head_dim=128,
+            num_attention_heads=heads,
+            num_key_value_heads=4,
+            vocab_size=151936,
+        )
+        | more
+    )
+
+
+MOE_STUDENT = qwen3_moe(48, 2048, 768, 32)  # Qwen3-30B-A3B
+MOE_TEACHER = qwen3_moe(94, 4096, 1536, 64)  # Qwen3-235B-A22B
+
+DEEPSEEK_V3 = ModelShape.from_hf_config(
+    dict(
+        model_type="deepseek_v3",
+        num_hidden_layers=61,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        vocab_size=129280,
+    )
+)
+
+
 def config(*argv: str | int) -> Config:
     """Return the configuration of these flags, in bf16."""
     return load_config(
@@ -43,3 +96,13 @@ def several(*teachers: dict, **kd) -> Config:
     settings = config()
     sources = tuple(TeacherConfig(**{"hf": f"t{index}"} | fields) for index, fields in enumerate(teachers))
     return replace(settings, teachers=sources, kd=replace(settings.kd, **kd))
+
+
+def equal_layers(num_layers: int, teachers: tuple[tuple[int, float], ...], head_ms: float) -> PairCost:
+    """Return a cost of 1 + 2 ms for each student layer; of teachers (number of layers, ms of each)."""
+    frozen = tuple((WorkTime(ms, 0.0),) * number for number, ms in teachers)
+    return PairCost((WorkTime(1.0, 2.0),) * num_layers, frozen, head_ms)
+
+
+def student_activations(*flags) -> Activations:
+    return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.plan.bubble import SIMULATED, Task, balanced_bubble, makespan_ms, rank_order, simulate
-from mkd.plan.cost import StageTime
+from mkd.plan.layer_time import WorkTime
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
@@ -16,7 +16,7 @@ def test_equal_stages_wait_as_the_formula_says(pipeline, stages, rounds):
     microbatches = rounds * pipeline
     if pipeline == 1:
         stages = 1
-    step = simulate([StageTime(3.0, 5.0)] * pipeline * stages, pipeline, microbatches)
+    step = simulate([WorkTime(3.0, 5.0)] * pipeline * stages, pipeline, microbatches)
     assert step.bubble == pytest.approx(balanced_bubble(pipeline, microbatches, stages), abs=1e-12)
     assert step.ideal_ms == pytest.approx(8 * stages * microbatches)
     assert step.ratio == pytest.approx(1 / (1 - step.bubble))
@@ -30,7 +30,7 @@ def test_formula():
 
 def test_two_unequal_stages_by_hand():
     """Stage 0: F0 0-1, F1 1-2, B0 8-10, B1 15-17. Stage 1: F0 1-4, B0 4-8, F1 8-11, B1 11-15."""
-    step = simulate([StageTime(1, 2), StageTime(3, 4)], 2, 2)
+    step = simulate([WorkTime(1, 2), WorkTime(3, 4)], 2, 2)
     assert step.step_ms == 17
     assert step.ideal_ms == 10
     assert step.bubble == pytest.approx(7 / 17)
@@ -41,21 +41,21 @@ def test_a_heavy_first_stage_by_hand():
 
     Stage 1 follows: 4-5, 5-6, 8-9, 9-10, 16-17, 17-18.
     """
-    step = simulate([StageTime(4, 4), StageTime(1, 1)], 2, 3)
+    step = simulate([WorkTime(4, 4), WorkTime(1, 1)], 2, 3)
     assert step.step_ms == 24
     assert step.ideal_ms == 15
 
 
 def test_interleaved_by_hand():
     """2 ranks x 2 model parts of 1 + 2 ms, 2 micro-batches: 12 ms of work a rank, 3 ms to fill and drain."""
-    assert simulate([StageTime(1, 2)] * 4, 2, 2).step_ms == 15
+    assert simulate([WorkTime(1, 2)] * 4, 2, 2).step_ms == 15
 
 
 @pytest.mark.parametrize(("pipeline", "stages"), [(1, 1), (2, 1), (4, 1), (4, 3), (8, 2)])
 def test_a_long_step_goes_on_as_it_began(pipeline, stages):
     """Compare with the full simulation, for stages that differ by up to a half and thrice `SIMULATED`."""
     times = random.Random(7)
-    chunks = [StageTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
+    chunks = [WorkTime(times.uniform(1, 1.5), times.uniform(2, 3)) for _ in range(pipeline * stages)]
     number = 3 * SIMULATED * pipeline
     assert simulate(chunks, pipeline, number).step_ms == pytest.approx(
         makespan_ms(chunks, pipeline, number), rel=1e-4
@@ -63,19 +63,19 @@ def test_a_long_step_goes_on_as_it_began(pipeline, stages):
 
 
 def test_any_number_of_micro_batches_is_simulated_at_once():
-    stages, number = [StageTime(1, 2)] * 16, 10**12
+    stages, number = [WorkTime(1, 2)] * 16, 10**12
     assert simulate(stages, 16, number).step_ms == pytest.approx(3 * (number + 15), rel=0, abs=1)
 
 
 def test_a_rank_that_is_hardly_slower_tells_in_a_long_step():
     """The first rank's work is the longest path only after some 700 micro-batches."""
-    stages, number = [StageTime(10.01, 20.02), StageTime(10, 20)], 10_000
+    stages, number = [WorkTime(10.01, 20.02), WorkTime(10, 20)], 10_000
     assert simulate(stages, 2, number).step_ms == pytest.approx(makespan_ms(stages, 2, number), rel=1e-4)
 
 
 def test_fewer_micro_batches_than_stages():
     """One micro-batch goes through all stages and back."""
-    assert simulate([StageTime(1, 2), StageTime(3, 4), StageTime(5, 6)], 3, 1).step_ms == 21
+    assert simulate([WorkTime(1, 2), WorkTime(3, 4), WorkTime(5, 6)], 3, 1).step_ms == 21
 
 
 def test_order_of_the_first_of_three_ranks():

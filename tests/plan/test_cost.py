@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.schema import XTokenConfig
-from mkd.plan.cost import PairCost, StageTime, pair_cost
+from mkd.plan.cost import pair_cost
+from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, equal_layers, several
 
 TP2 = ("--tensor-model-parallel-size", 2)
 FULL = ("--recompute-granularity", "full", "--recompute-method")
@@ -21,33 +22,35 @@ FULL = ("--recompute-granularity", "full", "--recompute-method")
 )
 def test_bodies_take_what_was_measured(document_length, student_ms, teacher_ms):
     cost = pair_cost(config(), STUDENT, (TEACHER,), 1, document_length)
-    assert 28 * cost.student_ms == pytest.approx(student_ms, rel=0.02)
-    assert 36 * cost.teacher_forward_ms[0] == pytest.approx(teacher_ms, rel=0.02)
+    assert len(cost.student) == 28 and len(cost.teachers[0]) == 36
+    assert sum(layer.total_ms for layer in cost.student) == pytest.approx(student_ms, rel=0.02)
+    assert sum(layer.total_ms for layer in cost.teachers[0]) == pytest.approx(teacher_ms, rel=0.02)
     assert cost.head_ms == pytest.approx(41, rel=0.01)
 
 
 def test_heads_are_forward_time_of_the_last_stage():
-    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(10,), head_ms=100)
+    cost = equal_layers(3, ((4, 10),), head_ms=100)
     times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), [PipelineLayout.parse("1,3", 4, 2)])
-    assert times == [StageTime(12, 4), StageTime(131, 2)]
+    assert times == [WorkTime(12, 4), WorkTime(131, 2)]
     assert times[1].total_ms == 133
-    alone = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(), head_ms=100)
-    assert alone.stage_times(PipelineLayout.parse("2,1", 3, 2), []) == [StageTime(2, 4), StageTime(101, 2)]
+    alone = equal_layers(3, (), head_ms=100)
+    assert alone.stage_times(PipelineLayout.parse("2,1", 3, 2), []) == [WorkTime(2, 4), WorkTime(101, 2)]
 
 
 def test_without_a_teacher_only_the_student_counts():
     alone, pair = pair_cost(config(), STUDENT, (), 1), pair_cost(config(), STUDENT, (TEACHER,), 1)
-    assert alone.teacher_forward_ms == ()
-    assert alone.student_ms == pair.student_ms
+    assert alone.teachers == ()
+    assert alone.student == pair.student
     assert alone.head_ms == pytest.approx(pair.head_ms * 3 * 2048 / (3 * 2048 + 4096))
 
 
 @pytest.mark.parametrize("flags", [TP2, ("--context-parallel-size", 2)])
 def test_processes_share_the_work(flags):
     one, two = pair_cost(config(), STUDENT, (TEACHER,), 1), pair_cost(config(*flags), STUDENT, (TEACHER,), 1)
-    for field in ("student_forward_ms", "student_backward_ms", "head_ms"):
-        assert getattr(two, field) == pytest.approx(getattr(one, field) / 2)
-    assert two.teacher_forward_ms[0] == pytest.approx(one.teacher_forward_ms[0] / 2)
+    assert two.head_ms == pytest.approx(one.head_ms / 2)
+    for whole, half in zip(one.models, two.models, strict=True):
+        assert half[0].forward_ms == pytest.approx(whole[0].forward_ms / 2)
+        assert half[0].backward_ms == pytest.approx(whole[0].backward_ms / 2)
 
 
 def test_a_micro_batch_of_two_packs_takes_twice_as_long():
@@ -55,7 +58,7 @@ def test_a_micro_batch_of_two_packs_takes_twice_as_long():
         pair_cost(config(), STUDENT, (TEACHER,), 1),
         pair_cost(config("--micro-batch-size", 2), STUDENT, (TEACHER,), 1),
     )
-    assert two.student_ms == pytest.approx(2 * one.student_ms)
+    assert two.student[0].total_ms == pytest.approx(2 * one.student[0].total_ms)
     assert two.head_ms == pytest.approx(2 * one.head_ms)
 
 
@@ -70,7 +73,7 @@ def test_a_micro_batch_of_two_packs_takes_twice_as_long():
 )
 def test_recomputation_is_backward_time(flags, forwards):
     cost = pair_cost(config(*flags), STUDENT, (TEACHER,), 4)
-    assert cost.student_backward_ms == pytest.approx(forwards * cost.student_forward_ms)
+    assert cost.student[0].backward_ms == pytest.approx(forwards * cost.student[0].forward_ms)
 
 
 def test_selective_recomputation_repeats_attention():
@@ -79,17 +82,17 @@ def test_selective_recomputation_repeats_attention():
         for flags in ((), ("--recompute-granularity", "selective"))
     )
     attention_ms = 2 * 2048 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
-    assert again.student_backward_ms - plain.student_backward_ms == pytest.approx(attention_ms)
+    assert again.student[0].backward_ms - plain.student[0].backward_ms == pytest.approx(attention_ms)
 
 
 def test_every_teacher_has_its_forward_and_its_layers():
     cost = pair_cost(several({}, {}), STUDENT, (TEACHER, STUDENT), 2)
-    both = [pair_cost(config(), STUDENT, (shape,), 2).teacher_forward_ms[0] for shape in (TEACHER, STUDENT)]
-    assert cost.teacher_forward_ms == pytest.approx(both)
-    cost = PairCost(student_forward_ms=1, student_backward_ms=2, teacher_forward_ms=(10, 100), head_ms=1000)
+    both = tuple(pair_cost(config(), STUDENT, (shape,), 2).teachers[0] for shape in (TEACHER, STUDENT))
+    assert cost.teachers == both and both[0] != both[1]
+    cost = equal_layers(3, ((4, 10), (4, 100)), head_ms=1000)
     layouts = [PipelineLayout.parse(text, 4, 2) for text in ("1,3", "4,0")]
     times = cost.stage_times(PipelineLayout.parse("2,1", 3, 2), layouts)
-    assert times == [StageTime(2 + 10 + 400, 4), StageTime(1 + 30 + 1000, 2)]
+    assert times == [WorkTime(2 + 10 + 400, 4), WorkTime(1 + 30 + 1000, 2)]
 
 
 def test_a_teacher_s_own_tokens_are_counted():
@@ -99,10 +102,10 @@ def test_a_teacher_s_own_tokens_are_counted():
         pair_cost(several({}, {"xtoken": x}), STUDENT, (TEACHER, TEACHER), 1)
         for x in (XTokenConfig(), xtoken)
     )
-    assert short.teacher_forward_ms[0] == short.teacher_forward_ms[1] == long.teacher_forward_ms[0]
+    assert short.teachers[0] == short.teachers[1] == long.teachers[0]
     attention_ms = 2 * 4096 * 8 * 1024**2 / 460e9  # 8 documents of 1024 tokens
-    products_ms = short.teacher_forward_ms[1] - attention_ms
-    assert long.teacher_forward_ms[1] == pytest.approx(2 * products_ms + 4 * attention_ms)
+    products_ms = short.teachers[1][0].forward_ms - attention_ms
+    assert long.teachers[1][0].forward_ms == pytest.approx(2 * products_ms + 4 * attention_ms)
 
 
 @pytest.mark.parametrize(

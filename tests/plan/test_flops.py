@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 from mkd.plan.flops import distillation_flops, forward_flops, layer_attention_flops, layer_matmul_parameters
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT, TEACHER
-from tests.tiny_models import make_model
+from tests.tiny_models import config_of, make_model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3", "deepseek", "moonlight"])
 def test_layer_parameters_are_the_matrices_of_a_layer(family, tmp_path):
     folder = make_model(tmp_path / family, family)
     tensors = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
@@ -28,6 +28,12 @@ def test_forward_by_hand():
     attention = 36 * 2 * 4096 * (100**2 + 20**2)  # 2 n^2 d heads: QK^T and AV, half of each
     assert forward_flops(TEACHER, [100, 20]) == 2 * body_and_head * 120 + attention
     assert layer_attention_flops(TEACHER, 100**2 + 20**2) * 36 == attention
+
+
+def test_latent_attention_by_hand():
+    """3 heads of 18 channels in QK^T and 6 in AV."""
+    shape = ModelShape.from_hf_config(config_of("deepseek"))
+    assert layer_attention_flops(shape, 10**2) == 3 * (18 + 6) * 10**2
 
 
 def test_a_frozen_teacher_has_no_backward():

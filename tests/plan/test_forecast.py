@@ -4,10 +4,12 @@ import pytest
 
 from mkd.config.schema import XTokenConfig
 from mkd.plan.batch import BatchPlan
+from mkd.plan.exchange import exchange_ms
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.layout import PipelineLayout
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
+from mkd.plan.parameters import active_parameters
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, SEQ_LENGTH, STUDENT, TEACHER, config, several
 
 PP4 = ("--pipeline-model-parallel-size", 4)
 
@@ -62,11 +64,12 @@ def test_description():
     lines = forecast(*PP4, pipeline=4).describe().splitlines()
     assert lines[0].startswith("8 packs = 1 per micro-batch x 8 micro-batches")
     assert lines[1:3] == ["student layers by stage: (7, 7, 7, 7)", "teacher layers by stage: (9, 9, 9, 9)"]
-    assert lines[3].count(" + ") == 1 + 4 and "forward + backward ms" in lines[3]
-    assert lines[4].startswith("predicted step: ") and lines[4].endswith("(equal stages 0.273)")
-    assert "on 4 GPUs: predicted MFU 0." in lines[5]
-    assert lines[6] == "share of the teachers in these FLOPs: 0.591"
-    assert [line.split(":")[0] for line in lines[7:]] == [
+    assert lines[3:5] == ["student: 1.721 billion parameters", "teacher: 8.191 billion parameters"]
+    assert lines[5].count(" + ") == 1 + 4 and "forward + backward ms" in lines[5]
+    assert lines[6].startswith("predicted step: ") and lines[6].endswith("(equal stages 0.273)")
+    assert "on 4 GPUs: predicted MFU 0." in lines[7]
+    assert lines[8] == "share of the teachers in these FLOPs: 0.591"
+    assert [line.split(":")[0] for line in lines[9:]] == [
         f"memory of pipeline rank {rank}" for rank in range(4)
     ]
     alone = forecast(teachers=()).describe()
@@ -104,3 +107,31 @@ def test_two_teachers_are_told_apart():
     own = forward_flops(STUDENT, [1280] * 8)  # 8 documents of 1024 tokens of the student
     assert two.flops_per_step() - one.flops_per_step() == 8 * own
     assert two.step().step_ms > one.step().step_ms
+
+
+def test_a_pair_with_experts():
+    """Qwen3-235B-A22B teaches Qwen3-30B-A3B on 64 GPUs. FLOPs are those of active parameters."""
+    settings = config(
+        *("--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--use-distributed-optimizer"),
+        *("--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--seq-length", 4096),
+        *("--expert-model-parallel-size", 8, "--global-batch-size", 256),
+    )
+    pair = Forecast.from_config(settings, 64, MOE_STUDENT, [MOE_TEACHER])
+    tokens, table = 256 * 4096, 151936
+    of_student = 3 * (active_parameters(MOE_STUDENT) - table * 2048)  # without the embedding
+    of_teacher = active_parameters(MOE_TEACHER) - table * 4096
+    attention = 2 * 256 * 4 * 1024**2 * (3 * 48 * 4096 + 94 * 8192)
+    expected = 2 * tokens * (of_student + of_teacher) + attention
+    assert pair.flops_per_step() == pytest.approx(expected, rel=1e-3)  # norms multiply no matrix
+    text, figures = pair.describe(), pair.figures()
+    assert (
+        "student: 30.53 billion parameters, 3.353 billion active: 8 of 128 experts in 48 of 48 layers" in text
+    )
+    assert "teacher: 235.1 billion parameters, 22.19 billion active" in text and "over 8 processes" in text
+    # 48 layers exchange four times, the teacher's 94 of twice the width twice, on 4 pipeline ranks
+    once_ms = exchange_ms(8 * 4096, 2048, 2, 8)
+    assert figures["all_to_all_ms"] == pytest.approx(16 * once_ms * (4 * 48 + 2 * 94 * 2) / 4)
+    assert figures["all_to_all_share"] == pytest.approx(figures["all_to_all_ms"] / pair.step_ms())
+    assert f"share {figures['all_to_all_share']:.3f}" in text
+    assert figures["teacher_active_parameters"] == [active_parameters(MOE_TEACHER)]
+    assert "all-to-all" not in forecast().describe()

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
 
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.config.schema import XTokenConfig
-from mkd.plan.activations import Activations
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory, stage_parameters
-from mkd.plan.model_shape import ModelShape
-from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several
-from tests.tiny_models import FAMILIES, make_model
+from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
+from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations
+from tests.tiny_models import make_model
 from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
+from tests.train.moe_invariance import make_moe_pair
 
-TP4, PP4 = ("--tensor-model-parallel-size", 4), ("--pipeline-model-parallel-size", 4)
+PP4 = ("--pipeline-model-parallel-size", 4)
 LAYOUTS = (
     Layout("one process"),
     Layout("TP2", 2, tp=2, flags=SP),
@@ -49,13 +46,18 @@ def held_bytes(layout: Layout, student, teacher):
         pipeline_parallel=layout.pp,
         virtual_stages=layout.vp,
         context_parallel=layout.cp,
+        expert_parallel=plan.config.parallel.expert_model_parallel_size,
     )
     engine, _ = build_engine(plan, context)
     train_step(engine, microbatches(layout, context, len(engine.teachers)))
     teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
     learned = {p for chunk in engine.stages for p in chunk.parameters()}
     frozen = {p for chunk in teachers for p in chunk.parameters()}
-    buffers = [buffer.grad_data for chunk in engine.stages for buffer in chunk.buffers]
+    buffers = [
+        buffer.grad_data
+        for chunk in engine.stages
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
     shapes = [teacher.shape for teacher in plan.teachers]
     predicted = predict_memory(
@@ -102,6 +104,21 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
             assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
 
 
+EXPERT_LAYOUTS = (
+    Layout("EP2, teacher EP1", 2, flags=("--teacher-expert-model-parallel-size", "1", "--bf16")),
+    Layout("EP2 TP2, teacher EP4", 4, tp=2, flags=(*SP, "--teacher-expert-model-parallel-size", "4")),
+)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=[one.name for one in EXPERT_LAYOUTS])
+def test_experts_are_spread_over_more_processes_than_the_rest(layout, tmp_path, ranks):
+    """With TP 2 and DP 2, EP 2 leaves two copies of each expert, which share its optimizer state."""
+    layout = layout.with_flags(("--expert-model-parallel-size", "2", *DISTRIBUTED))
+    for held, predicted in ranks.run(held_bytes, layout.ranks, layout, *make_moe_pair(tmp_path)):
+        for part, expected in zip(held, predicted, strict=True):
+            assert part == pytest.approx(expected, rel=0.02)  # padding of the distributed optimizer's buffers
+
+
 def test_weights_of_two_teachers_are_what_a_run_holds(pair, ranks, tmp_path):
     """The second teacher is the student itself, frozen."""
     path = tmp_path / "second.yaml"
@@ -125,10 +142,6 @@ def test_parameters_of_every_family(family, tmp_path, ranks):
         assert held[3] == pytest.approx(predicted[3])
 
 
-def student_activations(*flags) -> Activations:
-    return Activations(config(*flags), STUDENT, 2, SEQ_LENGTH)
-
-
 def predict(*flags, teachers=(TEACHER,), microbatches=8, layouts=(), data_parallel=1, settings=None):
     settings = settings or config(*flags)
     pipeline = settings.parallel.pipeline_model_parallel_size
@@ -139,29 +152,6 @@ def predict(*flags, teachers=(TEACHER,), microbatches=8, layouts=(), data_parall
     ]
     batch = BatchPlan(1, microbatches, data_parallel, SEQ_LENGTH)
     return predict_memory(settings, STUDENT, teachers, student, others, batch).ranks
-
-
-def test_a_layer_by_hand():
-    """Bytes per token of a Qwen3-1.7B layer in bf16: h 2048, q 2048, k 1024, f 6144, 16 + 8 heads."""
-    norms = 4 * 2 * 2048 + 2 * 4
-    head_norms = 2 * (2048 + 1024) + 4 * 24
-    attention = 2 * (2048 + 2 * 1024 + 2048) + 4 * 16
-    mlp = 2 * 3 * 6144
-    assert student_activations().layer_bytes(STUDENT.layers[0]) == SEQ_LENGTH * (
-        norms + head_norms + attention + mlp
-    )
-
-
-def test_tensor_parallel_splits_all_but_norms_and_sequence_parallel_those_too():
-    whole = student_activations()
-    tensor, sequence = (student_activations(*TP4, *flags) for flags in ((), ("--sequence-parallel",)))
-    hidden = SEQ_LENGTH * 2048 * 2
-    rows = 2 * 4 * SEQ_LENGTH  # one fp32 value per row for both norms, on every process
-    assert (
-        tensor.layer_bytes(STUDENT.layers[0])
-        == (whole.layer_bytes(STUDENT.layers[0]) - 4 * hidden - rows) / 4 + 4 * hidden + rows
-    )
-    assert sequence.layer_bytes(STUDENT.layers[0]) == (whole.layer_bytes(STUDENT.layers[0]) - rows) / 4 + rows
 
 
 def test_early_ranks_keep_more_micro_batches():
@@ -178,35 +168,6 @@ def test_interleaving_keeps_more():
     flags = ("--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2)
     chunk = 7 * student_activations().layer_bytes(STUDENT.layers[0]) / GIB
     assert predict(*flags)[0].activations_gib == pytest.approx(5 * chunk)
-
-
-@pytest.mark.parametrize(
-    ("flags", "layers", "inputs"),
-    [
-        (("uniform", "--recompute-num-layers", 1), 0, 28),
-        (("uniform", "--recompute-num-layers", 3), 0, 10),
-        (("block", "--recompute-num-layers", 20), 8, 20),
-    ],
-)
-def test_recomputed_layers_keep_their_input(flags, layers, inputs):
-    kept = student_activations("--recompute-granularity", "full", "--recompute-method", *flags)
-    assert (
-        kept.part_bytes(STUDENT.layers, is_last=False)
-        == layers * kept.layer_bytes(STUDENT.layers[0]) + inputs * kept.hidden_bytes
-    )
-    assert kept.backward_bytes() > kept.layer_bytes(STUDENT.layers[0]) * (3 if flags[-1] == 3 else 1)
-
-
-def test_selective_recomputation_saves_nothing_with_flash_attention():
-    """Selective recomputation drops 64 bytes of statistics per token.
-
-    It keeps q and k of the joint projection alive through v.
-    """
-    plain, selective = (
-        student_activations(*flags).layer_bytes(STUDENT.layers[0])
-        for flags in ((), ("--recompute-granularity", "selective"))
-    )
-    assert selective - plain == SEQ_LENGTH * (2 * (2048 + 1024) - 64)
 
 
 def test_the_head_holds_two_chunks_of_logits():
@@ -371,21 +332,3 @@ def test_memory_does_not_grow_with_micro_batches_once_the_pipeline_is_full(stage
     )
     # the whole schedule of 64
     assert predict(*flags, microbatches=64, layouts=layouts) == long and asked == [16] * 4
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
-    """Sum over the layers of two stages, embedding and head each on their stage."""
-    shape = ModelShape.from_hf_dir(make_model(tmp_path, family))
-    on_disk = sum(math.prod(full) for full in hf_tensor_shapes(shape).values())
-    counted = stage_parameters(shape, shape.layers[:1], 1, shape.vocab_size, True, False)
-    counted += stage_parameters(shape, shape.layers[1:], 1, shape.vocab_size, False, True)
-    assert counted == on_disk + shape.tie_word_embeddings * shape.vocab_size * shape.hidden_size
-
-
-def test_post_norms_keep_their_inputs():
-    """Gemma 3 has two more norms: each keeps an input [t, h] in bf16 and a statistic in fp32."""
-    plain = STUDENT.layers[0]
-    more = student_activations().layer_bytes(replace(plain, post_norms=True))
-    more -= student_activations().layer_bytes(plain)
-    assert more == 2 * SEQ_LENGTH * (2 * STUDENT.hidden_size + 4)

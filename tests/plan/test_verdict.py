@@ -11,8 +11,8 @@ from mkd.errors import ErrorList
 from mkd.plan.cost import HOST_BYTES_PER_MS
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import GIB
-from mkd.plan.verdict import SHOWN, describe, fullest_rank
-from tests.plan.shapes import STUDENT, TEACHER, config
+from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies
+from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
 
 
 def forecast(world_size: int, *argv: str | int):
@@ -123,3 +123,22 @@ def test_a_configuration_that_cannot_run_has_no_forecast():
     with pytest.raises(ErrorList) as caught:
         forecast(3, "--tensor-model-parallel-size", 2)
     assert caught.value.codes == ["world-not-divisible"]
+
+
+@pytest.mark.parametrize(
+    ("student", "flag"),
+    [(MOE_STUDENT, "--expert-model-parallel-size"), (STUDENT, "--teacher-expert-model-parallel-size")],
+)
+def test_experts_over_more_processes_help(student, flag):
+    """235 billion parameters of a teacher on 4 stages take 57 GiB a GPU at EP 2."""
+    base = ["--student-hf", "s", "--data-path", "d", "--train-iters", 1, "--use-distributed-optimizer"]
+    base += ["--pipeline-model-parallel-size", 4, "--pipeline-layout", "auto", "--seq-length", 4096]
+
+    def needs(size: int) -> tuple[Forecast, float]:
+        settings = config(*base, "--global-batch-size", 64, flag, size)
+        pair = Forecast.from_config(settings, 64, student, [MOE_TEACHER])
+        return pair, fullest_rank(pair)[1]
+
+    (pair, before), (_, after) = needs(2), needs(4)
+    found = {one.changes[0].text: one.need_gib for one in remedies(pair, 0.95 * before)}
+    assert found[f"{flag} 4"] == after < 0.95 * before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,6 +207,7 @@ def run_layout(
         pipeline_parallel=layout.pp,
         virtual_stages=layout.vp,
         context_parallel=layout.cp,
+        expert_parallel=plan.config.parallel.expert_model_parallel_size,
     )
     engine, state = build_engine(plan, context)
     batches = [batch.to(context.device) for batch in microbatches(layout, context, len(engine.teachers))]
@@ -258,10 +260,14 @@ class gradients_as_parameters:
     def __enter__(self):
         for chunk in self.engine.stages:
             if chunk.ddp_config.use_distributed_optimizer:
-                for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
-                    group = self.context.dp_cp_group  # Megatron shards the optimizer over it
-                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                    torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+                groups = (self.context.dp_cp_group, self.context.edp.group)
+                for buffers, group in zip(
+                    (chunk.buffers, chunk.expert_parallel_buffers), groups, strict=True
+                ):
+                    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                        # Megatron shards the optimizer over the group
+                        shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                        torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
             for parameter in chunk.parameters():
                 self.saved.append((parameter, parameter.data))
                 parameter.data = parameter.main_grad.to(parameter.dtype, copy=True)
@@ -311,27 +317,33 @@ def errors_of(results: list[dict], folder: Path, single: dict) -> dict:
     }
 
 
+def print_table(
+    pool: RankPool, folder: Path, pair: tuple[Path, Path], one_process: Layout, layouts: Sequence[Layout]
+) -> int:
+    """Print the table of `layouts` and return how many of them are not within the tolerance."""
+    failed = 0
+    (single,) = pool.run(run_layout, 1, one_process, *pair, folder / "single")
+    columns = ("loss", "gradient", "evaluation", "grad norm", "updated")
+    print(f"relative error to one process, fp32 (allowed {TOLERANCE:.0e})\n")
+    print(f"{'layout':52}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
+    for layout in layouts:
+        errors = compare(layout, pool, *pair, folder, single)
+        ok = all(errors[column] <= TOLERANCE for column in columns)
+        failed += not ok
+        values = "".join(f"{errors[column]:12.1e}" for column in columns)
+        print(
+            f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}",
+            flush=True,
+        )
+    print(f"\n{len(layouts) - failed} of {len(layouts)} layouts within {TOLERANCE:.0e}")
+    return failed
+
+
 def main() -> int:
     pool = RankPool()
-    failed = 0
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        student, teacher = make_pair(folder)
-        (single,) = pool.run(run_layout, 1, SINGLE, student, teacher, folder / "single")
-        columns = ("loss", "gradient", "evaluation", "grad norm", "updated")
-        print(f"relative error to one process, fp32 (allowed {TOLERANCE:.0e})\n")
-        print(f"{'layout':52}{'ranks':>6}" + "".join(f"{column:>12}" for column in columns))
-        for layout in LAYOUTS:
-            errors = compare(layout, pool, student, teacher, folder, single)
-            ok = all(errors[column] <= TOLERANCE for column in columns)
-            failed += not ok
-            values = "".join(f"{errors[column]:12.1e}" for column in columns)
-            print(
-                f"{layout.name:52}{layout.ranks:6}{values}{'' if ok else '  FAILED ' + errors['where']}",
-                flush=True,
-            )
+        failed = print_table(pool, Path(name), make_pair(Path(name)), SINGLE, LAYOUTS)
     pool.close()
-    print(f"\n{len(LAYOUTS) - failed} of {len(LAYOUTS)} layouts within {TOLERANCE:.0e}")
     return int(failed > 0)
 
 

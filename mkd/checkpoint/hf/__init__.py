@@ -1,6 +1,7 @@
 """Hugging Face folders in and out, slice by slice.
 
 hf_names.py                      which slices of tensors make a parameter (tables: mkd/families)
+hf_quantised.py                  FP8 and MXFP4 tensors, dequantised by slice
 hf_reader.py                     checks a folder and reads the slices of a rank
 hf_assets.py                     configuration, tokenizer and templates beside the weights
 hf_shards.py                     the layout of the written files

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from mkd.plan.model_shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)")
+# Transformer Engine's grouped layers number their weights: experts.linear_fc1.weight3
+_GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     if match is None:
         entry = MODEL_TABLE.get(parameter)
         return None if entry is None else bind(shape, entry)
-    layer, name = first_layer + int(match.group(1)), match.group(2)
+    layer, name = first_layer + int(match.group(1)), _GROUPED.sub(r"local_experts.\3.\1.\2", match.group(2))
     if layer >= shape.num_layers:
         return None
     expert = _EXPERT_NUMBER.search(name)
@@ -172,6 +175,12 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     if entry is None or not _exists(entry, shape.layers[layer]):
         return None
     return bind(shape, entry, layer, first_expert + int(expert[0]) if expert else None)
+
+
+def expert_of(tensor: str) -> int | None:
+    """Return the number of the expert that a Hugging Face tensor belongs to; None if to no single one."""
+    match = _EXPERT_NUMBER.search(tensor)
+    return None if match is None else int(match[0])
 
 
 def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -207,4 +216,4 @@ def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> i
 
 
 def _exists(entry: Entry, layer: LayerShape) -> bool:
-    return not entry.needs or bool(getattr(layer, entry.needs))
+    return not entry.needs or bool(attrgetter(entry.needs)(layer))

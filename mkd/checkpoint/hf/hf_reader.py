@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +14,20 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.hf_names import Piece, TensorMap, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import Piece, TensorMap, expert_of, find_map, hf_tensor_shapes
+from mkd.checkpoint.hf.hf_quantised import Cut, TensorHeader, find_quantised, logical_headers, whole
 from mkd.errors import CheckpointError, ErrorList, MkdError, collect_error, first_line
 from mkd.families.weight_rules import EMBEDDING, LM_HEAD
 from mkd.plan.model_shape import ModelShape
 
+LOG = logging.getLogger("mkd")
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 SAFE_NAME = re.compile(r"(?!\.)[^/\\\0]*\.safetensors", re.DOTALL)
 CHECK_CONFIG = "check config.json against the weights"
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # number of layers after the decoder's
 DERIVED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")  # old exporters stored what config.json says
 
 
@@ -66,20 +69,12 @@ def contained_file(directory: Path, name: str) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """A tensor as the header of its file describes it."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str  # safetensors' spelling: F32, BF16, ...
-
-
 class HFCheckpoint:
     """The tensors of a model folder: one `model.safetensors`, or shards with an index.
 
-    Opening it reads headers only; `bytes_read` counts the data handed out since. Raises `CheckpointError`s
-    for a folder that is incomplete, damaged or not to be trusted.
+    Opening it reads headers only; `bytes_read` counts the data read from disk since. Quantised tensors appear
+    under the names and shapes that they have when dequantised. Raises `CheckpointError`s for a folder that is
+    incomplete, damaged, not to be trusted, or quantised in a format that mkd does not read.
     """
 
     def __init__(self, directory: str | Path):
@@ -87,12 +82,23 @@ class HFCheckpoint:
         self.bytes_read = 0
         weight_map = self._weight_map()
         self._files = self._open_files(sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE])
-        self.headers = self._read_headers(weight_map)
+        self._stored = self._read_headers(weight_map)
+        self._quantised = find_quantised(self.directory, self._stored)
+        self.headers = logical_headers(self._stored, self._quantised)
 
     def read(self, tensor: str, dim: int, start: int, length: int) -> Tensor:
-        """Return the slice [start, start + length) of dimension `dim`, on the CPU in the dtype on disk."""
-        data = self._files[self.headers[tensor].file].get_slice(tensor)
-        part = data[(slice(None),) * dim + (slice(start, start + length),)]
+        """Return the slice [start, start + length) of dimension `dim`, on the CPU.
+
+        It has the dtype on disk; FP8 values become fp32, MXFP4 values bf16.
+        """
+        cut = list(whole(self.headers[tensor].shape))
+        cut[dim] = slice(start, start + length)
+        if tensor in self._quantised:
+            return self._quantised[tensor].read(self._read_stored, tuple(cut))
+        return self._read_stored(tensor, tuple(cut))
+
+    def _read_stored(self, tensor: str, cut: Cut) -> Tensor:
+        part = self._files[self._stored[tensor].file].get_slice(tensor)[cut]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
@@ -186,13 +192,22 @@ def check_hf_checkpoint(shape: ModelShape, checkpoint: HFCheckpoint, tensor_pref
         )
         problems.append(CheckpointError(what, why, do, code="hf-tensor-missing"))
     why = f"a {shape.family} model with this config.json has none: leaving it out changes the model"
+    left_out = extra_layers(shape)
     for name in found.keys() - expected.keys() - allowed.keys():
-        if not DERIVED_TENSOR.fullmatch(name):
+        is_left_out = layer_of(name.removeprefix(tensor_prefix)) in left_out
+        if not is_left_out and not DERIVED_TENSOR.fullmatch(name):
             what = f"{where}: tensor {name} is not expected"
             problems.append(CheckpointError(what, why, CHECK_CONFIG, code="hf-tensor-unexpected"))
     for name, full in (expected | allowed).items():
         problems += _header_problems(where, name, full, found.get(name))
     _raise_all(sorted(problems, key=str))
+
+
+def extra_layers(shape: ModelShape) -> range:
+    """Return the indices of a checkpoint's layers for multi-token prediction, which mkd leaves out."""
+    given = (shape.hf_config.get(name) for name in EXTRA_LAYERS)
+    count = next((number for number in given if type(number) is int and number > 0), 0)
+    return range(shape.num_layers, shape.num_layers + count)
 
 
 def _header_problems(
@@ -205,7 +220,7 @@ def _header_problems(
         yield CheckpointError(what, "config.json gives the sizes", CHECK_CONFIG, code="hf-tensor-shape")
     if header.dtype not in FLOAT_DTYPES:
         what = f"{where}: tensor {name} is stored as {header.dtype}"
-        why = f"mkd reads unquantised weights: {', '.join(sorted(FLOAT_DTYPES))}"
+        why = f"mkd reads {', '.join(sorted(FLOAT_DTYPES))}, and quantised weights that config.json describes"
         do = "use the original checkpoint of this model"
         yield CheckpointError(what, why, do, code="hf-tensor-dtype")
 
@@ -219,6 +234,7 @@ def load_hf_weights(
     first_layer: int,  # index in the whole model of the part's layer 0
     tp_rank: int,
     tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
     tensor_prefix: str = "",
 ) -> None:
     """Fill a model part from `checkpoint`, one slice at a time.
@@ -228,8 +244,13 @@ def load_hf_weights(
     parameter, and for a tied model whose stored head differs from its embedding.
     """
     check_hf_checkpoint(shape, checkpoint, tensor_prefix)
-    parameters = dict(model_part.named_parameters())
-    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size).items():
+    stored = {layer_of(name.removeprefix(tensor_prefix)) for name in checkpoint.headers}
+    left_out = [layer for layer in extra_layers(shape) if layer in stored]
+    if first_layer == 0 and left_out:
+        what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
+        LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
+    parameters = stored_tensors(model_part)
+    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size, experts).items():
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
@@ -240,6 +261,12 @@ def load_hf_weights(
             is_tied = piece.tensor == EMBEDDING and shape.tie_word_embeddings
             if is_tied and tensor_prefix + LM_HEAD in checkpoint.headers:
                 _check_tied(checkpoint, source, _read_piece(checkpoint, tensor_prefix + LM_HEAD, piece))
+
+
+def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model part that a checkpoint holds: parameters, and biases of expert choice."""
+    biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
+    return dict(model_part.named_parameters()) | biases
 
 
 def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:
@@ -257,10 +284,15 @@ def _check_tied(checkpoint: HFCheckpoint, embedding: Tensor, head: Tensor) -> No
 
 
 def map_part(
-    parameters: dict[str, nn.Parameter], shape: ModelShape, first_layer: int, tp_size: int
+    parameters: dict[str, Tensor],
+    shape: ModelShape,
+    first_layer: int,
+    tp_size: int,
+    experts: range | None = None,  # the model's experts that the part holds; None: all
 ) -> dict[str, TensorMap]:
     """Return the map of every parameter of a model part. Raises CheckpointErrors for those without one."""
-    maps = {name: find_map(shape, name, first_layer) for name in parameters}
+    experts = range(shape.num_experts) if experts is None else experts
+    maps = {name: find_map(shape, name, first_layer, experts.start) for name in parameters}
     problems, why = [], "model and config.json differ (biases, norms, sizes or number of layers)"
     for name, tensor_map in maps.items():
         own = tuple(parameters[name].shape)
@@ -272,7 +304,8 @@ def map_part(
     covered = {tensor for tensor_map in maps.values() for tensor in tensor_map.all_tensors}
     layers = {layer_of(tensor) for tensor in covered} - {None}
     for tensor in hf_tensor_shapes(shape):
-        if layer_of(tensor) in layers and tensor not in covered:
+        is_elsewhere = expert_of(tensor) not in (None, *experts)
+        if layer_of(tensor) in layers and tensor not in covered and not is_elsewhere:
             what, why = f"the model has no parameter for tensor {tensor}", "it would be left out silently"
             problems.append(CheckpointError(what, why, code="hf-tensor-without-parameter"))
     _raise_all(problems)

@@ -21,6 +21,7 @@ from torch import Tensor
 from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE
 from mkd.errors import UsageError
+from mkd.families.weight_rules import KEPT_IN_FP32
 from mkd.plan.model_shape import ModelShape
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -44,7 +45,7 @@ class ExportPlan:
 
     @property
     def total_bytes(self) -> int:
-        return sum(_num_bytes(full, self.dtype) for shard in self.shards for full in shard.tensors.values())
+        return sum(_num_bytes(name, full, self.dtype) for name, full in self.tensors())
 
     @property
     def last_file(self) -> str:
@@ -73,7 +74,7 @@ def export_plan(shape: ModelShape, dtype: torch.dtype, max_shard_bytes: int = 5_
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, full in hf_tensor_shapes(shape).items():
-        size = _num_bytes(full, dtype)
+        size = _num_bytes(name, full, dtype)
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
             filled = 0
@@ -93,7 +94,7 @@ def write_shards(plan: ExportPlan, tensors: Iterable[Tensor], folder: Path) -> N
             file.write(_header(shard, plan.dtype))
             for name, full in shard.tensors.items():
                 tensor = next(stream)
-                assert tuple(tensor.shape) == full and tensor.dtype == plan.dtype, name
+                assert tuple(tensor.shape) == full and tensor.dtype == stored_dtype(name, plan.dtype), name
                 file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
             file.flush()
             os.fsync(file.fileno())
@@ -104,13 +105,19 @@ def _header(shard: Shard, dtype: torch.dtype) -> bytes:
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, full in shard.tensors.items():
-        end = offset + _num_bytes(full, dtype)
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(full), "data_offsets": [offset, end]}
+        end = offset + _num_bytes(name, full, dtype)
+        stored = DTYPE_NAMES[stored_dtype(name, dtype)]
+        header[name] = {"dtype": stored, "shape": list(full), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _num_bytes(full: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(full) * dtype.itemsize
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype on disk of a tensor of a model in `dtype`; biases of expert choice stay in fp32."""
+    return torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
+
+
+def _num_bytes(name: str, full: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(full) * stored_dtype(name, dtype).itemsize

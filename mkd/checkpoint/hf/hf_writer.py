@@ -1,7 +1,8 @@
 """Hugging Face checkpoints out: the model parts of all ranks become one folder.
 
 The bytes are the same for every layout. Tensors travel one at a time to global rank 0, which streams them to
-disk: within the tensor-parallel group by broadcast, between pipeline stages by one send. Padding (vocabulary
+disk: within the tensor-parallel group by broadcast, between pipeline stages by one send, and experts by one
+send from the rank that has them. Padding (vocabulary
 rows, attention groups) is dropped before anything is sent.
 """
 
@@ -11,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_names import Piece, find_map
-from mkd.checkpoint.hf.hf_reader import INDEX_FILE, SINGLE_FILE, contained_file, map_part
-from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, write_shards
+from mkd.checkpoint.hf.hf_names import Piece, expert_of, find_map
+from mkd.checkpoint.hf.hf_reader import (
+    EXTRA_LAYERS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    contained_file,
+    map_part,
+    stored_tensors,
+)
+from mkd.checkpoint.hf.hf_shards import PARTIAL_SUFFIX, ExportPlan, export_plan, stored_dtype, write_shards
 from mkd.errors import CheckpointError, MkdError
 from mkd.parallel.context import ParallelContext
 from mkd.plan.model_shape import ModelShape
@@ -39,6 +47,8 @@ class Owner:
     part: int
     first_layer: int
     shard_shape: tuple[int, ...]
+    ep_rank: int | None = None  # expert-parallel rank that holds it; None: not the weight of an expert
+    first_expert: int = 0  # the first of the model's experts on that rank
 
 
 def export_hf(
@@ -53,9 +63,9 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face folder.
 
-    Collective: all ranks call it; only the first data-parallel replica sends weights. A model that is already
-    in `out_dir` is replaced: it stays whole until the new files are complete. Raises `CheckpointError` on
-    every rank if the folder cannot be written or `assets` describe another model.
+    Collective: all ranks call it; only the first replica, and the first copies of experts, send weights. A
+    model that is already in `out_dir` is replaced: it stays whole until the new files are complete. Raises
+    `CheckpointError` on every rank if the folder cannot be written or `assets` describe another model.
     """
     out_dir = Path(out_dir)
     _raise_everywhere(context, prepare_folder(shape, out_dir, assets) if context.rank == 0 else None)
@@ -63,8 +73,9 @@ def export_hf(
     sources = _Sources(model_parts, shape, context)
     sources.check(plan)
     problem = None
-    if context.is_first_replica:
-        stream = (sources.collect(name, full, plan.dtype) for name, full in plan.tensors())
+    if context.is_first_replica or context.edp.rank == 0:
+        dtypes = {name: stored_dtype(name, plan.dtype) for name, _ in plan.tensors()}
+        stream = (sources.collect(name, full, dtypes[name]) for name, full in plan.tensors())
         problem = write_folder(plan, stream, out_dir, assets) if context.rank == 0 else _drain(stream)
     _raise_everywhere(context, problem)
 
@@ -74,7 +85,7 @@ class _Sources:
 
     def __init__(self, model_parts: list[tuple[nn.Module, int]], shape: ModelShape, context: ParallelContext):
         self.shape, self.context = shape, context
-        self.parameters = [dict(part.named_parameters()) for part, _ in model_parts]
+        self.parameters = [stored_tensors(part) for part, _ in model_parts]
         try:
             mine = self._owned([first_layer for _, first_layer in model_parts])
         except MkdError as error:  # told to the other stages, which must not wait
@@ -90,11 +101,24 @@ class _Sources:
     def _owned(self, first_layers: list[int]) -> dict[str, Owner]:
         owned: dict[str, Owner] = {}
         for part, (parameters, first_layer) in enumerate(zip(self.parameters, first_layers, strict=True)):
-            maps = map_part(parameters, self.shape, first_layer, self.context.tp_size)
+            experts = self.context.experts(self.shape.num_experts)
+            maps = map_part(parameters, self.shape, first_layer, self.context.tp_size, experts)
             for name, tensor_map in maps.items():
                 owner = Owner(self.context.pp_rank, name, part, first_layer, tuple(parameters[name].shape))
+                if expert_of(tensor_map.tensors[0]) is not None:
+                    owned |= self._owned_experts(owner, len(experts))
+                    continue
                 for tensor in tensor_map.all_tensors:
                     owned.setdefault(tensor, owner)
+        return owned
+
+    def _owned_experts(self, here: Owner, experts_of_rank: int) -> dict[str, Owner]:
+        """Return the owners of an expert's tensors on every expert-parallel rank, which are all alike."""
+        owned = {}
+        for ep_rank in range(self.context.ep.size):
+            owner = replace(here, ep_rank=ep_rank, first_expert=ep_rank * experts_of_rank)
+            tensor_map = find_map(self.shape, here.parameter, here.first_layer, owner.first_expert)
+            owned |= dict.fromkeys(tensor_map.tensors, owner)
         return owned
 
     def check(self, plan: ExportPlan) -> None:
@@ -106,8 +130,12 @@ class _Sources:
             raise CheckpointError(what, why, do, code="export-stage-missing")
 
     def collect(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the first replica."""
+        """Return the tensor on global rank 0 (CPU), None elsewhere. Collective over the ranks that send."""
         owner, context = self.owners[tensor], self.context
+        if owner.ep_rank is not None:
+            return self._collect_expert(tensor, full, dtype)
+        if not context.is_first_replica:
+            return None
         tensor_map = find_map(self.shape, owner.parameter, owner.first_layer)
         dim = tensor_map.entry.rule.dim
         whole = torch.empty(full, dtype=dtype) if context.rank == 0 else None
@@ -129,6 +157,26 @@ class _Sources:
             if whole is not None:
                 _scatter(part.cpu(), pieces, whole, dim)
         return whole
+
+    def _collect_expert(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor of an expert on global rank 0. One message, from the rank that has the expert."""
+        owner, context = self.owners[tensor], self.context
+        source = context.first_expert_holder(owner.pp_rank, owner.ep_rank)
+        if context.rank not in (0, source):
+            return None
+        whole = torch.empty(full, dtype=dtype, device=context.device)
+        if context.rank == source:
+            tensor_map = find_map(self.shape, owner.parameter, owner.first_layer, owner.first_expert)
+            shard = self.parameters[owner.part][owner.parameter].detach()
+            for piece in tensor_map.pieces(owner.shard_shape, 0, 1):
+                if piece.tensor == tensor:
+                    piece.in_tensor(whole).copy_(piece.in_shard(shard))
+        message = whole.flatten().view(torch.uint8)
+        if source != 0 and context.rank == 0:
+            dist.recv(message, source)
+        elif source != 0:
+            dist.send(message, 0)
+        return whole.cpu() if context.rank == 0 else None
 
     def _bring_to_rank_0(self, part: Tensor, pp_rank: int, tp_rank: int | None) -> None:
         """Fill `part` on rank 0 in place, from tensor-parallel rank `tp_rank` of stage `pp_rank`.
@@ -194,8 +242,13 @@ def _publish(plan: ExportPlan, out_dir: Path, assets: HFAssets) -> None:
 
 
 def _config_text(model_dir: Path, dtype: torch.dtype) -> str:
-    """Return the model's configuration with the written dtype, under the key that it already uses."""
+    """Return the model's configuration with the written dtype, under the key that it already uses.
+
+    The written weights are not quantised and have no layers that predict further tokens.
+    """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    config.update({name: 0 for name in EXTRA_LAYERS if config.get(name)})
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"

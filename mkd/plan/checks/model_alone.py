@@ -6,8 +6,9 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.auto_layout import layout_of, one_model, virtual_stages
 from mkd.plan.batch import data_parallel_of
+from mkd.plan.checks.experts import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
-from mkd.plan.checks.ranges import PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.model_shape import ModelShape
 
 READ_BY_A_MODEL = (
@@ -22,7 +23,7 @@ READ_BY_A_MODEL = (
     "kd_temperature",
     "teacher_temperature",
     "distributed_timeout_minutes",
-    "expert_model_parallel_size",
+    *EXPERTS,
 )
 """Numbers that matter to a model that runs alone."""
 
@@ -42,7 +43,7 @@ def find_model_problems(
         do = f"give --{role}-hf DIR or --{role}-load CKPT"
         missing = UsageError(f"no {role} is given", "it is the model that runs", do, code="model-missing")
         problems.append(missing)
-    problems += check_parallel(config)
+    problems += [*check_parallel(config), *check_expert_settings(config)]
     if wrong.isdisjoint((*PACKS, *SHARDS)):
         problems += check_sequences(config)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
@@ -54,6 +55,8 @@ def find_model_problems(
         problems += check_ffn(config, world_size, models)
     if wrong.isdisjoint(SHARDS):
         problems += check_heads(config, world_size, models)
+    if wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS)):
+        problems += check_experts(config, world_size, models)
     if wrong.isdisjoint(STAGES):
         stages = collect_error(problems, lambda: virtual_stages(config, model))
         if stages is not None and not problems:

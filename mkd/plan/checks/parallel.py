@@ -18,6 +18,7 @@ from mkd.plan.auto_layout import (
     virtual_stages,
 )
 from mkd.plan.batch import BatchPlan, document_multiple
+from mkd.plan.model_shape import ModelShape
 
 
 def check_parallel(config: Config) -> Iterator[UsageError]:
@@ -117,11 +118,18 @@ def check_batch(config: Config, world_size: int, models: Sequence[PlannedModel])
 
 
 def check_heads(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
-    """Check that context parallelism can split the heads of models with sliding-window attention."""
+    """Check that context parallelism suits the attention of all models: sliding windows and sinks."""
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     for role, shape, *_ in models:
         groups = shape.padded_query_groups(tensor) // tensor
-        if shape.sliding_windows and groups % context:
+        if context > 1 and any(layer.attention_sinks for layer in shape.layers):
+            yield UsageError(
+                f"context-parallel-size {context} does not work with the {role}'s attention sinks",
+                "its attention needs all keys of a document on one process",
+                "use --context-parallel-size 1, and more tensor or pipeline parallelism to save memory",
+                code="sinks-with-context-parallel",
+            )
+        elif shape.sliding_windows and groups % context:
             yield UsageError(
                 f"the {role}'s {groups} key/value heads of a process are not divisible by "
                 f"context-parallel-size {context}",
@@ -137,12 +145,11 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     others = max(1, parallel.pipeline_model_parallel_size * parallel.context_parallel_size)
-    common = math.gcd(*(layer.ffn_hidden_size for model in models for layer in model.shape.layers))
+    common = math.gcd(*(width for model in models for width in _cut_widths(model.shape))) or tensor
     dividing = [size for size in range(1, min(tensor, common) + 1) if common % size == 0]
     fitting = [size for size in dividing if world_size % (size * others) == 0] or dividing
     for role, shape, *_ in models:
-        widths = {layer.ffn_hidden_size for layer in shape.layers if layer.ffn_hidden_size % tensor}
-        for width in sorted(widths):
+        for width in sorted(width for width in _cut_widths(shape) if width % tensor):
             yield UsageError(
                 f"the {role}'s ffn_hidden_size {width} is not divisible by "
                 f"tensor-model-parallel-size {tensor}",
@@ -150,6 +157,12 @@ def check_ffn(config: Config, world_size: int, models: Sequence[PlannedModel]) -
                 f"use --tensor-model-parallel-size {fitting[-1]}",
                 code="ffn-not-divisible",
             )
+
+
+def _cut_widths(shape: ModelShape) -> set[int]:
+    """Return the widths of the MLPs that tensor parallelism cuts: not those of experts, which stay whole."""
+    shared = {layer.moe.shared_ffn_hidden_size for layer in shape.layers if layer.moe} - {0}
+    return {layer.ffn_hidden_size for layer in shape.layers if layer.is_dense} | shared
 
 
 def check_layouts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[MkdError]:

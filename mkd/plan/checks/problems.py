@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
+from mkd.plan.checks.experts import check_expert_settings, check_experts
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,
@@ -22,7 +23,7 @@ from mkd.plan.checks.parallel import (
     check_parallel,
     check_sequences,
 )
-from mkd.plan.checks.ranges import BATCH, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
@@ -41,6 +42,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_schedule: (),
     check_recomputation: (),
     check_parallel: (),
+    check_expert_settings: (),
     check_log: (),
     check_sequences: (*PACKS, *SHARDS),
 }
@@ -51,6 +53,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_ffn: ("tensor_model_parallel_size",),
     check_heads: SHARDS,
     check_layouts: STAGES,
+    check_experts: (*SHARDS, *STAGES, *EXPERTS),
 }
 """Check of the settings together with the models of known shape -> options that it calculates with."""
 

@@ -16,6 +16,7 @@ STAGES = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
 )
+EXPERTS = ("expert_model_parallel_size", "teacher_expert_model_parallel_size", "expert_tensor_parallel_size")
 BATCH = ("micro_batch_size", "global_batch_size")
 PACKS = ("seq_length", "xtoken_seq_length", "micro_batch_size")
 
@@ -38,17 +39,16 @@ _GROUPS = (
         "0 or more",
         lambda x: x >= 0,
         "num_workers lr min_lr lr_warmup_iters weight_decay ckpt_step seed profile_step_start "
-        "eval_num_fewshot max_bad_records",
+        "eval_num_fewshot max_bad_records moe_aux_loss_coeff moe_z_loss_coeff",
     ),
     (
         "1 or more",
         lambda x: x >= 1,
-        " ".join((*SHARDS, *STAGES, *BATCH, *PACKS))
+        " ".join((*SHARDS, *STAGES, *EXPERTS, *BATCH, *PACKS))
         + " exit_interval recompute_num_layers lr_decay_iters lr_wsd_decay_iters save_interval "
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
         "xtoken_top_k",
     ),
-    ("1 in this release", lambda x: x == 1, "expert_model_parallel_size"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )
 _RANGES = {name: (wanted, is_fine) for wanted, is_fine, names in _GROUPS for name in names.split()}

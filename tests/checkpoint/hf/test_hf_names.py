@@ -16,7 +16,8 @@ from tests.checkpoint.saved_tensors import all_tensors
 from tests.tiny_models import FAMILIES, make_model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The tests of `tiny` spell out the parameters of grouped-query attention.
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "deepseek"])
 def tiny(request, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp(request.param), request.param)
     return ModelShape.from_hf_dir(folder), all_tensors(folder)

@@ -134,6 +134,8 @@ def assert_same_tensors(found, expected):
 
 
 CASES = [(family, name, *spec) for family in FAMILIES for name, spec in LAYOUTS.items()]
+CASES += [("moonlight", name, *LAYOUTS[name]) for name in ("tp1", "tp2_pp2")]
+CASES += [("deepseek-experts", name, *LAYOUTS[name]) for name in ("tp1", "tp2_pp2")]
 CASES += [("llama3.2", name, *spec) for name, spec in MORE_LAYOUTS.items()]
 
 
@@ -146,6 +148,15 @@ def test_round_trip_is_bitwise_and_independent_of_the_layout(
     assert_same_tensors(all_tensors(out), all_tensors(source))
     assert digest(out) == digests.setdefault(family, digest(out))
     assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_biases_of_expert_choice_stay_in_fp32(ranks, originals, tmp_path):
+    folder = originals("deepseek-experts")
+    assert ranks.run(import_export, 1, folder, tmp_path / "out", (1, (4,), 1), torch.bfloat16) == [None]
+    found, expected = all_tensors(tmp_path / "out"), all_tensors(folder)
+    for name, tensor in found.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, expected[name] if is_bias else expected[name].bfloat16()), name
 
 
 def test_vocabulary_padded_for_the_other_model_of_a_pair(ranks, originals, tmp_path):

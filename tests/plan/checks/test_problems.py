@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mkd.config.load import load_config
@@ -311,6 +313,15 @@ def test_context_parallel_with_a_sliding_window_needs_heads_that_divide():
     assert problems("--context-parallel-size", "3", "--seq-length", "60", world_size=3, student=window) == []
     # 3 heads padded to 4
     assert problems("--context-parallel-size", "2", *TP2, world_size=4, student=window) == []
+
+
+def test_context_parallel_does_not_take_sinks():
+    plain = shape()
+    sinks = replace(plain, layers=tuple(replace(layer, attention_sinks=True) for layer in plain.layers))
+    for pair in (dict(student=sinks, teacher=plain), dict(student=plain, teacher=sinks)):
+        error = problem("--context-parallel-size", "2", world_size=2, **pair)
+        assert error.code == "sinks-with-context-parallel"
+        assert problems(*TP2, world_size=2, **pair) == []
 
 
 def test_context_parallel_processes_are_not_data_parallel():

@@ -1,0 +1,49 @@
+"""The experts of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch import Tensor, nn
+
+
+class LocalExperts(SequentialMLP):
+    """One MLP after another, without Transformer Engine."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        mark_as_experts(self.parameters())
+
+
+class GroupedExperts(TEGroupedMLP):
+    """All experts in two grouped products of Transformer Engine."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        mark_as_experts(self.parameters())
+
+
+class ExpertRowLinear(RowParallelLinear):
+    """The second product of a local expert.
+
+    Megatron adds the bias to the output in place, which autograd refuses for the view that its layer returns.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return (output if bias is None else output.clone()), bias
+
+
+def mark_as_experts(parameters: Iterable[nn.Parameter]) -> None:
+    """Mark weights that belong to one expert.
+
+    Their gradients are reduced over the copies of the expert, at expert-parallel size 1 too, so that
+    checkpoints of all sizes have the same form. Each counts in the gradient norm. None is summed over the
+    tensor-parallel group, whose processes hold different experts.
+    """
+    for parameter in parameters:
+        parameter.allreduce = False
+        parameter.tensor_model_parallel = True
+        parameter.sequence_parallel = False

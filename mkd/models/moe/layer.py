@@ -1,0 +1,60 @@
+"""The MLP of a layer with experts: route, exchange tokens, compute, exchange back."""
+
+from __future__ import annotations
+
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+class TokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all over the expert-parallel group, with sizes as lists.
+
+    Newer versions of torch refuse the arrays that Megatron hands over.
+    """
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None):
+        result = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        self.input_splits, self.output_splits = map(_as_list, (self.input_splits, self.output_splits))
+        return result
+
+
+def _as_list(sizes):
+    is_on_host = hasattr(sizes, "tolist") and not getattr(sizes, "is_cuda", False)
+    return sizes.tolist() if is_on_host else sizes
+
+
+class ExpertLayer(MoELayer):
+    """Megatron's layer of experts, whose routers get the documents of the tokens."""
+
+    def __init__(self, config, submodules=None, layer_number=None, pg_collection=None, **options):
+        super().__init__(config, submodules, layer_number, pg_collection, **options)
+        self.token_dispatcher = TokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [t(/tp), 1, h]
+        intermediate_tensors=None,
+        padding_mask: Tensor | None = None,  # see `token_documents`
+    ) -> tuple[Tensor, None]:
+        """Return the output [t(/tp), 1, h], and None for a bias."""
+        assert intermediate_tensors is None, "no part of the layer is captured"
+        if self.moe_layer_recompute and self.training:
+            return checkpoint(self._compute, False, hidden_states, padding_mask), None
+        return self._compute(hidden_states, padding_mask), None
+
+    def _compute(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
+        shared = self.shared_experts(hidden_states) if self.use_shared_expert else None
+        weights, selected = self.router(hidden_states, documents)
+        exchange = self.token_dispatcher
+        tokens, weights = exchange.dispatch_preprocess(hidden_states, selected, weights)
+        tokens, weights = exchange.token_dispatch(tokens, weights)
+        tokens, counts, weights = exchange.dispatch_postprocess(tokens, weights)
+        output, bias = self.experts(tokens, counts, weights)
+        assert bias is None, "experts add their biases themselves"
+        output = exchange.token_combine(exchange.combine_preprocess(output))
+        output = exchange.combine_postprocess(output)
+        return output if shared is None else output + shared

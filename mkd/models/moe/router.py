@@ -1,0 +1,42 @@
+"""Megatron's router with mkd's balance losses."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.nn import functional as F
+
+from mkd.models.moe.balance import RouterRecord, WithLoss
+
+HAS_KERNEL = getattr(moe_utils, "te_general_gemm", None) is not None
+
+
+class DocumentRouter(TopKRouter):
+    """Chooses the experts of every token; in training, adds balance losses and records the load.
+
+    A frozen model has no record: it writes nothing.
+    """
+
+    record: RouterRecord | None = None
+
+    def gating(self, input: Tensor) -> Tensor:  # [t, 1, h] -> fp32 [t, 1, E]
+        """Return the logits. Without Transformer Engine, Megatron 0.16 fails here."""
+        if HAS_KERNEL:
+            return super().gating(input)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights [t, E] and choice, bool [t, E], of each token's experts.
+
+        `padding_mask` holds the documents of `token_documents`. A layer that is recomputed is recorded once:
+        its first forward has no gradients.
+        """
+        weights, selected = super().routing(logits, None)
+        if padding_mask is None or self.record is None or not torch.is_grad_enabled():
+            return weights, selected
+        flat = logits.view(-1, logits.size(-1))
+        loss = self.record.add(self.layer_number, flat, selected, padding_mask, self.tp_cp_group)
+        return weights if loss is None else WithLoss.apply(weights, loss), selected

@@ -1,0 +1,87 @@
+"""Check that the experts of every model can be spread over the processes, and settings of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mkd.config.schema import Config
+from mkd.errors import UsageError
+from mkd.plan.auto_layout import PlannedModel
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.experts import expert_parallel_size
+
+STUDENT = "--expert-model-parallel-size"
+RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows
+
+
+def check_expert_settings(config: Config) -> Iterator[UsageError]:
+    """Check settings of experts that need no model."""
+    expert_tensor = config.parallel.expert_tensor_parallel_size
+    if expert_tensor > 1:
+        what = f"expert-tensor-parallel-size {expert_tensor} is not supported"
+        why = "every expert is whole on its process"
+        do = f"remove it, and raise {STUDENT} instead"
+        yield UsageError(what, why, do, code="expert-tensor-parallel-not-supported")
+    modules, granularity = config.training.recompute_modules, config.training.recompute_granularity
+    for unknown in (one for one in modules if one not in RECOMPUTED):
+        what = f"recompute-modules: {unknown!r} is not a known value"
+        yield UsageError(what, "", f"use {' or '.join(RECOMPUTED)}", code="value-unknown")
+    if modules != type(config.training)().recompute_modules and granularity != "selective":
+        why = "only selective recomputation reads it"
+        yield no_effect(
+            f"recompute-modules {' '.join(modules)}", why, "add --recompute-granularity selective"
+        )
+
+
+def check_experts(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+    """Check expert parallelism against the experts and the processes of each model."""
+    for model in models:
+        if model.shape.moe is None:
+            yield from _dense(config, model)
+        else:
+            yield from _spread(config, world_size, model, model.shape.moe.num_experts)
+    student = next((model.shape for model in models if model.role == "student"), None)
+    if student is None or student.moe is not None:
+        return
+    training = config.training
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if getattr(training, name):
+            setting = f"{name.replace('_', '-')} {getattr(training, name)}"
+            yield no_effect(setting, "the student has no experts", "remove it")
+    if "moe" in training.recompute_modules:
+        yield no_effect("recompute-modules moe", "the student has no experts", "remove it")
+
+
+def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
+    is_student = model.teacher is None
+    given = (
+        config.parallel.expert_model_parallel_size
+        if is_student
+        else config.teachers[model.teacher].expert_model_parallel_size
+    )
+    if given is not None and given > 1:
+        what = f"{model.expert_flag.removeprefix('--')} {given}, but the {model.role} has no experts"
+        why = "there is nothing to spread over these processes"
+        do = "remove it" + ("; a teacher's is --teacher-expert-model-parallel-size" if is_student else "")
+        yield UsageError(what, why, do, code="expert-parallel-without-experts")
+
+
+def _spread(config: Config, world_size: int, model: PlannedModel, num_experts: int) -> Iterator[UsageError]:
+    parallel = config.parallel
+    size = expert_parallel_size(config, model.shape, model.teacher)
+    of_stage, rest = divmod(world_size, parallel.pipeline_model_parallel_size)
+    fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0 and of_stage % n == 0]
+    use = f"use {model.expert_flag} {' or '.join(map(str, fitting[-3:]))}"
+    if num_experts % size:
+        what = f"the {model.role}'s {num_experts} experts are not divisible by {model.expert_flag[2:]} {size}"
+        why = "every process holds the same number of experts"
+        yield UsageError(what, why, use, code="experts-not-divisible")
+    elif not rest and of_stage % size:
+        what = f"{of_stage} processes of a pipeline stage are not divisible by {model.expert_flag[2:]} {size}"
+        why = "the tensor, context and data-parallel processes of a stage share its experts"
+        yield UsageError(what, why, use, code="expert-parallel-not-divisible")
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        what = f"the {model.role} has experts, and tensor-model-parallel-size is "
+        what += f"{parallel.tensor_model_parallel_size} without sequence-parallel"
+        why = "every tensor-parallel process would route the same tokens"
+        yield UsageError(what, why, "add --sequence-parallel", code="experts-without-sequence-parallel")

@@ -1,0 +1,167 @@
+"""The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
+
+Embeddings, norms and communication are not counted, except that of experts. A layer with experts costs the
+products of a token's experts at the same rate as others, the exchange between processes (`exchange.py`), and
+copies of rows: they are sorted by expert and back, before and after each exchange. Backward copies and
+exchanges as much as forward. Nothing hides an exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mkd.config.schema import Config, TrainingConfig
+from mkd.families.layer_shape import LayerShape
+from mkd.plan.exchange import exchange_ms
+from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters, mlp_parameters
+from mkd.plan.model_shape import ModelShape
+
+ROW_COPIES = 8
+"""Times that forward reads or writes the rows of a layer's experts: two copies on each side of them."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Useful TFLOP/s of one device, in bf16, and TB/s of a copy (bytes read and written).
+
+    Measured on one H200 (Megatron-core 0.16.1, TE 2.11, torch 2.11+cu130, packs of 8,192 tokens):
+
+        Qwen3-8B-shaped forward                 200.2 ms with short documents, 235.5 ms with one long one
+        Qwen3-1.7B-shaped forward + backward    148.5 ms and 193.7 ms, no heads
+        fused heads                             41 ms for 2 N V (3 h_s + h_t) = 25.5 TFLOP
+        copy                                    4.25 TB/s
+
+    The difference of each pair is attention (490 and 447 TFLOP/s), the rest matrix products.
+    """
+
+    student_matmul: float = 488.0  # forward and backward, width 2048
+    teacher_matmul: float = 583.0  # forward, width 4096
+    attention: float = 460.0
+    head: float = 620.0
+    copy: float = 4.25
+
+
+@dataclass(frozen=True)
+class WorkTime:
+    """Milliseconds of one micro-batch in a layer, or on one (pipeline rank, virtual stage)."""
+
+    # Teachers and student. The last stage adds the heads and the gradient of the student's head.
+    forward_ms: float
+    backward_ms: float
+    exchange_ms: float = 0.0  # all-to-all of experts, part of both
+
+    @property
+    def total_ms(self) -> float:
+        """Time of forward and backward."""
+        return self.forward_ms + self.backward_ms
+
+    def __add__(self, other: WorkTime) -> WorkTime:
+        return WorkTime(
+            self.forward_ms + other.forward_ms,
+            self.backward_ms + other.backward_ms,
+            self.exchange_ms + other.exchange_ms,
+        )
+
+
+@dataclass(frozen=True)
+class ModelTimer:
+    """Gives the times of one model's layers on one process."""
+
+    config: Config
+    shape: ModelShape
+    seq_length: int  # tokens of its packs
+    expert_parallel: int  # processes that share its experts
+    document_length: int  # student tokens of a typical document
+    rates: Rates
+    matmul: float  # TFLOP/s of its products
+
+    def teacher(self) -> tuple[WorkTime, ...]:
+        """Return the time of each layer of a teacher: its forward."""
+        times = {
+            layer: WorkTime(self._forward_ms(layer), 0.0, self._exchange_ms(layer))
+            for layer in set(self.shape.layers)
+        }
+        return tuple(times[layer] for layer in self.shape.layers)
+
+    def student(self, num_stages: int) -> tuple[WorkTime, ...]:
+        """Return the time of each layer of the student, forward and backward, recomputation included.
+
+        Block recomputation is counted as if the `num_stages` stages were equal.
+        """
+        share = recomputed_share(self.config.training, self.shape.num_layers / num_stages)
+        times = {layer: self._learning(layer, share) for layer in set(self.shape.layers)}
+        return tuple(times[layer] for layer in self.shape.layers)
+
+    def _learning(self, layer: LayerShape, share: float) -> WorkTime:
+        training, exchange_ms = self.config.training, self._exchange_ms(layer)
+        forward_ms = self._forward_ms(layer)
+        backward_ms, exchanges = forward_ms + self._compute_ms(layer), 2.0
+        if training.recompute_granularity == "full":
+            backward_ms, exchanges = backward_ms + share * forward_ms, exchanges + share
+        elif training.recompute_granularity == "selective":
+            if "core_attn" in training.recompute_modules:
+                backward_ms += self._attention_ms()
+            if "moe" in training.recompute_modules and layer.moe:
+                products_ms = self._products_ms(mlp_parameters(self.shape, layer))
+                backward_ms += products_ms + self._copies_ms(layer) + exchange_ms
+                exchanges += 1
+        return WorkTime(forward_ms, backward_ms, exchanges * exchange_ms)
+
+    def _forward_ms(self, layer: LayerShape) -> float:
+        return self._compute_ms(layer) + self._copies_ms(layer) + self._exchange_ms(layer)
+
+    def _compute_ms(self, layer: LayerShape) -> float:
+        """Time of products and attention in forward. Backward takes it twice."""
+        return self._products_ms(layer_matmul_parameters(self.shape, layer)) + self._attention_ms()
+
+    def _copies_ms(self, layer: LayerShape) -> float:
+        moved = ROW_COPIES * self._rows(layer) * self.shape.hidden_size * self._element
+        return milliseconds(moved, self.rates.copy)
+
+    def _exchange_ms(self, layer: LayerShape) -> float:
+        """Time of the two exchanges of a forward."""
+        sizes = self.shape.hidden_size, self._element, self.expert_parallel
+        return 2 * exchange_ms(self._rows(layer), *sizes)
+
+    def _attention_ms(self) -> float:
+        document = min(self.document_length / self.config.training.seq_length, 1.0) * self.seq_length
+        flops = layer_attention_flops(self.shape, round(self._tokens * document))
+        return milliseconds(flops / self._ranks, self.rates.attention)
+
+    def _products_ms(self, parameters: int) -> float:
+        return milliseconds(2 * self._tokens * parameters / self._ranks, self.matmul)
+
+    def _rows(self, layer: LayerShape) -> int:
+        """Rows that the experts of this process compute, if all experts are chosen equally often."""
+        return self._tokens // self._ranks * layer.moe.top_k if layer.moe else 0
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.config.training.micro_batch_size * self.seq_length
+
+    @property
+    def _ranks(self) -> int:
+        """Processes that share the tokens and the work of a layer."""
+        parallel = self.config.parallel
+        return parallel.tensor_model_parallel_size * parallel.context_parallel_size
+
+    @property
+    def _element(self) -> int:
+        return 2 if self.config.training.bf16 else 4
+
+
+def recomputed_share(training: TrainingConfig, layers: float) -> float:
+    """Return the proportion (0 to 1) of a stage's `layers` that full recomputation runs again."""
+    if training.recompute_granularity != "full":
+        return 0.0
+    if training.recompute_method == "uniform":
+        return 1.0
+    number = training.recompute_num_layers
+    assert number is not None, "check_recomputation requires it for full recomputation"
+    return min(number / layers, 1.0)
+
+
+def milliseconds(amount: float, tera_per_s: float) -> float:
+    """Return the time of that many FLOPs or bytes at 10^12 of them a second."""
+    return amount / tera_per_s / 1e9

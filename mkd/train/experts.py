@@ -1,0 +1,68 @@
+"""The student's experts in one step: counts for the balance losses, the losses' sums, and the load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from mkd.data.batch import PackedBatch
+from mkd.models.language_model import LanguageModel
+from mkd.models.moe.balance import BALANCE, RouterRecord, Z
+from mkd.parallel.context import ParallelContext
+from mkd.train.sums import LossSums
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """What the routers did in one step, over all processes."""
+
+    losses: dict[str, float]  # name -> loss with its coefficient, summed over layers; only those in use
+    load: dict[str, float]  # metric -> value
+
+    def added_to(self, sums: LossSums) -> LossSums:
+        """Return the sums of the step with these losses among the auxiliary ones."""
+        count = sums.num_loss_tokens
+        losses = {name: loss * count for name, loss in self.losses.items()}
+        return replace(sums, auxiliary={**sums.auxiliary, **losses})
+
+
+@dataclass(frozen=True)
+class ExpertMonitor:
+    """The records of the student's routers on this process."""
+
+    records: tuple[RouterRecord, ...]  # of its model parts
+    context: ParallelContext
+
+    @classmethod
+    def of(cls, students: Sequence[LanguageModel], context: ParallelContext) -> ExpertMonitor | None:
+        """Return the monitor of the student's parts; None for a dense student."""
+        records = tuple(one.router_record for one in students if one.router_record is not None)
+        return cls(records, context) if records else None
+
+    def start_step(self, microbatches: Sequence[PackedBatch]) -> None:
+        """Count the real tokens of the global batch: one all-reduce SUM over data parallelism."""
+        total = torch.zeros((), dtype=torch.int64, device=self.context.device)
+        for batch in microbatches:
+            total += batch.cu_seqlens[-1]
+        dist.all_reduce(total, group=self.context.dp_group)
+        for record in self.records:
+            record.start_step(1.0 / total.clamp(min=1).float())
+
+    def finish_step(self) -> ExpertStep:
+        """Add up the records: one all-reduce SUM over all processes. Waits for the device."""
+        total = sum(record.sums for record in self.records)
+        assert isinstance(total, torch.Tensor)
+        dist.all_reduce(total)
+        counts, (balance, z) = total[:, :-2], total[:, -2:].sum(0).tolist()
+        counts = counts[counts.sum(1) > 0]  # layers with experts
+        ratios = counts.max(1).values / counts.mean(1)
+        record = self.records[0]
+        losses = {BALANCE: balance} if record.balance_coeff else {}
+        losses |= {Z: z} if record.z_coeff else {}
+        if not ratios.numel():
+            return ExpertStep(losses, {})
+        mean, worst = torch.stack((ratios.mean(), ratios.max())).tolist()
+        return ExpertStep(losses, {"expert_load_max_over_mean": mean, "expert_load_worst_layer": worst})

@@ -1,0 +1,68 @@
+"""Print the table of layouts for models with experts: every gradient is the same at every layout.
+
+`make invariance` prints it after the table of dense models.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.ranks import RankPool
+from tests.tiny_models import make_model
+from tests.train.invariance import DISTRIBUTED, FULL, OVERLAP, SP, Layout, add_text, print_table
+
+EP2 = ("--expert-model-parallel-size", "2")
+EP4 = ("--expert-model-parallel-size", "4")
+TEACHER_EP1 = ("--teacher-expert-model-parallel-size", "1")
+TEACHER_EP4 = ("--teacher-expert-model-parallel-size", "4")
+RECOMPUTED = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
+BALANCE = ("--moe-aux-loss-coeff", "0.05", "--moe-z-loss-coeff", "0.01")
+
+LAYOUTS = (
+    Layout("EP2", 2, flags=EP2),
+    Layout("EP4, teacher EP1", 4, flags=EP4 + TEACHER_EP1),
+    Layout("EP2 DP4, distributed optimizer, teacher EP4", 4, flags=EP2 + DISTRIBUTED + TEACHER_EP4),
+    Layout("EP1 DP2, distributed optimizer", 2, flags=DISTRIBUTED),
+    Layout("EP2 TP2 + SP", 2, tp=2, micro=2, flags=EP2 + SP),
+    Layout("TP2 + SP, EP1", 2, tp=2, flags=SP),
+    Layout("EP4 TP2 DP2 + SP, distributed optimizer", 4, tp=2, flags=EP4 + SP + DISTRIBUTED),
+    Layout("EP2 PP2", 4, pp=2, flags=EP2),
+    Layout("EP2 PP2 VPP2", 4, pp=2, vp=2, flags=EP2),
+    Layout("PP2 uneven, a stage without experts", 2, pp=2, flags=("--student-pipeline-layout", "2,6")),
+    Layout("EP2 CP2", 2, cp=2, flags=EP2),
+    Layout("EP2 CP2 DP2 + overlapped communication", 4, cp=2, micro=2, flags=EP2 + OVERLAP),
+    Layout("EP2 TP2 PP2 + SP, experts recomputed", 4, tp=2, pp=2, flags=EP2 + SP + RECOMPUTED),
+    Layout("EP2, full recomputation", 2, flags=EP2 + FULL),
+    Layout("experts recomputed", flags=RECOMPUTED),
+    Layout("micro-batch 4", micro=4),
+    Layout("documents permuted", permuted=True),
+)
+
+
+def make_moe_pair(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen3-MoE student whose first two of 8 layers are dense, and a Mixtral teacher."""
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    student = make_model(
+        folder / "student", "qwen3_moe", seed=1, num_hidden_layers=8, head_dim=8, mlp_only_layers=[0, 1]
+    )
+    sizes = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=32, vocab_size=330)
+    teacher = make_model(folder / "teacher", "mixtral", seed=2, **heads, **sizes)
+    return add_text(student), teacher
+
+
+def main() -> int:
+    pool, failed = RankPool(), 0
+    for title, flags in (("without balance losses", ()), ("with balance losses", BALANCE)):
+        with tempfile.TemporaryDirectory() as name:
+            print(f"models with experts, {title}\n")
+            layouts = [layout.with_flags(flags) for layout in LAYOUTS]
+            single = Layout("one process", flags=flags)
+            failed += print_table(pool, Path(name), make_moe_pair(Path(name)), single, layouts)
+    pool.close()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

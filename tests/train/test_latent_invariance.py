@@ -1,0 +1,67 @@
+"""Check rows of the invariance table for a DeepSeek-V3 student and a Moonlight teacher."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny_models import make_model
+from tests.train.invariance import (
+    FULL,
+    SELECTIVE,
+    SINGLE,
+    SP,
+    TOLERANCE,
+    Layout,
+    add_text,
+    errors_of,
+    run_layout,
+)
+
+UPDATES = 2
+LAYOUTS = (
+    Layout("TP2", 2, tp=2),
+    Layout("TP2 + sequence parallel, selective recomputation", 2, tp=2, flags=SP + SELECTIVE),
+    Layout("PP2 VPP2, full recomputation", 2, pp=2, vp=2, flags=FULL),
+    Layout("CP2", 2, cp=2),
+    Layout("TP2 PP2 + SP, micro-batch 2", 4, tp=2, pp=2, micro=2, flags=SP),
+)
+
+EP2 = ("--expert-model-parallel-size", "2")
+WITH_EXPERTS = (
+    Layout("EP2 TP2 + SP", 2, tp=2, flags=EP2 + SP),
+    Layout("EP2 PP2 DP2, full recomputation", 4, pp=2, flags=EP2 + FULL),
+    Layout("EP2 CP2", 2, cp=2, flags=EP2),
+)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("invariance")
+    student = add_text(make_model(folder / "student", "deepseek", seed=1))
+    wider = dict(num_hidden_layers=8, hidden_size=64, kv_lora_rank=24, vocab_size=330)
+    teacher = make_model(folder / "teacher", "moonlight", seed=2, **wider)
+    (single,) = ranks.run(run_layout, 1, SINGLE, student, teacher, folder / "single", UPDATES)
+    return folder, student, teacher, single
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layout_equals_one_process(layout, reference, ranks):
+    folder, student, teacher, single = reference
+    results = ranks.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout", UPDATES)
+    errors = errors_of(results, folder, single)
+    for part in ("loss", "evaluation", "last step", "grad norm", "gradient", "updated"):
+        assert errors[part] <= TOLERANCE, f"{part}: {errors}"
+
+
+@pytest.fixture(scope="module")
+def with_experts(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    student = add_text(make_model(folder / "student", "deepseek-experts", seed=1))
+    teacher = make_model(folder / "teacher", "moonlight-experts", seed=2, hidden_size=64, vocab_size=330)
+    (single,) = ranks.run(run_layout, 1, SINGLE, student, teacher, folder / "single", UPDATES)
+    return folder, student, teacher, single
+
+
+@pytest.mark.parametrize("layout", WITH_EXPERTS, ids=lambda layout: layout.name)
+def test_experts_behind_latent_attention(layout, with_experts, ranks):
+    test_layout_equals_one_process(layout, with_experts, ranks)
