@@ -12,10 +12,14 @@ from mkd.plan.model_shape import ModelShape
 
 
 def layer_matmul_parameters(shape: ModelShape, layer: LayerShape) -> int:
-    """Count the parameters of a decoder layer that multiply every token: attention projections and MLP."""
+    """Count the parameters of a decoder layer that multiply a token: attention projections and MLP.
+
+    Of experts only those that a token reaches count, and the router.
+    """
     query = shape.num_attention_heads * shape.head_dim
     key_value = 2 * shape.num_query_groups * shape.head_dim
-    return shape.hidden_size * (2 * query + key_value + 3 * layer.ffn_hidden_size)
+    router = layer.moe.num_experts if layer.moe else 0
+    return shape.hidden_size * (2 * query + key_value + 3 * layer.active_ffn_width + router)
 
 
 def matmul_parameters(shape: ModelShape) -> int:

@@ -88,7 +88,12 @@ def predict_memory(
 
 
 def stage_parameters(
-    shape: ModelShape, layers: Sequence[LayerShape], tensor_parallel: int, vocab_rows: int, *ends: bool
+    shape: ModelShape,
+    layers: Sequence[LayerShape],
+    tensor_parallel: int,
+    vocab_rows: int,
+    *ends: bool,
+    expert_parallel: int = 1,
 ) -> int:
     """Count the parameters of one process: `layers`, and what the first and the last stage add (`ends`).
 
@@ -97,18 +102,24 @@ def stage_parameters(
     """
     is_first, is_last = ends
     hidden = shape.hidden_size
-    in_layers = sum(_layer_parameters(shape, layer, tensor_parallel) for layer in layers)
+    in_layers = sum(_layer_parameters(shape, layer, tensor_parallel, expert_parallel) for layer in layers)
     tables = is_first + is_last - (is_first and is_last and shape.tie_word_embeddings)
     return in_layers + tables * vocab_rows * hidden + is_last * hidden
 
 
-def _layer_parameters(shape: ModelShape, layer: LayerShape, tensor_parallel: int) -> int:
+def _layer_parameters(
+    shape: ModelShape, layer: LayerShape, tensor_parallel: int, expert_parallel: int = 1
+) -> int:
     """Count the parameters of one decoder layer on one process."""
     groups = shape.padded_query_groups(tensor_parallel) // tensor_parallel
     query, key_value = groups * shape.heads_per_group * shape.head_dim, groups * shape.head_dim
     hidden, ffn = shape.hidden_size, layer.ffn_hidden_size // tensor_parallel
+    if layer.moe is not None:
+        ffn = layer.moe.shared_ffn_hidden_size // tensor_parallel
+        ffn += layer.moe.num_experts // expert_parallel * layer.moe.ffn_hidden_size
     total = hidden * (2 * query + 2 * key_value + 3 * ffn + 2 + 2 * layer.post_norms)
     total += (query + 2 * key_value) * layer.qkv_bias + hidden * layer.attention_output_bias
+    total += layer.moe.num_experts * hidden if layer.moe else 0  # the router
     total += (2 * ffn + hidden) * layer.mlp_bias + 2 * shape.head_dim * layer.qk_norm
     return total
 

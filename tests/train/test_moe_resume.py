@@ -1,4 +1,4 @@
-"""Check stop, resume and export of a student with experts: bitwise at one layout, the same weights at others."""
+"""Check stop, resume and export with experts: bitwise at one layout, the same weights at others."""
 
 from __future__ import annotations
 

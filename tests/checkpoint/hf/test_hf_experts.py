@@ -1,4 +1,4 @@
-"""Check that processes read the slices of their experts only, and that an export has the bytes of its source."""
+"""Check that processes read only the slices of their experts, and export the bytes of the source."""
 
 from __future__ import annotations
 
