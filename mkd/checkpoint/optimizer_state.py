@@ -70,15 +70,18 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
     """Load the state that Megatron has read. Modifies `loaded`.
 
-    Weights of experts have an optimizer of their own; then `loaded` has a state for each by its number.
+    Weights of experts have an optimizer of their own; then `loaded` has a state for each by its number. All
+    have made the same number of steps. Rank 0 saves it, whose pipeline stage may have no experts.
     """
     inner = optimizer.chained_optimizers
-    for number, one in enumerate(inner):
-        _load_inner(one, loaded if len(inner) == 1 else loaded[number])
+    states = [loaded] if len(inner) == 1 else [loaded[number] for number in range(len(inner))]
+    step = max(_take_step(state.get("optimizer", state)) for state in states)
+    for one, state in zip(inner, states, strict=True):
+        _load_inner(one, state, step)
 
 
-def _load_inner(inner: MegatronOptimizer, loaded: dict) -> None:
-    """Load one optimizer.
+def _load_inner(inner: MegatronOptimizer, loaded: dict, step: int) -> None:
+    """Load one optimizer, after `step` steps.
 
     With torch's AdamW, Megatron's distributed optimizer skips `step` when it reads and then asks for it. So
     the shared step is loaded first, with the groups, and is set aside while the moments are copied. At that
@@ -86,7 +89,7 @@ def _load_inner(inner: MegatronOptimizer, loaded: dict) -> None:
     parameter therefore gets a copy.
     """
     moments = loaded.pop("param_state", None)  # the replicated optimizer has them in `state`
-    _count_as(inner.optimizer, loaded.get("optimizer", loaded))
+    _count_as(inner.optimizer, loaded.get("optimizer", loaded), step)
     settings = [dict(group) for group in inner.param_groups]
     inner.load_state_dict(loaded)
     for group, own in zip(inner.param_groups, settings, strict=True):
@@ -106,13 +109,18 @@ def _counts_by_parameter(adam: torch.optim.Optimizer) -> bool:
     return isinstance(adam, torch.optim.AdamW)
 
 
-def _count_as(adam: torch.optim.Optimizer, loaded: dict) -> None:
-    """Move the number of steps to where `adam` keeps it. Megatron does not save a step of 0."""
-    state, groups = loaded.get("state"), loaded["param_groups"]
-    steps = [group.pop("step") for group in groups if "step" in group]
+def _take_step(loaded: dict) -> int:
+    """Remove and return the number of steps. Megatron does not save a step of 0."""
+    state = loaded.get("state")
+    steps = [group.pop("step") for group in loaded["param_groups"] if "step" in group]
     if state is not None and "common_step" in state:
         steps.append(state.pop("common_step"))
-    step = int(max(steps, default=0))
+    return int(max(steps, default=0))
+
+
+def _count_as(adam: torch.optim.Optimizer, loaded: dict, step: int) -> None:
+    """Put the number of steps where `adam` keeps it."""
+    state, groups = loaded.get("state"), loaded["param_groups"]
     if state is not None and _counts_by_parameter(adam):
         state["common_step"] = torch.tensor(float(step))
         return

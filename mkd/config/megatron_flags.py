@@ -119,7 +119,7 @@ SAFE_TO_DROP = _by_flag(
 
 NOT_YET = _by_flag(
     {
-        "use dense models": "num-experts",
+        "mkd reads the experts from config.json": "num-experts",
         "use --use-distributed-optimizer": "use-torch-fsdp2 use-megatron-fsdp optimizer-cpu-offload",
         "use models without multi-token prediction": "mtp-num-layers",
         "use models without latent attention": "multi-latent-attention",

@@ -26,10 +26,10 @@ class GatedMLP(MLP):
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        pg_collection: ProcessGroupCollection | None = None,  # newer versions of Megatron's layer pass it
-        **unused: object,
+        groups: ProcessGroupCollection | None = None,
+        **unused: object,  # what some versions of Megatron's layer pass to modules that are not its own
     ):
-        tp_group = None if pg_collection is None else pg_collection.tp
+        tp_group = None if groups is None else groups.tp
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor | None]:

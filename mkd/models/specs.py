@@ -112,7 +112,8 @@ def layer_spec(
     norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if layer.mla is None else {}
     if layer.moe is None:
         linears = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=row_linear)
-        mlp = ModuleSpec(module=parts.mlp, submodules=linears)
+        params = {} if parts.mlp is MLP else {"groups": groups}
+        mlp = ModuleSpec(module=parts.mlp, params=params, submodules=linears)
         norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     else:
         mlp = moe_spec(layer.moe, parts.experts, groups)

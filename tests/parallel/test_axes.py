@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mkd.parallel.axes import ABSENT, AXES, SPANS, STAGES, grid_groups
+from mkd.parallel.axes import ABSENT, AXES, EXPERT_AXES, EXPERT_SPANS, SPANS, STAGES, grid_groups
 from mkd.parallel.context import ParallelContext
 from mkd.platform import detect
 from tests.tiny_models import make_model
@@ -17,7 +17,11 @@ LAYOUTS_OF_4 = (
     {"context_parallel": 2, "tensor_parallel": 2},
     {"pipeline_parallel": 4},
     {"context_parallel": 2},
+    {"expert_parallel": 4},
+    {"expert_parallel": 2, "tensor_parallel": 2},
+    {"expert_parallel": 2, "pipeline_parallel": 2},
 )
+FIELDS = (*SPANS, *EXPERT_SPANS, *STAGES, *ABSENT)
 
 
 def test_every_group_of_megatron_has_a_span():
@@ -26,10 +30,11 @@ def test_every_group_of_megatron_has_a_span():
 
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    theirs, ours = {field.name for field in fields(ProcessGroupCollection)}, {*SPANS, *STAGES, *ABSENT}
+    theirs, ours = {field.name for field in fields(ProcessGroupCollection)}, set(FIELDS)
     assert ours <= theirs
     assert ours == theirs or not version("megatron-core").startswith("0.16."), "later ones add groups"
     assert {axis for span in SPANS.values() for axis in span} == set(AXES)
+    assert {axis for span in EXPERT_SPANS.values() for axis in span} == set(EXPERT_AXES)
 
 
 def test_grid_groups_by_hand():
@@ -42,14 +47,20 @@ def test_grid_groups_by_hand():
 
 def members(context: ParallelContext) -> dict[str, list[int] | None]:
     """Return the global ranks of each group of a context, by field."""
-    groups = {field: getattr(context.groups, field) for field in (*SPANS, *STAGES, *ABSENT)}
+    groups = {field: getattr(context.groups, field) for field in FIELDS}
     return {field: group and dist.get_process_group_ranks(group) for field, group in groups.items()}
 
 
 def both_members(layout: dict[str, int]) -> tuple[dict, dict]:
-    """Return the members of Megatron's groups at `layout` and of a second context's at the same layout."""
+    """Return the members of Megatron's groups at `layout` and of a second context's at the same layout.
+
+    The third result is that of a context with other groups of experts, set back to those of `layout`.
+    """
     first = ParallelContext.create(detect(), **layout)
     second = first.with_layout(**layout)
+    others = first.with_layout(**layout | {"expert_parallel": 1})
+    third = others.with_expert_parallel(first.ep.size)
+    assert members(third) == members(first)
     places = [{name: (axis.rank, axis.size) for name, axis in one.axes.items()} for one in (first, second)]
     assert places[0] == places[1]
     found = members(first), members(second)

@@ -28,10 +28,11 @@ def _as_list(sizes):
 class ExpertLayer(MoELayer):
     """Megatron's layer of experts, whose routers get the documents of the tokens."""
 
-    def __init__(self, config, submodules=None, layer_number=None, pg_collection=None, **options):
-        super().__init__(config, submodules, layer_number, pg_collection, **options)
+    def __init__(self, config, submodules=None, layer_number=None, groups=None, **unused):
+        """Build it for the experts of `groups`; versions of Megatron differ in what else they hand over."""
+        super().__init__(config, submodules, layer_number, groups)
         self.token_dispatcher = TokenDispatcher(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
 
     def forward(

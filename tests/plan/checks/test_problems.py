@@ -80,7 +80,8 @@ def test_empty_command_line_reports_everything():
     [
         ("--tensor-model-parallel-size", "0", "1 or more"),
         ("--context-parallel-size", "0", "1 or more"),
-        ("--expert-model-parallel-size", "8", "1 in this release"),
+        ("--expert-model-parallel-size", "0", "1 or more"),
+        ("--moe-aux-loss-coeff", "-1.0", "0 or more"),
         ("--kd-ratio", "1.5", "from 0 to 1"),
         ("--kd-temperature", "0.0", "from 0.01 to 100"),
         ("--micro-batch-size", "0", "1 or more"),

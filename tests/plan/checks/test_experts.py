@@ -1,0 +1,81 @@
+"""Check the refusals of settings of experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.auto_layout import planned_models
+from mkd.plan.checks.experts import check_expert_settings, check_experts
+from mkd.plan.experts import expert_parallel_size
+from mkd.plan.model_shape import ModelShape
+from tests.plan.shapes import STUDENT as DENSE
+
+COMMON = dict(
+    num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=300
+)
+
+
+def moe(num_experts: int = 8) -> ModelShape:
+    return ModelShape.from_hf_config(dict(model_type="qwen3_moe", num_experts=num_experts, **COMMON))
+
+
+def codes(*argv, world_size=8, student=None, teacher=None):
+    config = load_config(["--student-hf", "s", "--teacher-hf", "t", *map(str, argv)]).config
+    models = tuple(planned_models(config, (student or moe(), teacher or moe(12))))
+    found = [*check_expert_settings(config), *check_experts(config, world_size, models)]
+    return [problem.code for problem in found]
+
+
+EP, TEACHER_EP = "--expert-model-parallel-size", "--teacher-expert-model-parallel-size"
+TP, PP, SP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--sequence-parallel"
+SELECTIVE = ("--recompute-granularity", "selective")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), []),
+        ((EP, 4), []),
+        ((EP, 8, TEACHER_EP, 4), []),
+        ((EP, 8), ["experts-not-divisible"]),  # the teacher's 12
+        ((EP, 3, TEACHER_EP, 1), ["experts-not-divisible"]),
+        ((EP, 4, TEACHER_EP, 6), ["expert-parallel-not-divisible"]),
+        ((EP, 8, PP, 2, TEACHER_EP, 4), ["expert-parallel-not-divisible"]),
+        ((TP, 2), ["experts-without-sequence-parallel"] * 2),
+        ((TP, 2, SP), []),
+        (("--expert-tensor-parallel-size", 2), ["expert-tensor-parallel-not-supported"]),
+        (("--recompute-modules", "mlp", *SELECTIVE), ["value-unknown"]),
+        (("--recompute-modules", "moe"), ["setting-without-effect"]),
+        (("--recompute-modules", "moe", "core_attn", *SELECTIVE), []),
+        (("--moe-aux-loss-coeff", 0.1, "--moe-z-loss-coeff", 0.1), []),
+    ],
+)
+def test_models_with_experts(argv, expected):
+    assert codes(*argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), []),
+        ((TEACHER_EP, 4), []),
+        ((EP, 2), ["expert-parallel-without-experts"]),
+        (("--moe-z-loss-coeff", 0.1), ["setting-without-effect"]),
+        (("--recompute-modules", "moe", *SELECTIVE), ["setting-without-effect"]),
+    ],
+)
+def test_a_dense_student(argv, expected):
+    assert codes(*argv, student=DENSE) == expected
+
+
+def test_a_dense_teacher():
+    assert codes(EP, 4, teacher=DENSE) == []
+    assert codes(EP, 4, TEACHER_EP, 2, teacher=DENSE) == ["expert-parallel-without-experts"]
+
+
+def test_a_teacher_has_the_students_size_unless_it_has_its_own():
+    config = load_config(["--teacher-hf", "t", EP, "4"]).config
+    assert expert_parallel_size(config, moe(), 0) == 4 and expert_parallel_size(config, DENSE, 0) == 1
+    config = load_config(["--teacher-hf", "t", EP, "4", TEACHER_EP, "2"]).config
+    assert (expert_parallel_size(config, moe(), 0), expert_parallel_size(config, moe())) == (2, 4)

@@ -1,0 +1,47 @@
+"""Check the invariance table of models with experts; balance losses are on in every row."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.invariance import TOLERANCE, Layout, errors_of, run_layout
+from tests.train.moe_invariance import BALANCE, LAYOUTS, make_moe_pair
+
+UPDATES = 2  # the table has more
+QUICK = {
+    "EP2 DP4, distributed optimizer, teacher EP4",
+    "EP2 PP2 VPP2",
+    "EP2 TP2 PP2 + SP, experts recomputed",
+    "EP2 CP2 DP2 + overlapped communication",
+}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe_invariance")
+    pair = make_moe_pair(folder)
+    single = Layout("one process", flags=BALANCE)
+    (sums,) = ranks.run(run_layout, 1, single, *pair, folder / "single", UPDATES)
+    for name in ("moe_balance", "moe_z"):
+        assert sums["sums"] is not None and sums["last"][f"auxiliary_loss/{name}"] > 0
+    return folder, pair, sums
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, id=one.name, marks=[] if one.name in QUICK else pytest.mark.slow) for one in LAYOUTS],
+)
+def test_layout_equals_one_process(layout, reference, ranks):
+    folder, pair, single = reference
+    layout = layout.with_flags(BALANCE)
+    results = ranks.run(run_layout, layout.ranks, layout, *pair, folder / "layout", UPDATES)
+    errors = errors_of(results, folder, single)
+    for part in ("loss", "evaluation", "last step", "grad norm", "gradient", "updated"):
+        assert errors[part] <= TOLERANCE, f"{part}: {errors}"
+    ours, theirs = results[0]["last"], single["last"]
+    for name in ("auxiliary_loss/moe_balance", "auxiliary_loss/moe_z"):
+        assert ours[name] == pytest.approx(theirs[name], rel=TOLERANCE)
+
+
+def test_the_quick_layouts_are_in_the_table():
+    assert {layout.name for layout in LAYOUTS} > QUICK
