@@ -146,6 +146,8 @@ VARIANTS = {  # further models of these families, for the tests that name them
     ),
 }
 
+DENSE = tuple(name for name, (_, options) in FAMILIES.items() if "num_local_experts" not in options)
+
 
 def config_class(name: str) -> type:
     """Return the configuration class of a `...ForCausalLM`; for a family with images, its text model's."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -28,7 +29,7 @@ def optimizer_kind(optimizer: MegatronOptimizer | None) -> str | None:
 
 
 def require_same_optimizer(
-    folder: Path, saved: Mapping, optimizer: MegatronOptimizer, precision: str
+    folder: Path, saved: Mapping[str, Any], optimizer: MegatronOptimizer, precision: str
 ) -> None:
     """Raise CheckpointError if the state `saved` has no optimizer, or one of another kind or precision."""
     saved_kind, kind = saved.get("optimizer"), optimizer_kind(optimizer)
@@ -67,7 +68,7 @@ def give_first_state(optimizer: MegatronOptimizer) -> None:
             adam.state[parameter] = state
 
 
-def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
+def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     """Load the state that Megatron has read. Modifies `loaded`.
 
     Weights of experts have an optimizer of their own; then `loaded` has a state for each by its number. All
@@ -80,7 +81,7 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict) -> None:
         _load_inner(one, state, step)
 
 
-def _load_inner(inner: MegatronOptimizer, loaded: dict, step: int) -> None:
+def _load_inner(inner: MegatronOptimizer, loaded: dict[Any, Any], step: int) -> None:
     """Load one optimizer, after `step` steps.
 
     With torch's AdamW, Megatron's distributed optimizer skips `step` when it reads and then asks for it. So
@@ -101,15 +102,15 @@ def _load_inner(inner: MegatronOptimizer, loaded: dict, step: int) -> None:
     states = inner.optimizer.state.items()
     steps = {parameter: state.pop("step") for parameter, state in states if "step" in state}
     inner.load_parameter_state_from_fully_reshardable(moments)
-    for parameter, step in steps.items():
-        inner.optimizer.state[parameter]["step"] = step.clone()
+    for parameter, shared in steps.items():
+        inner.optimizer.state[parameter]["step"] = shared.clone()
 
 
 def _counts_by_parameter(adam: torch.optim.Optimizer) -> bool:
     return isinstance(adam, torch.optim.AdamW)
 
 
-def _take_step(loaded: dict) -> int:
+def _take_step(loaded: dict[Any, Any]) -> int:
     """Remove and return the number of steps. Megatron does not save a step of 0."""
     state = loaded.get("state")
     steps = [group.pop("step") for group in loaded["param_groups"] if "step" in group]
@@ -118,7 +119,7 @@ def _take_step(loaded: dict) -> int:
     return int(max(steps, default=0))
 
 
-def _count_as(adam: torch.optim.Optimizer, loaded: dict, step: int) -> None:
+def _count_as(adam: torch.optim.Optimizer, loaded: dict[Any, Any], step: int) -> None:
     """Put the number of steps where `adam` keeps it."""
     state, groups = loaded.get("state"), loaded["param_groups"]
     if state is not None and _counts_by_parameter(adam):

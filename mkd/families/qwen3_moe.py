@@ -40,6 +40,7 @@ QWEN3_MOE = Family(
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
+        "num_local_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,

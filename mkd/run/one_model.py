@@ -67,6 +67,7 @@ def plan_model(
     problems += find_model_problems(config, world_size, source and source.shape, teacher)
     if problems:
         return None
+    assert source is not None, "a model without a source is a problem"
     stages = virtual_stages(config, source.shape)
     layout = layout_of(config, source.shape, stages, teacher)
     return ModelPlan(config, source, stages, layout, expert_parallel_size(config, source.shape, teacher))

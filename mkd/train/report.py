@@ -79,8 +79,7 @@ class Reporter:
             tokens_per_s_per_gpu=tokens / seconds / self.context.world_size,
             tflops_per_gpu=self._flops(microbatches) / seconds / 1e12 / ranks_per_replica,
             skipped_iterations=int(not result.is_applied),
-            **result.expert_load,
-            **({"loss_spikes": 1} if is_spike else {}),
+            **{**result.expert_load, **({"loss_spikes": 1} if is_spike else {})},
         )
         self._steps += 1
         if position.iteration % self.log_interval == 0:

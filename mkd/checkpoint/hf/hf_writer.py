@@ -114,10 +114,11 @@ class _Sources:
 
     def _owned_experts(self, here: Owner, experts_of_rank: int) -> dict[str, Owner]:
         """Return the owners of an expert's tensors on every expert-parallel rank, which are all alike."""
-        owned = {}
+        owned: dict[str, Owner] = {}
         for ep_rank in range(self.context.ep.size):
             owner = replace(here, ep_rank=ep_rank, first_expert=ep_rank * experts_of_rank)
             tensor_map = find_map(self.shape, here.parameter, here.first_layer, owner.first_expert)
+            assert tensor_map is not None, "the rank's own expert has a map"
             owned |= dict.fromkeys(tensor_map.tensors, owner)
         return owned
 
@@ -161,12 +162,14 @@ class _Sources:
     def _collect_expert(self, tensor: str, full: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor of an expert on global rank 0. One message, from the rank that has the expert."""
         owner, context = self.owners[tensor], self.context
+        assert owner.ep_rank is not None, "the weight of an expert"
         source = context.first_expert_holder(owner.pp_rank, owner.ep_rank)
         if context.rank not in (0, source):
             return None
         whole = torch.empty(full, dtype=dtype, device=context.device)
         if context.rank == source:
             tensor_map = find_map(self.shape, owner.parameter, owner.first_layer, owner.first_expert)
+            assert tensor_map is not None, "an owner has a map"
             shard = self.parameters[owner.part][owner.parameter].detach()
             for piece in tensor_map.pieces(owner.shard_shape, 0, 1):
                 if piece.tensor == tensor:

@@ -24,6 +24,7 @@ def token_documents(
     First the document of each token, -1 for padding; then the number of real tokens of each document, over
     all processes.
     """
+    assert packed.cu_seqlens_real is not None, "documents have lengths without padding"
     spans = packed.cu_seqlens_q_padded.diff()
     lengths = packed.cu_seqlens_real.diff()
     held = packed.cu_seqlens_q_padded // context.cp_size  # borders of the documents' parts on this process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 class LocalExperts(SequentialMLP):
     """One MLP after another, without Transformer Engine."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         mark_as_experts(self.parameters())
 
@@ -20,7 +21,7 @@ class LocalExperts(SequentialMLP):
 class GroupedExperts(TEGroupedMLP):
     """All experts in two grouped products of Transformer Engine."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         mark_as_experts(self.parameters())
 

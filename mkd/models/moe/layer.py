@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -14,13 +18,14 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     Newer versions of torch refuse the arrays that Megatron hands over.
     """
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None):
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
         result = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        self.input_splits, self.output_splits = map(_as_list, (self.input_splits, self.output_splits))
+        self.input_splits: Any = _as_list(self.input_splits)
+        self.output_splits: Any = _as_list(self.output_splits)
         return result
 
 
-def _as_list(sizes):
+def _as_list(sizes: Any) -> Any:
     is_on_host = hasattr(sizes, "tolist") and not getattr(sizes, "is_cuda", False)
     return sizes.tolist() if is_on_host else sizes
 
@@ -28,7 +33,14 @@ def _as_list(sizes):
 class ExpertLayer(MoELayer):
     """Megatron's layer of experts, whose routers get the documents of the tokens."""
 
-    def __init__(self, config, submodules=None, layer_number=None, groups=None, **unused):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        groups: ProcessGroupCollection,
+        layer_number: int | None = None,
+        **unused: Any,
+    ):
         """Build it for the experts of `groups`; versions of Megatron differ in what else they hand over."""
         super().__init__(config, submodules, layer_number, groups)
         self.token_dispatcher = TokenDispatcher(
@@ -38,7 +50,7 @@ class ExpertLayer(MoELayer):
     def forward(
         self,
         hidden_states: Tensor,  # [t(/tp), 1, h]
-        intermediate_tensors=None,
+        intermediate_tensors: object = None,
         padding_mask: Tensor | None = None,  # see `token_documents`
     ) -> tuple[Tensor, None]:
         """Return the output [t(/tp), 1, h], and None for a bias."""

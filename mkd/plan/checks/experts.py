@@ -54,11 +54,8 @@ def check_experts(config: Config, world_size: int, models: Sequence[PlannedModel
 
 def _dense(config: Config, model: PlannedModel) -> Iterator[UsageError]:
     is_student = model.teacher is None
-    given = (
-        config.parallel.expert_model_parallel_size
-        if is_student
-        else config.teachers[model.teacher].expert_model_parallel_size
-    )
+    settings = config.parallel if model.teacher is None else config.teachers[model.teacher]
+    given = settings.expert_model_parallel_size
     if given is not None and given > 1:
         what = f"{model.expert_flag.removeprefix('--')} {given}, but the {model.role} has no experts"
         why = "there is nothing to spread over these processes"

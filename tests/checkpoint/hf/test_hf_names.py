@@ -13,11 +13,11 @@ from mkd.families.registry import FAMILIES as FAMILIES_BY_TYPE
 from mkd.families.weight_rules import FFN, GATE_UP, Entry, Rule
 from mkd.plan.model_shape import ModelShape
 from tests.checkpoint.saved_tensors import all_tensors
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import DENSE, make_model
 
 
 # The tests of `tiny` spell out the parameters of grouped-query attention.
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "deepseek"])
+@pytest.fixture(scope="module", params=[family for family in DENSE if family != "deepseek"])
 def tiny(request, tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp(request.param), request.param)
     return ModelShape.from_hf_dir(folder), all_tensors(folder)
