@@ -17,7 +17,7 @@ from mkd.train.sums import LossSums
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """What the routers did in one step, over all processes."""
+    """Losses and load of the routers in one step, over all processes."""
 
     losses: dict[str, float]  # name -> loss with its coefficient, summed over layers; only those in use
     load: dict[str, float]  # metric -> value

@@ -29,7 +29,7 @@ BALANCE, Z = "moe_balance", "moe_z"
 
 @dataclass(eq=False)
 class RouterRecord:
-    """What the routers of one model part add up in a step: tokens of every expert, and both losses."""
+    """Sums of one model part's routers over a step: tokens of every expert, and both losses."""
 
     moe: MoEShape
     balance_coeff: float  # alpha
