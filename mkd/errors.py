@@ -167,11 +167,13 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
     """Decorate a tool's `main`: print an `MkdError` on stderr and return its exit code; return 0 for None.
 
     Under torchrun, which sets LOCAL_RANK, rank 0 alone prints an error that all ranks have. A rank prints its
-    own error itself. If the reader of stdout leaves, as `| head` does, end without a word.
+    own error itself. If the reader of stdout leaves, as `| head` does, end without a word. What is printed to
+    a stream that was closed before the start is discarded.
     """
 
     @wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
+        _open_closed_streams()
         try:
             try:
                 exit_code = main(*args, **kwargs) or EXIT_DONE
@@ -189,6 +191,13 @@ def returns_exit_code(main: Callable[..., int | None]) -> Callable[..., int]:
             return EXIT_CLOSED_PIPE
 
     return run
+
+
+def _open_closed_streams() -> None:
+    for name in ("stdin", "stdout", "stderr"):  # by their numbers: open() takes the lowest free one
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _print(error: MkdError) -> None:

@@ -9,7 +9,7 @@ No torch. In reading order:
     weight_rules.py                  rules and tables: which Hugging Face tensors make which parameter
     llama.py, mistral.py, qwen2.py   one file a family
     qwen3.py, phi3.py, gemma3.py
-    experts.py                       experts as several families have them
+    expert_shapes.py                 experts as several families have them
     qwen3_moe.py, mixtral.py         families with experts
     deepseek_v3.py
     registry.py                      model_type -> family

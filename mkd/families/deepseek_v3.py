@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mkd.errors import UsageError
-from mkd.families.experts import require_top_k
+from mkd.families.expert_shapes import require_top_k
 from mkd.families.family import Family, HFConfig, swiglu_layers
 from mkd.families.layer_shape import LayerShape, MLAShape, MoEShape
 from mkd.families.rope_config import read_rope, yarn_scale

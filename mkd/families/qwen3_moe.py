@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mkd.families.experts import softmax_experts
+from mkd.families.expert_shapes import softmax_experts
 from mkd.families.family import Family, HFConfig
 from mkd.families.layer_shape import LayerShape
 from mkd.families.qwen3 import QWEN3

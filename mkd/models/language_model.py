@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mkd.models.head import LMHead
 from mkd.models.moe.balance import RouterRecord
-from mkd.models.moe.documents import token_documents
+from mkd.models.moe.token_documents import token_documents
 from mkd.models.packed import PackedDocuments
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
 from mkd.models.specs import block_spec

@@ -40,8 +40,6 @@ def transformer_config(
     """
     groups, windows = shape.padded_query_groups(context.tp_size), shape.sliding_windows
     assert len(windows) <= 1, f"Megatron has one window size a model, this model has {windows}"
-    # The fused rotation has no factor, and LongRoPE's angles have another shape (see rope.py).
-    fuses_rope = all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
     interleaved = context.virtual_stages > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -60,7 +58,6 @@ def transformer_config(
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
         add_qkv_bias=shape.common("qkv_bias"),
         bias_activation_fusion=context.platform.is_cuda,
-        bias_dropout_fusion=context.platform.is_cuda,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         window_size=(windows[0] - 1, 0) if windows else None,
@@ -84,7 +81,7 @@ def transformer_config(
         variable_seq_lengths=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=context.platform.apex,
-        apply_rope_fusion=context.platform.transformer_engine and fuses_rope,
+        apply_rope_fusion=context.platform.transformer_engine and _can_fuse_rope(shape),
         masked_softmax_fusion=False,
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,
@@ -93,6 +90,11 @@ def transformer_config(
         deterministic_mode=options.deterministic and context.platform.is_cuda,
         **moe_switches(shape, context),
     )
+
+
+def _can_fuse_rope(shape: ModelShape) -> bool:
+    """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
+    return all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
 
 
 def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:

@@ -6,10 +6,10 @@ It starts without torch. In reading order:
     planned_teachers.py  the teachers of a run with their settings
     batch.py             global batch, micro-batches and data parallelism
     layout.py            the pipeline layout of one model
-    experts.py           expert parallelism of each model
+    expert_parallel.py   expert parallelism of each model
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
-    exchange.py          the exchange between the processes that share experts
+    all_to_all.py        the exchange between the processes that share experts
     layer_time.py        the time of a micro-batch in each layer of a model
     cost.py              the time of a micro-batch on each pipeline stage
     auto_layout.py       the pipeline layouts of all models, as given or balanced

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mkd.config.schema import Config
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape

@@ -13,7 +13,7 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, pair_cost
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout

@@ -1,7 +1,7 @@
 """The time of one micro-batch in each layer of a model, from FLOPs and measured rates.
 
 Embeddings, norms and communication are not counted, except that of experts. A layer with experts costs the
-products of a token's experts at the same rate as others, the exchange between processes (`exchange.py`), and
+products of a token's experts at the same rate as others, the exchange between processes (all_to_all.py), and
 copies of rows: they are sorted by expert and back, before and after each exchange. Backward copies and
 exchanges as much as forward. Nothing hides an exchange.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mkd.config.schema import Config, TrainingConfig
 from mkd.families.layer_shape import LayerShape
-from mkd.plan.exchange import exchange_ms
+from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.flops import layer_attention_flops, layer_matmul_parameters, mlp_parameters
 from mkd.plan.model_shape import ModelShape
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mkd.config.models import teacher_roles
 from mkd.config.schema import Config
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
+from mkd.plan.all_to_all import MACHINE
 from mkd.plan.auto_layout import given_layouts
-from mkd.plan.exchange import MACHINE
 from mkd.plan.forecast import Forecast
 from mkd.plan.memory import RankMemory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mkd.convert.models import load_from_hf
 from mkd.data.batch import PackedBatch
+from mkd.errors import NonFiniteError
 from mkd.losses import KDObjective, vocab_parallel_kd
 from mkd.losses.fused_linear import head_logits
 from mkd.models.language_model import LanguageModel
@@ -108,14 +110,28 @@ class Probe:
 
     @torch.no_grad()
     def add_score(self, score: Score, row: Row, logits: Tensor, teacher_logits: Tensor) -> None:
-        """Add the predictions of one batch to `score`. Both logits are fp32 [n, v] at its loss rows."""
+        """Add the predictions of one batch to `score`. Both logits are fp32 [n, v] at its loss rows.
+
+        A KL that is not finite counts as infinite. Raises NonFiniteError if that is the teacher's doing.
+        """
         rows, batch = row.batch.loss_rows, row.batch
         labels, mask = batch.labels[0, rows], batch.loss_mask[0, rows]
         output = vocab_parallel_kd(logits, teacher_logits, labels, mask, self._objective, tp_group=None)
         sums = torch.stack([output.kd, output.ce, output.top1_agreement]).tolist()
+        if not math.isfinite(sums[0]):
+            _require_finite(teacher_logits)
+            sums[0] = math.inf
         score.kl_sum, score.ce_sum, score.top1_sum = (
             score.kl_sum + sums[0],
             score.ce_sum + sums[1],
             score.top1_sum + sums[2],
         )
         score.num_tokens += int(output.num_loss_tokens)
+
+
+def _require_finite(teacher_logits: Tensor) -> None:
+    if not teacher_logits.isfinite().all():
+        what = "the teacher's logits are not finite on the given text"
+        why = "weights with NaN or infinite values cannot be compared with a cut of themselves"
+        do = "check the model: transformers computes the same"
+        raise NonFiniteError(what, why, do, code="teacher-not-finite")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mkd.checkpoint.hf.hf_assets import HFAssets
-from mkd.checkpoint.hf.hf_names import hf_tensor_shapes
+from mkd.checkpoint.hf.hf_names import exists, hf_tensor_shapes
 from mkd.checkpoint.hf.hf_reader import HFCheckpoint, check_hf_checkpoint
 from mkd.checkpoint.hf.hf_shards import DTYPE_NAMES, export_plan, stored_dtype
 from mkd.checkpoint.hf.hf_writer import prepare_folder, write_folder
@@ -95,7 +95,11 @@ def require_loadable(config: dict[str, Any]) -> None:
 def require_width_rules(teacher: ModelShape) -> None:
     """Raise UsageError for a family whose width cannot be cut: it has tensors of other kinds."""
     known = {*IN_GROUPS, *IN_FFN, *UNCUT}
-    others = [entry for entry in FAMILIES[teacher.family].tensors.values() if entry.rule not in known]
+    others = [
+        entry
+        for entry in FAMILIES[teacher.family].tensors.values()
+        if entry.rule not in known and any(exists(entry, layer) for layer in teacher.layers)
+    ]
     if others:
         raise UsageError(
             f"mkd cannot cut the width of a {teacher.family} model",

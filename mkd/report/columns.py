@@ -63,12 +63,20 @@ def split_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Split]:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 column = columns.setdefault(key, [])
                 column.extend([math.nan] * (size - len(column)))
-                column.append(float(value))
+                column.append(_number(value))
         sizes[split] = size + 1
     for split, columns in found.items():
         for column in columns.values():
             column.extend([math.nan] * (sizes[split] - len(column)))
     return {split: _sorted(found[split]) for split in sorted(found, key=_order)}
+
+
+def _number(value: float) -> float:
+    """Return a float; NaN, which is a gap in a curve, for a whole number beyond its range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def _order(split: str) -> tuple[bool, bool, str]:

@@ -15,11 +15,11 @@ from mkd.models.residency import HostResidency
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
-from mkd.train.experts import ExpertMonitor
+from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.optimizer import build_optimizer, wrap_stages
 from mkd.train.schedule import PipelineSchedule
 from mkd.train.step import Engine

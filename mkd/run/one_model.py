@@ -23,7 +23,7 @@ from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
 from mkd.plan.checks.model_alone import find_model_problems
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
 from mkd.platform import Platform
 from mkd.run.build_engine import load_weights

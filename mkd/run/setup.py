@@ -31,7 +31,7 @@ from mkd.operations.stopping import Stopper
 from mkd.operations.watchdog import Watchdog
 from mkd.parallel.agreement import on_rank_0
 from mkd.parallel.context import ParallelContext
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.platform import Platform
 from mkd.run.build_data import build_data
 from mkd.run.build_engine import build_engine

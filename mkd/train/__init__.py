@@ -4,7 +4,7 @@ step.py                          the step; read this first
 schedule.py                      Megatron's pipeline schedule runs all micro-batches through all stages
 objective.py, teachers/          the loss of one micro-batch: the cross entropy and the teachers
 sums.py                          the sums that micro-batches report, and the means made of them
-experts.py                       counts, balance losses and load of the student's experts
+expert_monitor.py                counts, balance losses and load of the student's experts
 optimizer.py                     Megatron's DDP and optimizer around the student
 optimizer_residency.py           the optimizer's state in host memory between updates
 report.py                        metrics records and progress lines

@@ -24,7 +24,7 @@ from mkd.data.batch import PackedBatch
 from mkd.operations.phases import FORWARD_BACKWARD, OPTIMIZER
 from mkd.operations.stopping import StepAgreement, Stop, without_peers
 from mkd.parallel.context import ParallelContext
-from mkd.train.experts import ExpertMonitor
+from mkd.train.expert_monitor import ExpertMonitor
 from mkd.train.objective import Objective, loss_terms
 from mkd.train.optimizer import StudentOptimizer
 from mkd.train.schedule import PipelineSchedule

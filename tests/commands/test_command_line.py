@@ -71,6 +71,14 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command, unbuffered, tmp_pa
     assert (done.returncode, done.stderr) == (0 if is_ignored else EXIT_CLOSED_PIPE, "")
 
 
+def test_closed_streams_do_not_change_the_outcome(tmp_path):
+    """As `mkd ... >&- 2>&-` in a script of a scheduler."""
+    command = f"exec {sys.executable} -m mkd launch-scripts scripts <&- >&- 2>&-"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment).returncode == 0
+    assert list((tmp_path / "scripts").iterdir())
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"mkd {__version__}\n"
 

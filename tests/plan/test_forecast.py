@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.schema import XTokenConfig
+from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.batch import BatchPlan
-from mkd.plan.exchange import exchange_ms
 from mkd.plan.flops import forward_flops
 from mkd.plan.forecast import PEAK_TFLOPS, Forecast
 from mkd.plan.layout import PipelineLayout

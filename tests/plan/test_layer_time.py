@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from mkd.plan.all_to_all import exchange_ms
 from mkd.plan.cost import pair_cost
-from mkd.plan.exchange import exchange_ms
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, config, qwen3_moe
 
 TOKENS = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, UsageError
+from mkd.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_USAGE, ErrorList, MkdError, UsageError
 from mkd.plan.model_shape import ModelShape
 from mkd.pruning.measured_text import read_batches
 from mkd.pruning.sizes import Sizes, num_parameters
@@ -119,6 +120,25 @@ def test_a_student_is_the_masked_teacher(family, sizes, ranks, tmp_path):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_teacher(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def test_a_teacher_that_is_not_finite_is_named(ranks, tmp_path):
+    """One NaN in a weight; the text makes several batches."""
+    teacher, text = make_teacher(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    model.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
+    model.save_pretrained(teacher)
+    with pytest.raises(AssertionError, match="teacher-not-finite"):
+        ranks.run(code_on_rank, 1, request(teacher, text, tmp_path / "student", DEPTH))
+    assert not (tmp_path / "student").exists()
+
+
+def code_on_rank(asked):
+    """Make the student, and raise the code of an error, which reaches the test as text."""
+    try:
+        make_on_rank(asked)
+    except MkdError as error:
+        raise RuntimeError(error.code) from error
 
 
 @pytest.mark.parametrize("method", ["block", "one-by-one"])

@@ -31,6 +31,11 @@ def test_splits_keys_and_values_that_are_no_number():
     assert plot_data(train, 100)["series"]["loss"] == [3, None, None, 1.5]
 
 
+def test_a_whole_number_beyond_floats_is_a_gap():
+    split = split_columns([{"iteration": 1, "loss": 10**400}, {"iteration": 2, "loss": 3.0}])["train"]
+    assert split.points("loss") == [(2, 3.0)]
+
+
 def test_of_repeated_iterations_the_last_record_counts_and_order_does_not():
     steps = [(1, 9.0), (2, 9.0), (3, 9.0), (2, 5.0), (3, 4.0), (4, 3.0)]  # resumed from iteration 1
     split = split_columns([{"iteration": step, "loss": value} for step, value in steps])["train"]

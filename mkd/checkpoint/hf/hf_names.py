@@ -172,7 +172,7 @@ def find_map(shape: ModelShape, parameter: str, first_layer: int, first_expert: 
     if expert:
         name = _EXPERT_NUMBER.sub("{expert}", name)
     entry = FAMILIES[shape.family].tensors.get(FUSED_NORMS.get(name, name))
-    if entry is None or not _exists(entry, shape.layers[layer]):
+    if entry is None or not exists(entry, shape.layers[layer]):
         return None
     return bind(shape, entry, layer, first_expert + int(expert[0]) if expert else None)
 
@@ -189,7 +189,7 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     maps = [bind(shape, embedding)]
     for index, layer in enumerate(shape.layers):
         for name, entry in FAMILIES[shape.family].tensors.items():
-            if _exists(entry, layer):
+            if exists(entry, layer):
                 experts = range(_num_experts(entry, shape, layer)) if "{expert}" in name else (None,)
                 maps += [bind(shape, entry, index, expert) for expert in experts]
     maps += [bind(shape, norm), bind(shape, head)]
@@ -215,5 +215,6 @@ def _num_experts(entry: Entry, shape: ModelShape, layer: LayerShape | None) -> i
     return entry.rule.experts(shape, layer)
 
 
-def _exists(entry: Entry, layer: LayerShape) -> bool:
+def exists(entry: Entry, layer: LayerShape) -> bool:
+    """Return True if `layer` has the parameter."""
     return not entry.needs or bool(attrgetter(entry.needs)(layer))

@@ -1,7 +1,7 @@
 """Mixtures of experts on Megatron-core: the MLP of a layer whose tokens are routed.
 
 switches.py      MoEShape -> Megatron's configuration
-documents.py     the document of every token, in the one tensor that reaches the routers
+token_documents.py the document of every token, in the one tensor that reaches the routers
 balance.py       balance losses by document, and the load of the experts
 router.py        the router with both
 experts.py       the experts of one process: a loop of MLPs, or Transformer Engine's grouped products

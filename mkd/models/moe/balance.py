@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.families.layer_shape import MoEShape
-from mkd.models.moe.documents import split_documents
+from mkd.models.moe.token_documents import split_documents
 
 BALANCE, Z = "moe_balance", "moe_z"
 """Names of the losses in metrics."""

@@ -6,7 +6,7 @@ training.py      length, learning-rate schedule, recomputation
 locations.py     data, held-out data and tasks, folders of checkpoints, W&B and profiles
 teachers.py      student and teachers, and settings of the loss
 parallel.py      parallel layout, batch, packs, and the models' shapes
-experts.py       expert parallelism and settings of experts
+expert_limits.py expert parallelism and settings of experts
 model_alone.py   problems of a model that runs alone, without training
 no_effect.py     the problem of a setting that nothing reads
 """

@@ -6,7 +6,7 @@ from mkd.config.schema import Config
 from mkd.errors import MkdError, UsageError, collect_error
 from mkd.plan.auto_layout import layout_of, one_model, virtual_stages
 from mkd.plan.batch import data_parallel_of
-from mkd.plan.checks.experts import check_expert_settings, check_experts
+from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
 from mkd.plan.model_shape import ModelShape

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from mkd.config.schema import Config
 from mkd.errors import MkdError
 from mkd.plan.auto_layout import PlannedModel, planned_models
-from mkd.plan.checks.experts import check_expert_settings, check_experts
+from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.locations import check_data, check_folders, check_log, check_tasks
 from mkd.plan.checks.parallel import (
     check_auto_layout,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mkd.plan.exchange import exchange_ms
+from mkd.plan.all_to_all import exchange_ms
 
 
 def test_exchange_by_hand():

@@ -8,7 +8,7 @@ from mkd.config.schema import Config
 from mkd.errors import UsageError
 from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.checks.no_effect import no_effect
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.expert_parallel import expert_parallel_size
 
 STUDENT = "--expert-model-parallel-size"
 RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mkd.models.moe.documents import split_documents, token_documents
+from mkd.models.moe.token_documents import split_documents, token_documents
 from mkd.models.packed import packed_documents
 from mkd.parallel.zigzag import context_parallel_rows
 

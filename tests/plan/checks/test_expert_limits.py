@@ -6,8 +6,8 @@ import pytest
 
 from mkd.config.load import load_config
 from mkd.plan.auto_layout import planned_models
-from mkd.plan.checks.experts import check_expert_settings, check_experts
-from mkd.plan.experts import expert_parallel_size
+from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
+from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as DENSE
 
