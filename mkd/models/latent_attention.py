@@ -72,6 +72,7 @@ class LatentAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection,
+        **unused: object,  # what newer versions of Megatron's layer hand over
     ) -> None:
         super().__init__(config=config)
         assert layer.mla is not None, "the layer has no latent attention"
