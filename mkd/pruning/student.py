@@ -120,7 +120,14 @@ def _needs_text(subject: str) -> UsageError:
 
 
 def check_request(request: StudentRequest, folder: Path, teacher: ModelShape) -> None:
-    """Raise what is wrong with the folders before a weight is read."""
+    """Raise what is wrong with the folders, or with the family, before a weight is read."""
+    if teacher.moe is not None:
+        raise UsageError(
+            f"mkd cannot cut a {teacher.family} model with experts",
+            "which layers have experts is counted by position, and a cut would move them",
+            "cut a dense model",
+            code="experts-cut-not-supported",
+        )
     if request.out.exists() and request.out.samefile(folder):
         raise UsageError(
             f"--out {request.out} is the teacher's folder",

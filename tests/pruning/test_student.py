@@ -279,6 +279,7 @@ BAD = {
     "measured-text-too-short": dict(text="short.jsonl"),
     "data-file-unreadable": dict(text="missing.jsonl"),
     "model-type-not-supported": dict(teacher="mamba"),
+    "experts-cut-not-supported": dict(teacher="mixtral"),
     "hf-weights-missing": dict(teacher="no-weights"),
 }
 EXIT_CODES = {"measured-text-too-short": EXIT_DATA, "data-file-unreadable": EXIT_DATA} | {
@@ -292,6 +293,7 @@ def test_bad_requests_end_before_weights_are_read(code, llama, tmp_path, monkeyp
     (tmp_path / "short.jsonl").write_text('{"text": "the fox"}\n')
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    make_model(tmp_path / "mixtral", "mixtral")
     (tmp_path / "no-weights").mkdir()
     (tmp_path / "no-weights" / "config.json").write_text((teacher / "config.json").read_text())
     bad = BAD[code]
