@@ -26,7 +26,14 @@ CONTRACT_KEYS = [
 
 
 def test_registry_holds_the_contract_keys_once_in_order():
-    more = ["teacher_share", "loss_spikes", "gap_closed", "peak_memory_gib"]
+    more = [
+        "teacher_share",
+        "expert_load_max_over_mean",
+        "expert_load_worst_layer",
+        "loss_spikes",
+        "gap_closed",
+        "peak_memory_gib",
+    ]
     assert [metric.name for metric in METRICS] == CONTRACT_KEYS + more
     assert all(metric.unit and metric.help for metric in METRICS)
 
