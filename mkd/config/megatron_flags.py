@@ -18,7 +18,7 @@ def _by_flag(flags: Mapping[str, str]) -> dict[str, str]:
 USE_INSTEAD = _by_flag(
     {
         "--student-hf and --teacher-hf: both models' config.json say it": (
-            "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups "
+            "num-layers num-experts hidden-size ffn-hidden-size num-attention-heads num-query-groups "
             "group-query-attention kv-channels max-position-embeddings position-embedding-type rotary-base "
             "rotary-percent use-rope-scaling rope-scaling-factor use-rotary-position-embeddings "
             "rotary-seq-len-interpolation-factor no-position-embedding normalization norm-epsilon "
@@ -119,7 +119,6 @@ SAFE_TO_DROP = _by_flag(
 
 NOT_YET = _by_flag(
     {
-        "mkd reads the experts from config.json": "num-experts",
         "use --use-distributed-optimizer": "use-torch-fsdp2 use-megatron-fsdp optimizer-cpu-offload",
         "use models without multi-token prediction": "mtp-num-layers",
         "use models without latent attention": "multi-latent-attention",

@@ -32,7 +32,8 @@ def test_every_flag_that_is_recommended_exists():
         (["--transformer-impl=local"], "flag-not-needed", ""),
         (["--rampup-batch-size", "16", "16", "1000"], "flag-replaced", "use one"),
         (["--wandb-exp-name", "x"], "flag-replaced", "use --name"),
-        (["--num-experts", "8"], "flag-not-yet", ""),
+        (["--num-experts", "8"], "flag-replaced", "use --student-hf"),
+        (["--mtp-num-layers", "1"], "flag-not-yet", ""),
     ],
 )
 def test_known_flags_get_advice(argv, code, advice):

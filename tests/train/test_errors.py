@@ -51,7 +51,7 @@ def test_unknown_and_unsupported_flags_before_torch_is_imported():
         "--use-flash-attn",
         "--kd-divergence",
         "tvd",
-        "--num-experts",
+        "--mtp-num-layers",
     ]
     code = "import sys, mkd.run.main as m; c = m.main(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules; sys.exit(c)"
