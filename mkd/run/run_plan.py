@@ -17,6 +17,7 @@ from mkd.operations.profiling import profile_problems
 from mkd.operations.run_folders import start_problems
 from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
+from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
@@ -109,6 +110,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
         raise ErrorList(problems)
     stages = virtual_stages(config, student.shape)
     student_layout, teacher_layouts = layouts_of(config, student.shape, tuple(shapes), stages)
+    require_expert_layers(config, student.shape, student_layout)
     return Plan(
         config=config,
         student=student,

@@ -9,6 +9,8 @@ from mkd.errors import UsageError
 from mkd.plan.auto_layout import PlannedModel
 from mkd.plan.checks.no_effect import no_effect
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.layout import STUDENT_FLAG, PipelineLayout
+from mkd.plan.model_shape import ModelShape
 
 STUDENT = "--expert-model-parallel-size"
 RECOMPUTED = ("core_attn", "moe")  # parts that selective recomputation knows
@@ -82,3 +84,20 @@ def _spread(config: Config, world_size: int, model: PlannedModel, num_experts: i
         what += f"{parallel.tensor_model_parallel_size} without sequence-parallel"
         why = "every tensor-parallel process would route the same tokens"
         yield UsageError(what, why, "add --sequence-parallel", code="experts-without-sequence-parallel")
+
+
+def require_expert_layers(config: Config, student: ModelShape, layout: PipelineLayout) -> None:
+    """Raise UsageError if the distributed optimizer could not save a pipeline rank without experts.
+
+    Megatron keeps an optimizer for experts on every rank, and cannot save one without parameters.
+    """
+    if student.moe is None or not config.parallel.use_distributed_optimizer:
+        return
+    for rank in range(layout.pipeline_parallel):
+        parts = [layout.for_rank(rank, virtual) for virtual in range(layout.virtual_stages)]
+        layers = [layer for first, count in parts for layer in student.layers[first : first + count]]
+        if all(layer.is_dense for layer in layers):
+            what = f"pipeline rank {rank} has {len(layers)} layers of the student, none of them with experts"
+            why = "the distributed optimizer cannot save the empty optimizer of its experts"
+            do = f"give it a layer with experts ({STUDENT_FLAG}), or remove --use-distributed-optimizer"
+            raise UsageError(what, why, do, code="pipeline-rank-without-experts")

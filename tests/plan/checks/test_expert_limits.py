@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mkd.config.load import load_config
+from mkd.errors import UsageError
 from mkd.plan.auto_layout import planned_models
-from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
+from mkd.plan.checks.expert_limits import check_expert_settings, check_experts, require_expert_layers
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from tests.plan.shapes import STUDENT as DENSE
 
@@ -79,3 +81,27 @@ def test_a_teacher_has_the_students_size_unless_it_has_its_own():
     assert expert_parallel_size(config, moe(), 0) == 4 and expert_parallel_size(config, DENSE, 0) == 1
     config = load_config(["--teacher-hf", "t", EP, "4", TEACHER_EP, "2"]).config
     assert (expert_parallel_size(config, moe(), 0), expert_parallel_size(config, moe())) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("dense", "layers", "virtual_stages", "flags", "is_refused"),
+    [
+        ([0, 1], (2, 2), 1, ("--use-distributed-optimizer",), True),
+        ([0, 1], (2, 2), 1, (), False),
+        ([0], (2, 2), 1, ("--use-distributed-optimizer",), False),
+        ([0, 2], (1, 1, 1, 1), 2, ("--use-distributed-optimizer",), True),  # rank 0 has layers 0 and 2
+        ([0, 1], (1, 1, 1, 1), 2, ("--use-distributed-optimizer",), False),
+    ],
+)
+def test_every_pipeline_rank_has_experts_to_optimise(dense, layers, virtual_stages, flags, is_refused):
+    """Megatron's distributed optimizer fails at the first save otherwise."""
+    config = load_config(["--student-hf", "s", "--teacher-hf", "t", *flags]).config
+    shape = ModelShape.from_hf_config(
+        dict(model_type="qwen3_moe", num_experts=8, mlp_only_layers=dense, **COMMON)
+    )
+    layout = PipelineLayout(layers, 2, virtual_stages)
+    if not is_refused:
+        return require_expert_layers(config, shape, layout)
+    with pytest.raises(UsageError) as caught:
+        require_expert_layers(config, shape, layout)
+    assert caught.value.code == "pipeline-rank-without-experts"
