@@ -295,6 +295,16 @@ def compare(layout: Layout, pool: RankPool, student: Path, teacher: Path, folder
     )
 
 
+PARTS = ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
+"""Keys of `errors_of` that are errors."""
+
+
+def require_equal(errors: dict) -> None:
+    """Raise AssertionError unless every error is within `TOLERANCE`."""
+    for part in PARTS:
+        assert errors[part] <= TOLERANCE, f"{part}: {errors}"
+
+
 def errors_of(results: list[dict], folder: Path, single: dict) -> dict:
     """Return relative errors of all ranks' results of one layout, and of its exports, against one process."""
     assert all(result == results[0] for result in results), "ranks report different sums"

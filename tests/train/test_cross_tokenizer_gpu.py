@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import skip_unless_gpus_take
 from tests.train.cross_tokenizer_invariance import LAYOUTS, LOSSES, SINGLE, make_files, run_layout
-from tests.train.invariance import errors_of
+from tests.train.invariance import PARTS, errors_of
 from tests.train.test_invariance_gpu import BF16_COSINE, BF16_LOSS_TOLERANCE, FP32_TOLERANCE, cosine
 
 pytestmark = pytest.mark.gpu
@@ -36,10 +36,5 @@ def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
     print(
         loss, layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"}
     )
-    parts = (
-        ("loss", "evaluation")
-        if flags
-        else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
-    )
-    for part in parts:
+    for part in ("loss", "evaluation") if flags else PARTS:
         assert errors[part] <= (BF16_LOSS_TOLERANCE if flags else FP32_TOLERANCE), f"{part}: {errors}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiny_models import make_model
-from tests.train.invariance import FULL, SINGLE, SP, TOLERANCE, Layout, add_text, errors_of, run_layout
+from tests.train.invariance import FULL, SINGLE, SP, Layout, add_text, errors_of, require_equal, run_layout
 
 UPDATES = 2
 LAYOUTS = (
@@ -32,6 +32,4 @@ def reference(ranks, tmp_path_factory):
 def test_layout_equals_one_process(layout, reference, ranks):
     folder, student, teacher, single = reference
     results = ranks.run(run_layout, layout.ranks, layout, student, teacher, folder / "layout", UPDATES)
-    errors = errors_of(results, folder, single)
-    for part in ("loss", "evaluation", "last step", "grad norm", "gradient", "updated"):
-        assert errors[part] <= TOLERANCE, f"{part}: {errors}"
+    require_equal(errors_of(results, folder, single))

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks import skip_unless_gpus_take
-from tests.train.invariance import LAYOUTS, SINGLE, compare, make_pair, run_layout
+from tests.train.invariance import LAYOUTS, PARTS, SINGLE, compare, make_pair, run_layout
 
 pytestmark = pytest.mark.gpu
 FP32_TOLERANCE = 1e-4
@@ -44,10 +44,5 @@ def test_layout_equals_one_gpu(layout, reference, gpu_ranks):
         errors["cosine"] = cosine(folder / "layout" / "gradients", folder / "single" / "gradients")
         assert errors["cosine"] >= BF16_COSINE, errors
     print(layout.name, " ".join(flags), {name: value for name, value in errors.items() if name != "where"})
-    parts = (
-        ("loss", "evaluation")
-        if flags
-        else ("loss", "evaluation", "last step", "grad norm", "gradient", "updated")
-    )
-    for part in parts:
+    for part in ("loss", "evaluation") if flags else PARTS:
         assert errors[part] <= (BF16_LOSS_TOLERANCE if flags else FP32_TOLERANCE), f"{part}: {errors}"
