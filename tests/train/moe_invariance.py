@@ -41,14 +41,16 @@ LAYOUTS = (
 )
 
 
-def make_moe_pair(folder: Path) -> tuple[Path, Path]:
-    """Make a Qwen3-MoE student whose first two of 8 layers are dense, and a Mixtral teacher."""
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    student = make_model(
-        folder / "student", "qwen3_moe", seed=1, num_hidden_layers=8, head_dim=8, mlp_only_layers=[0, 1]
-    )
-    sizes = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=32, vocab_size=330)
-    teacher = make_model(folder / "teacher", "mixtral", seed=2, **heads, **sizes)
+def make_moe_pair(folder: Path, sizes: dict | None = None) -> tuple[Path, Path]:
+    """Make a Qwen3-MoE student whose first two of 8 layers are dense, and a Mixtral teacher.
+
+    `sizes` override both models' sizes.
+    """
+    student_sizes = dict(num_hidden_layers=8, head_dim=8, mlp_only_layers=[0, 1])
+    teacher_sizes = dict(num_hidden_layers=8, hidden_size=64, intermediate_size=32, vocab_size=330)
+    teacher_sizes |= dict(num_attention_heads=4, num_key_value_heads=2)
+    student = make_model(folder / "student", "qwen3_moe", seed=1, **student_sizes | (sizes or {}))
+    teacher = make_model(folder / "teacher", "mixtral", seed=2, **teacher_sizes | (sizes or {}))
     return add_text(student), teacher
 
 

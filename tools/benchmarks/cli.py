@@ -103,7 +103,8 @@ def _add_pair_flags(commands: Sequence[argparse.ArgumentParser]) -> None:
     for command in commands:
         command.add_argument(
             "--student-shape",
-            help="student of tools/benchmarks/shapes.py (default: qwen3-1.7b, on a CPU tiny-student)",
+            help="student of tools/benchmarks/shapes.py; NAME:N has N of its layers "
+            "(default: qwen3-1.7b, on a CPU tiny-student)",
         )
         command.add_argument("--teacher-shape", help="teacher (default: qwen3-8b, on a CPU tiny-teacher)")
         command.add_argument(

@@ -32,7 +32,7 @@ from tools.benchmarks.shapes import shape_of
 class PairSettings:
     """Student and teacher to build, and their layout."""
 
-    student: str  # names of `shapes.SHAPES`
+    student: str  # names of `shapes.config_of`
     teacher: str
     seq_length: int
     micro_batch_size: int = 1
@@ -95,11 +95,13 @@ class RandomCheckpoint(HFCheckpoint):
 @contextmanager
 def parallel_context(platform: Platform, settings: PairSettings) -> Iterator[ParallelContext]:
     """Provide the process groups of the layout, for all engines of a benchmark."""
+    parallel = load_config(settings.argv(torch.float32, 1)).config.parallel
     context = ParallelContext.create(
         platform,
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
         virtual_stages=settings.virtual_stages,
+        expert_parallel=parallel.expert_model_parallel_size,
     )
     try:
         yield context

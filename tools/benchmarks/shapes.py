@@ -23,6 +23,21 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> dict:
     )
 
 
+def _qwen3_moe(hidden: int, layers: int, heads: int, groups: int, head_dim: int, experts: tuple) -> dict:
+    """Return a configuration; `experts` are their number, those of a token, and channels of each."""
+    number, top_k, ffn = experts
+    return _qwen3(hidden, layers, heads, 3 * hidden, tied=False) | dict(
+        model_type="qwen3_moe",
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        num_experts=number,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=ffn,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    )
+
+
 def _llama3(
     hidden: int, layers: int, heads: int, head_dim: int, ffn: int, tied: bool, rope_factor: float
 ) -> dict:
@@ -68,25 +83,37 @@ def _tiny(hidden: int, layers: int, tied: bool) -> dict:
 SHAPES = {
     "tiny-student": _tiny(32, 2, tied=True),
     "tiny-teacher": _tiny(64, 4, tied=False),
+    "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
     "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 128, (128, 8, 768)),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 128, (128, 8, 1536)),
     "llama3.2-1b": _llama3(2048, 16, 32, 64, 8192, tied=True, rope_factor=32.0),
     "llama3.2-3b": _llama3(3072, 28, 24, 128, 8192, tied=True, rope_factor=32.0),
     "llama3.1-8b": _llama3(4096, 32, 32, 128, 14336, tied=False, rope_factor=8.0),
 }
 
 
-def shape_of(name: str) -> ModelShape:
-    """Return the shape of that name. Raises UsageError if it is not in the table."""
-    if name not in SHAPES:
+def config_of(name: str) -> dict:
+    """Return the Hugging Face configuration of a shape; NAME:N has its first N layers.
+
+    Raises UsageError if the name is not in the table.
+    """
+    known, _, layers = name.partition(":")
+    if known not in SHAPES or not (layers or "1").isdecimal():
         raise UsageError(
             f"shape {name!r} is not known",
             "",
-            f"choose one of: {', '.join(SHAPES)}",
+            f"choose one of: {', '.join(SHAPES)}; NAME:N has N of its layers",
             code="benchmark-shape-unknown",
         )
-    return ModelShape.from_hf_config(SHAPES[name])
+    return SHAPES[known] | (dict(num_hidden_layers=int(layers)) if layers else {})
+
+
+def shape_of(name: str) -> ModelShape:
+    """Return the shape of `config_of`."""
+    return ModelShape.from_hf_config(config_of(name))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tools.benchmarks import peers
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.random_engine import RandomCheckpoint
-from tools.benchmarks.shapes import SHAPES, shape_of
+from tools.benchmarks.shapes import config_of, shape_of
 
 ADAM = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
@@ -52,7 +52,7 @@ def hf_model(name: str, machine: Machine) -> nn.Module:
     """Build the transformers model of a benchmark shape, with the engine's random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = dict(SHAPES[name])
+    config = config_of(name)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype, attn_implementation="sdpa")

@@ -43,6 +43,7 @@ class ExpertLayer(MoELayer):
     ):
         """Build it for the experts of `groups`; versions of Megatron differ in what else they hand over."""
         super().__init__(config, submodules, layer_number, groups)
+        self.router.to(next(self.experts.parameters()).device)  # Megatron builds it on the CPU
         self.token_dispatcher = TokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )

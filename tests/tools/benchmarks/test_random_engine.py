@@ -11,7 +11,9 @@ from mkd.plan.parameters import model_parameters
 from tools.benchmarks.random_engine import PairSettings, RandomCheckpoint
 from tools.benchmarks.shapes import SHAPES, shape_of
 
-PUBLISHED = [("qwen3-1.7b", 1.72), ("qwen3-8b", 8.19), ("llama3.2-1b", 1.24), ("llama3.1-8b", 8.03)]
+PUBLISHED = [
+    ("qwen3-1.7b", 1.72), ("qwen3-8b", 8.19), ("llama3.2-1b", 1.24), ("llama3.1-8b", 8.03),
+    ("qwen3-30b-a3b", 30.53), ("qwen3-235b-a22b", 235.09)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED)
@@ -22,8 +24,10 @@ def test_shapes_have_their_published_number_of_parameters(name, billions):
 
 def test_every_shape_is_a_model_and_an_unknown_one_is_not():
     assert all(shape_of(name).vocab_size > 0 for name in SHAPES)
-    with pytest.raises(UsageError, match="choose one of: tiny-student"):
-        shape_of("gpt")
+    assert shape_of("qwen3-8b:5").num_layers == 5
+    for name in ("gpt", "qwen3-8b:x"):
+        with pytest.raises(UsageError, match="choose one of: tiny-student"):
+            shape_of(name)
 
 
 def test_random_weights_repeat_and_slices_differ():
