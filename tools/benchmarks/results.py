@@ -22,6 +22,7 @@ BENCHMARKS = (
     "head",
     "chunks",
     "step",
+    "trainers",
     "pipeline",
     "packing",
     "corpus",
@@ -74,7 +75,7 @@ def append_figures(
     path: Path, machine: str, argv: Sequence[str], times: Times, others: Sequence[Other] = ()
 ) -> None:
     """Append the medians of a run to a CSV file, with a header if the file is new."""
-    command = shlex.join(argument for argument in argv if argument)
+    command = shlex.join(argument for argument in argv if argument and argument not in ("--csv", str(path)))
     today, commit = date.today().isoformat(), current_commit()
     rows = [
         Figure(today, machine, commit, command, case, arm, "time", "ms", f"{ms:.4g}")

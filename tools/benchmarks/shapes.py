@@ -80,10 +80,25 @@ def _tiny(hidden: int, layers: int, tied: bool) -> dict:
     )
 
 
+_SMOLLM2 = dict(
+    model_type="llama",
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+    rope_theta=1e5,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+)
 SHAPES = {
     "tiny-student": _tiny(32, 2, tied=True),
     "tiny-teacher": _tiny(64, 4, tied=False),
     "tiny-moe": _qwen3_moe(32, 2, 4, 2, 16, (8, 2, 16)) | dict(vocab_size=500),
+    "smollm2-135m": _SMOLLM2,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
