@@ -20,8 +20,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
         result = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        self.input_splits: Any = _as_list(self.input_splits)
-        self.output_splits: Any = _as_list(self.output_splits)
+        if point == self.cuda_sync_point:  # before it, copies from the GPU may be under way
+            self.input_splits: Any = _as_list(self.input_splits)
+            self.output_splits: Any = _as_list(self.output_splits)
         return result
 
 
