@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def test_findings_before_a_failure_are_kept(monkeypatch, tmp_path):
     ]
 
 
+probed_once = cache(doctor.probe)  # each starts a process that imports Megatron
+
+
 @pytest.mark.parametrize(
     "version, level, words",
     [
@@ -99,6 +103,7 @@ def test_findings_before_a_failure_are_kept(monkeypatch, tmp_path):
 )
 def test_versions_of_megatron_outside_the_tested_ones_are_named(monkeypatch, version, level, words):
     monkeypatch.setattr(doctor, "version_of", lambda name: version)
+    monkeypatch.setattr(doctor, "probe", probed_once)
     (finding,) = doctor._megatron()
     assert finding.level == level and version in finding.text and words in finding.text
     assert bool(finding.do) == (level == "note")

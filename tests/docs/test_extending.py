@@ -69,26 +69,28 @@ def test_the_page_has_a_recipe_for_every_plug():
     assert [kind for kind in kinds if not any(kind in title for title in RECIPES)] == []
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """Return a copy of the tree, to which recipes are added one after the other."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("mkd", "tools", "tests", "configs", "docs", "launch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pretrain_kd.py", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / file, folder / file)
+    return folder
+
+
 @pytest.mark.parametrize("title", RECIPES)
-def test_a_recipe_works_on_a_copy_of_the_tree(title, tmp_path):
+def test_a_recipe_works_on_a_copy_of_the_tree(title, tree):
     recipe = RECIPES[title]
     assert recipe.changes and recipe.check
-    for folder in ("mkd", "tools", "tests", "configs", "docs", "launch"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pretrain_kd.py", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / file, tmp_path / file)
     for change in recipe.changes:
-        apply(tmp_path, *change)
+        apply(tree, *change)
     environment = os.environ | {
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": str(tree),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     done = subprocess.run(
-        ["bash", "-euc", recipe.check],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        ["bash", "-euc", recipe.check], cwd=tree, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
