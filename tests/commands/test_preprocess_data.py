@@ -16,6 +16,33 @@ from mkd.data.store import TokenStore
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+# The loader's threads end late here, and free the semaphores of their queues slowly: a program that does not wait
+# for them ends in the middle of that.
+SLOW_THREADS = """
+import atexit, runpy, sys, threading, time
+from multiprocessing import queues, synchronize
+
+feed, unlink, ending = queues.Queue._feed, synchronize.sem_unlink, threading.Event()
+
+def late_feed(*arguments):
+    feed(*arguments)
+    ending.wait(2)
+
+def slow_unlink(name):
+    unlink(name)
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.5)
+
+def end():
+    ending.set()
+    time.sleep(0.2)
+
+queues.Queue._feed, synchronize.sem_unlink = late_feed, slow_unlink
+atexit.register(end)
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +64,8 @@ def test_files_become_a_corpus(model, tmp_path):
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = [
         sys.executable,
+        "-c",
+        SLOW_THREADS,
         TOOL,
         "--input",
         tmp_path / "a.jsonl",
