@@ -7,6 +7,12 @@ READY := $(VENV)/.ready
 # The suite starts some hundred processes: compiled modules are kept, and two cores are shared.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# What differs first between versions of megatron-core, torch and transformers.
+VERSION_TESTS := tests/platform tests/models tests/parallel tests/checkpoint/test_saving.py \
+	tests/checkpoint/hf/test_hf_experts.py tests/convert/test_latent_attention.py \
+	$(patsubst %,tests/train/test_%.py,resume moe_resume pair nonfinite invariance latent_invariance moe_invariance) \
+	-m 'not download' -k 'not killed and not disk and not dies and not retention and not error_on and not stopwatch'
+
 EXTRAS := dev,quickstart,data,xtoken,tiktoken,log
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -28,9 +34,7 @@ test-slow: lint  ## the same with the tests that take long
 
 test-versions: $(READY)  ## the tests that depend most on megatron-core: PYTHON=python3.12 VENV=build/py312 has the newest
 	$(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(megatron-core|torch|transformers|numpy) '
-	$(TESTS) tests/models/test_specs.py tests/models/test_hf_parity.py tests/parallel tests/checkpoint/test_saving.py \
-		tests/train/test_resume.py tests/train/test_pair.py tests/train/test_invariance.py \
-		-k 'not killed and not error and not disk and not dies and not retention'
+	$(TESTS) $(VERSION_TESTS)
 
 faults: $(READY)  ## print what every fault of the fault table leads to (an hour)
 	MKD_SLOW=1 $(TESTS) -m fault -p tests.faults

@@ -111,6 +111,7 @@ FAMILIES = {
             num_key_value_heads=3,
             pad_token_id=0,
             original_max_position_embeddings=32,
+            partial_rotary_factor=0.75,  # transformers 5.0 reads it here alone
             rope_parameters=LONG_ROPE,
         ),
     ),

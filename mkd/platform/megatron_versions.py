@@ -15,13 +15,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-# What Megatron says in every run about calls that are as they must be, or that are not mkd's.
+# What Megatron and its imports say in every run about things that are as they must be, or that are not mkd's.
 LOG_LINES = {  # logger -> start of the line, a regular expression
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec|Unknown MLP type",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout",
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",  # `Platform.describe` says it
 }
 WARNINGS = (
+    "absl.logging is not installed",
     "MimoModelConfig is experimental",
     "The .grad attribute of a Tensor that is not a leaf",
     "The argument order of load has been changed",

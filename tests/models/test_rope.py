@@ -35,9 +35,13 @@ SCALED = {
 def config_of(rope):
     sizes = dict(hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=128)
     sizes["rope_parameters"] = dict(rope)
-    # Phi-3's own key of the original context takes precedence over that of rope_parameters
+    # Phi-3's own key of the original context takes precedence over that of rope_parameters; so does that of
+    # the rotated fraction with transformers 5.0
     if rope["rope_type"] == "longrope":
-        return transformers.Phi3Config(**sizes, pad_token_id=0, original_max_position_embeddings=32)
+        sizes |= dict(
+            original_max_position_embeddings=32, partial_rotary_factor=rope["partial_rotary_factor"]
+        )
+        return transformers.Phi3Config(**sizes, pad_token_id=0)
     return transformers.LlamaConfig(**sizes)
 
 
