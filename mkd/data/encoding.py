@@ -172,7 +172,7 @@ def in_workers(
         progress()
         raise
     finally:
-        # The loader leaves the threads that feed its workers to themselves. One that is freeing its semaphores
+        # The loader leaves the threads that feed its workers to themselves. One that still frees semaphores
         # when this process ends makes Python warn of leaked ones.
         for thread in set(threading.enumerate()) - earlier:
             if thread.name == "QueueFeederThread":

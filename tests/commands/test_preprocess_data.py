@@ -16,8 +16,8 @@ from mkd.data.store import TokenStore
 from mkd.errors import EXIT_DATA, EXIT_DONE, EXIT_USAGE
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
-# The loader's threads end late here, and free the semaphores of their queues slowly: a program that does not wait
-# for them ends in the middle of that.
+# The loader's threads end late here, and free the semaphores of their queues slowly: a program that does not
+# wait for them ends in the middle of that.
 SLOW_THREADS = """
 import atexit, runpy, sys, threading, time
 from multiprocessing import queues, synchronize
