@@ -7,6 +7,8 @@ It starts without torch. In reading order:
     batch.py             global batch, micro-batches and data parallelism
     layout.py            the pipeline layout of one model
     expert_parallel.py   expert parallelism of each model
+    peer_groups.py       which processes split a teacher
+    machine.py           the machine that plans assume
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
     all_to_all.py        the exchange between the processes that share experts

@@ -9,9 +9,9 @@ from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
-from mkd.plan.all_to_all import MACHINE
 from mkd.plan.auto_layout import given_layouts
 from mkd.plan.forecast import Forecast
+from mkd.plan.machine import MACHINE
 from mkd.plan.memory import RankMemory
 
 USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
@@ -151,7 +151,7 @@ def changes(
         yield _set("recomputation", text, "training", **modules)
     if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
         yield from _recomputations(stage_layers)
-    yield from _on_the_host(config)
+    yield from _residencies(config)
     for factor in (2, 4, 8):
         yield from _larger_groups(config, factor)
 
@@ -188,14 +188,23 @@ def _more_expert_parallel(config: Config, factor: int, has_experts: Sequence[boo
         yield Change("experts", text, lambda c: _with_teachers(c, which, expert_model_parallel_size=size))
 
 
-def _on_the_host(config: Config) -> Iterator[Change]:
+def _residencies(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
         yield _set("optimizer on host", text, "training", optimizer_residency="host")
     if any(not teacher.topk and teacher.residency == "device" for teacher in config.teachers):
         only = len(config.teachers) == 1
         text = "--teacher-residency host" if only else "residency: host for every teacher"
-        yield Change("teacher on host", text, lambda c: _with_teachers(c, residency="host"))
+        yield Change("teacher", text, lambda c: _with_teachers(c, residency="host", peers=None))
+        for peers in (2, 4, 8):
+            if peers * config.parallel.tensor_model_parallel_size <= MACHINE:
+                yield _split_over_peers(peers, only)
+
+
+def _split_over_peers(peers: int, is_only: bool) -> Change:
+    only, several = "--teacher-residency peers --teacher-peers", "residency: peers for every teacher, peers:"
+    text = f"{only if is_only else several} {peers}"
+    return Change("teacher", text, lambda c: _with_teachers(c, residency="peers", peers=peers))
 
 
 def _larger_groups(config: Config, factor: int) -> Iterator[Change]:
