@@ -8,7 +8,7 @@ It starts without torch. In reading order:
     layout.py            the pipeline layout of one model
     expert_parallel.py   expert parallelism of each model
     peer_groups.py       which processes split a teacher
-    machine.py           the machine that plans assume
+    hardware.py          the machine that plans assume
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
     all_to_all.py        the exchange between the processes that share experts
@@ -21,6 +21,7 @@ It starts without torch. In reading order:
     memory.py            the peak memory of every pipeline rank
     checks/              validation: every problem of a configuration
     forecast.py          all of the above for one run
+    teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
     loss_card.py         the objective of a run as text
 """

@@ -12,7 +12,7 @@ the machine and (n - m) / n cross the network. Both move at the same time, so th
 
 from __future__ import annotations
 
-from mkd.plan.machine import LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
+from mkd.plan.hardware import LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
 
 
 def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:

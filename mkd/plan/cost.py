@@ -15,9 +15,9 @@ from itertools import islice
 from mkd.config.schema import Config
 from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.machine import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import layer_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers

@@ -15,9 +15,9 @@ from mkd.plan.checks.problems import find_problems
 from mkd.plan.cost import DOCUMENT_LENGTH, layer_transfer_ms, pair_cost
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
+from mkd.plan.hardware import HOST_BYTES_PER_MS
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.machine import HOST_BYTES_PER_MS
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import active_parameters, model_parameters

@@ -16,18 +16,17 @@ from mkd.plan.memory import GIB, NCCL_GIB, WORKSPACE_GIB, predict_memory
 from tests.plan.held_bytes import held_bytes
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, SP, UNEVEN, Layout, add_text, make_pair
+from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, add_text, make_pair
 from tests.train.moe_invariance import make_moe_pair
 
 PP4 = ("--pipeline-model-parallel-size", 4)
-PEERS = ("--teacher-residency", "peers", "--teacher-peers", "2")
 LAYOUTS = (
     Layout("one process"),
     Layout("TP2", 2, tp=2, flags=SP),
     Layout("PP2", 2, pp=2, flags=UNEVEN),
     Layout("PP2 VPP2", 2, pp=2, vp=2),
     Layout("DP2", 2, flags=DISTRIBUTED),
-    Layout("DP2 PP2, a teacher over peers", 4, pp=2, flags=(*UNEVEN, *PEERS)),
+    Layout("DP2 PP2, a teacher over peers", 4, pp=2, flags=UNEVEN + PEERS[2]),
     Layout("bf16", flags=("--bf16",)),
     Layout("bf16 CP2", 2, cp=2, flags=(*DISTRIBUTED, "--bf16")),
 )
@@ -52,7 +51,11 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
 
 
 EXPERT_LAYOUTS = (
-    Layout("EP2, teacher EP1", 2, flags=("--teacher-expert-model-parallel-size", "1", "--bf16")),
+    Layout(
+        "EP2, teacher EP1 over 2 peers",
+        2,
+        flags=("--teacher-expert-model-parallel-size", "1", *PEERS[2], "--bf16"),
+    ),
     Layout("EP2 TP2, teacher EP4", 4, tp=2, flags=(*SP, "--teacher-expert-model-parallel-size", "4")),
 )
 

@@ -9,7 +9,17 @@ from tests.models.streamed import to_megatron
 from tests.tiny_models import make_model
 from tests.train import cross_tokenizer_invariance as cross
 from tests.train.command import flags, make_files, read_metrics, run_main
-from tests.train.invariance import DISTRIBUTED, OVERLAP, SP, UNEVEN, Layout, add_text, make_pair, microbatches
+from tests.train.invariance import (
+    DISTRIBUTED,
+    OVERLAP,
+    PEERS,
+    SP,
+    UNEVEN,
+    Layout,
+    add_text,
+    make_pair,
+    microbatches,
+)
 
 UNEVEN_PARTS = ("--teacher-pipeline-layout", "5,5,4,2")
 LAYOUTS = {
@@ -38,10 +48,6 @@ EXPERT_LAYOUTS = {
     Layout("TP2 DP2, teacher EP2, from a Megatron checkpoint", 4, tp=2, flags=(*SP, OF_TEACHER, "2")): 2,
 }
 """The same for models with experts."""
-
-
-def peers_flags(number: int) -> tuple[str, ...]:
-    return "--teacher-residency", "peers", "--teacher-peers", str(number)
 
 
 def trained(engine, state, batches) -> tuple:
@@ -79,7 +85,7 @@ def train_whole_and_split(layout: Layout, student, teacher, peers: int) -> None:
 
     results, at_rest = [], []
     loaded = ("--teacher-load", str(teacher / "megatron")) if "Megatron" in layout.name else ()
-    for more in (loaded, (*loaded, *peers_flags(peers))):
+    for more in (loaded, (*loaded, *PEERS[peers])):
         plan = plan_run(load_config(layout.with_flags(more).argv(student, teacher)).config, layout.ranks)
         parallel = plan.config.parallel
         context = join(parallel, plan.virtual_stages, detect(), parallel.expert_model_parallel_size)
@@ -157,7 +163,7 @@ def test_a_run_resumes_with_its_peers(ranks, tmp_path):
     """The command evaluates and stops between; with a whole teacher nothing of it happens otherwise."""
     files = make_files(tmp_path)
     more = ("--train-iters", 4, "--eval-interval", 2, "--split", "80,20,0")
-    split = (*more, *peers_flags(2), "--save", files / "save", "--load", files / "save")
+    split = (*more, *PEERS[2], "--save", files / "save", "--load", files / "save")
     for argv in (
         flags(files, "whole", *more),
         flags(files, "split", *split, "--exit-interval", 2),

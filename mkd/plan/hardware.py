@@ -1,4 +1,4 @@
-"""The machine that plans assume: its GPUs, and the bandwidth of the links between them."""
+"""The hardware that plans assume: GPUs of a machine, and the bandwidth of the links between them."""
 
 from __future__ import annotations
 
