@@ -16,6 +16,8 @@ It starts without torch. In reading order:
     cost.py              the time of a micro-batch on each pipeline stage
     auto_layout.py       the pipeline layouts of all models, as given or balanced
     bubble.py            the time that ranks wait in a step
+    prefetch.py          teacher forwards ahead of the student
+    prefetch_replay.py   the replay of such a plan, message by message
     activations.py       the memory of a micro-batch
     head.py              rows of a block of the fused head
     memory.py            the peak memory of every pipeline rank
