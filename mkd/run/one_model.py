@@ -68,9 +68,10 @@ def plan_model(
     """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
-    problems += find_model_problems(config, world_size, source and source.shape, teacher)
+    shape = source.shape if source else None
+    problems += find_model_problems(config, world_size, shape, teacher)
     if teacher is not None:
-        alone, models = teacher_alone(config, source and source.shape, teacher)
+        alone, models = teacher_alone(config, shape, teacher)
         problems += check_machine(alone, world_size, processes_of_machine(world_size), models)
     if problems:
         return None
