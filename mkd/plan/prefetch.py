@@ -8,7 +8,7 @@ When a step begins, rank r of p has done `start + stagger * (p - 1 - r)` teacher
 received the inputs of `stagger` more. At its end it has done as many of the next step. With stagger 0 the
 later ranks have nothing to do at the beginning of a step.
 
-The lists are found by letting ranks choose as simulated time goes by (`choose_greedily`), with about a
+The lists are found by letting ranks choose as simulated time goes by (`choose_greedily`), with up to two
 hundred policies. `prefetch_replay.py` replays what they chose as a run would do it: a plan that gets through
 cannot wait for itself, however long anything takes.
 """
@@ -19,7 +19,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 from mkd.plan.bubble import rank_order
 
@@ -80,6 +80,9 @@ class Policy:
     boundary: Boundary
     in_gaps: int  # teacher forwards of a step that gaps have room for; others take turns with the student's
     patience: float  # proportion of a teacher forward that must fit before the student's next task
+    # A rank that fills the pipeline waits until its forward is received, as in a run. Without it some plans are
+    # faster, and some cannot run.
+    sends_wait: bool
 
 
 def student_order(rank: int, ranks: int, num_microbatches: int) -> str:
@@ -102,8 +105,8 @@ def policies(work: Sequence[RankWork], num_microbatches: int, ahead: int) -> Ite
         for start in range(0, min(most, ranks) + 1, max(1, ranks // 4)):
             boundary = Boundary(start, stagger)
             if boundary.done(0, ranks) <= most:
-                for in_gaps in room:
-                    yield from (Policy(boundary, in_gaps, patience) for patience in (0.0, 0.5))
+                for in_gaps, patience, sends_wait in product(room, (0.0, 0.5), (True, False)):
+                    yield Policy(boundary, in_gaps, patience, sends_wait)
 
 
 def candidates(
@@ -149,6 +152,9 @@ class _Step:
         self.counts = [{"T": 0, "F": 0, "B": 0} for _ in ranks]
         self.clock_ms = [0.0] * len(work)
         self.done_ms: dict[tuple[str, int, int], float] = {}  # by (kind, rank, number on that rank)
+        # Ranks that wait until the rank behind receives this forward, and when ranks began to receive one.
+        self.sending: dict[int, int] = {}
+        self.receiving_ms = {(rank, 0): 0.0 for rank in ranks}
         self.losses_ms: list[float] = []  # ends of the last rank's forwards
 
     def run(self) -> None:
@@ -159,27 +165,54 @@ class _Step:
             now, rank = heapq.heappop(events)
             if self.clock_ms[rank] > now:
                 continue
+            if rank in self.sending:
+                received_ms = self.receiving_ms.get((rank + 1, self.sending[rank]), NEVER)
+                if received_ms > now:
+                    if received_ms < NEVER:
+                        heapq.heappush(events, (received_ms, rank))
+                    continue
+                del self.sending[rank]
+                self._receive(rank, now)
+                heapq.heappush(events, (now, max(0, rank - 1)))
             kind, again = self._choose(rank, now)
             if kind is None:
                 if again < NEVER:
                     heapq.heappush(events, (again, rank))
                 continue
-            end = now + self.work[rank].of(kind)
-            self.clock_ms[rank] = self.done_ms[kind, rank, self.counts[rank][kind]] = end
-            self.counts[rank][kind] += 1
-            self.chosen[rank].append(kind)
+            end = self._do(kind, rank, now)
             is_loss = kind == "F" and rank == last
-            if is_loss:
-                self.losses_ms.append(end)
             concerned = range(last + 1) if is_loss else range(max(0, rank - 1), min(last, rank + 1) + 1)
             for other in concerned:
                 heapq.heappush(events, (end, other))
 
+    def _do(self, kind: str, rank: int, now: float) -> float:
+        """Let a rank begin with a task, and return when it ends."""
+        number, last = self.counts[rank][kind], len(self.work) - 1
+        end = now + self.work[rank].of(kind)
+        self.clock_ms[rank] = self.done_ms[kind, rank, number] = end
+        self.counts[rank][kind] += 1
+        self.chosen[rank].append(kind)
+        if kind == "F" and rank == last:
+            self.losses_ms.append(end)
+        if kind == "F" and number < last - rank and self.policy.sends_wait:
+            self.sending[rank] = number
+        elif kind != "T":
+            self._receive(rank, end)
+        return end
+
+    def _receive(self, rank: int, at_ms: float) -> None:
+        """Note when a rank begins to receive the forward that it runs next."""
+        if self._following(rank) == "F":
+            self.receiving_ms[rank, self.counts[rank]["F"]] = at_ms
+
+    def _following(self, rank: int) -> str | None:
+        """Return the next task of the student."""
+        position = self.counts[rank]["F"] + self.counts[rank]["B"]
+        return self.student[rank][position] if position < len(self.student[rank]) else None
+
     def _choose(self, rank: int, now: float) -> tuple[str | None, float]:
         """Return what a free rank does now; else None, and when to ask again."""
-        own = self.counts[rank]
-        position = own["F"] + own["B"]
-        following = self.student[rank][position] if position < len(self.student[rank]) else None
+        own, following = self.counts[rank], self._following(rank)
         student_ms = self._ready_ms(following, rank) if following else NEVER
         teacher_ms = self._teacher_ready_ms(rank, now)
         fits = student_ms >= now + self.policy.patience * self.work[rank].teacher_ms

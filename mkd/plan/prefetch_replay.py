@@ -105,7 +105,7 @@ def plan_prefetch(
     timed: dict[PrefetchPlan, float] = {}
     for plan in sorted(found, key=lambda plan: found[plan]):
         if len(timed) < REPLAYED:
-            # The simulation lets sends go at once, so that a few of its plans cannot run.
+            # Some policies let sends go at once, so that a few of their plans cannot run.
             with suppress(UsageError):
                 timed[plan] = replay(plan, work)
     if not timed:
