@@ -2,11 +2,11 @@
 
 MKD_FAULT="kill@before_pointer:0:10"    kill rank 0 when it saves iteration 10, just before the pointer moves
 
-An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step and the moments
-of a save (see mkd.operations.phases and mkd.checkpoint.saving). Kinds: `kill` (SIGKILL), `stop` (SIGSTOP),
-`enospc` and `eio` (the OSError of a full or a broken disk), `error` (a RuntimeError), `oom` (torch's
-OutOfMemoryError), `exit` (without a report), `hang`, `nan` (make a gradient NaN) and `skip` (leave out the
-exchange of the stopper).
+An empty rank (`kill@mid_shard::10`) means any rank. Points are the phases `POINTS` of a step, the moments of
+a save (see mkd.operations.phases and mkd.checkpoint.saving), and `in_gather`: in a step, when peers gather
+the second layer of a teacher. Kinds: `kill` (SIGKILL), `stop` (SIGSTOP), `enospc` and `eio` (the OSError of a
+full or a broken disk), `error` (a RuntimeError), `oom` (torch's OutOfMemoryError), `exit` (without a report),
+`hang`, `nan` (make a gradient NaN) and `skip` (leave out the exchange of the stopper).
 
 `fault` injects into this process. Real processes have the fault if they are started with `environment`, whose
 PYTHONPATH leads to tests/fault_site/sitecustomize.py.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import math
 import os
 import signal
@@ -30,6 +31,7 @@ from mkd.operations.phases import DATA, FORWARD_BACKWARD, OPTIMIZER, Follower, P
 VARIABLE = "MKD_FAULT"
 SITE = Path(__file__).resolve().parent / "fault_site"
 POINTS = {DATA: "in_data", FORWARD_BACKWARD: "in_step", OPTIMIZER: "in_optimizer"}
+GATHER = "in_gather"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ERRNOS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
@@ -45,11 +47,16 @@ class Injector(Follower):
     def entered(self, phase: str, iteration: int) -> None:
         if phase in POINTS:
             self.passed(POINTS[phase], iteration)
+        if phase == FORWARD_BACKWARD and self.is_here(GATHER, iteration):
+            fail_in_gather(self.fail)
 
     def passed(self, moment: str, iteration: int) -> None:
-        is_here = moment == self.point and self.step in ("", str(iteration))
-        if is_here and self.rank in ("", str(own_rank())):
+        if self.is_here(moment, iteration):
             self.fail()
+
+    def is_here(self, moment: str, iteration: int) -> bool:
+        is_now = moment == self.point and self.step in ("", str(iteration))
+        return is_now and self.rank in ("", str(own_rank()))
 
     def fail(self) -> None:
         if self.kind in SIGNALS:
@@ -110,6 +117,20 @@ def _followed_by(announce, method):
         method(name, iteration)
 
     return announce_and_inject
+
+
+def fail_in_gather(fail) -> None:
+    """Call `fail` when peers gather the second of the next layers, before this rank joins them."""
+    from mkd.models.residency import PeerWeights
+
+    bring, gathers = PeerWeights.bring, itertools.count(1)
+
+    def bring_or_fail(self: PeerWeights, buffer) -> None:
+        if next(gathers) == 2:
+            fail()
+        bring(self, buffer)
+
+    PeerWeights.bring = bring_or_fail
 
 
 def poison_next_step() -> None:

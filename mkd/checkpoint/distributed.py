@@ -15,8 +15,10 @@ A checkpoint never contains the teacher.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
@@ -26,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from mkd.checkpoint.folders import Retention, TrainingPosition, position_of, read_state
@@ -43,6 +46,7 @@ from mkd.parallel.context import ParallelContext
 
 # State of modules that can have 8-bit scales. Megatron writes it; mkd has none and does not read it.
 EXTRA_STATE = "_extra_state"
+LAYERS = "decoder.layers."  # prefix of the names of layers in a model part
 STATE_AXES = ("pp", "tp", "dp")  # axes along which random states differ
 
 
@@ -121,17 +125,7 @@ def load_checkpoint(
     device = context.device.type  # generators of CPUs and GPUs cannot read each other's states
     if saved.get("layout") != _layout(context) or saved.get("device", device) != device:
         wanted.pop("rng", None)
-    try:
-        reader = get_default_load_sharded_strategy(str(folder))
-        strategy = FullyParallelLoadStrategyWrapper(reader, context.dp_cp_group)
-        loaded = dist_checkpointing.load(wanted, str(folder), strategy)
-    except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {_cause(error)}",
-            "the checkpoint is damaged, or belongs to a model of another shape",
-            "choose another checkpoint with --ckpt-step, or check that --student-hf names the right model",
-            code="checkpoint-not-loadable",
-        ) from error
+    loaded = _read_sharded(folder, wanted, context)
     for index, model in enumerate(state.models):
         missing, unexpected = model.load_state_dict(loaded[f"model{index}"], strict=False)
         missing = [name for name in missing if not name.endswith(EXTRA_STATE)]
@@ -144,6 +138,71 @@ def load_checkpoint(
     if "rng" in loaded:
         _restore_random_states(loaded["rng"])
     return position
+
+
+def load_layer_by_layer(
+    folder: Path,
+    models: Sequence[MegatronModule],  # this rank's parts of one model
+    context: ParallelContext,
+    layer_memory: Callable[[nn.Module], AbstractContextManager[None]],  # in it a decoder layer has memory
+    *,
+    note: Callable[[str], None] = print,
+) -> None:
+    """Read the weights in `folder`, saved at any layout, with one decoder layer in memory at a time.
+
+    Collective. Files and errors are those of `load_checkpoint`.
+    """
+    verify(folder, context, note)
+    _read_weights(folder, [(model, "") for model in models], context, wants=lambda name: LAYERS not in name)
+    layers = [
+        (model, f"{LAYERS}{index}.", layer)
+        for model in models
+        for index, layer in enumerate(model.decoder.layers)
+    ]
+    rounds = torch.tensor(len(layers), device=context.device)
+    torch.distributed.all_reduce(rounds, torch.distributed.ReduceOp.MAX)  # every read is collective
+    for number in range(int(rounds)):
+        if number < len(layers):
+            model, prefix, layer = layers[number]
+            with layer_memory(layer):
+                _read_weights(folder, [(model, prefix)], context)
+        else:
+            _read_weights(folder, [], context)
+
+
+def _read_weights(
+    folder: Path,
+    parts: Sequence[tuple[MegatronModule, str]],
+    context: ParallelContext,
+    wants: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Read the tensors of each model whose names start with a prefix and that `wants` accepts."""
+    wanted = {}
+    for index, (model, prefix) in enumerate(parts):
+        sharded = model.sharded_state_dict(metadata=_content_metadata(context))
+        names = (name for name in sharded if name.startswith(prefix) and wants(name))
+        wanted[f"model{index}"] = {name: sharded[name] for name in names if not name.endswith(EXTRA_STATE)}
+    # A layer is a part of a stacked tensor, so that the reads of all ranks do not cover it.
+    loaded = _read_sharded(folder, wanted, context, validate_access_integrity=False)
+    for index, (model, _) in enumerate(parts):
+        model.load_state_dict(loaded.get(f"model{index}", {}), strict=False)  # it may have nothing to read
+
+
+def _read_sharded(
+    folder: Path, wanted: dict[str, Any], context: ParallelContext, **options: bool
+) -> dict[str, Any]:
+    """Return the tensors of `folder` that a sharded state names. Collective. Raises CheckpointError."""
+    try:
+        reader = get_default_load_sharded_strategy(str(folder))
+        strategy = FullyParallelLoadStrategyWrapper(reader, context.dp_cp_group)
+        return dist_checkpointing.load(wanted, str(folder), strategy, **options)
+    except (Exception, CheckpointException) as error:  # the type depends on where a file is damaged
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {_cause(error)}",
+            "the checkpoint is damaged, or belongs to a model of another shape",
+            "choose another checkpoint with --ckpt-step, or check that --student-hf names the right model",
+            code="checkpoint-not-loadable",
+        ) from error
 
 
 def _cause(error: BaseException) -> str:

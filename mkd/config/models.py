@@ -10,7 +10,7 @@ from pathlib import PurePath
 from mkd.config.divergence import TeacherDivergence
 from mkd.config.field import option
 
-RESIDENCIES = ("device", "host")
+RESIDENCIES = ("device", "host", "peers")
 TEACHER_COMBINATIONS = ("weighted_sum", "average", "select")
 XTOKEN_LOSSES = ("partition_kl", "prefix_kl", "p_kl", "gold", "h_kl", "uld")
 
@@ -120,9 +120,16 @@ class TeacherConfig(TeacherDivergence):
     )
     residency: str = option(
         "device",
-        "place of the teacher's weights: device, or host (pinned memory). With host, layers are copied to "
-        "the device one after another, which takes less device memory and is slower",
+        "place of the teacher's weights: device, host (pinned memory), or peers: --teacher-peers processes "
+        "of a machine each keep a part of every layer. With host and peers, layers come to the device one "
+        "after another, which takes less device memory. Packs of some thousand tokens hide it: fewer for "
+        "peers, more for host",
         choices=RESIDENCIES,
+    )
+    peers: int | None = option(
+        None,
+        "processes that split the teacher's layers with --teacher-residency peers, 2 or more. It divides "
+        "data-parallel x context-parallel, and the processes of a machine (required there)",
     )
     xtoken: XTokenConfig | None = None  # None: it has the student's tokenizer
 

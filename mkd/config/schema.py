@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mkd.config.divergence import KDDivergence
 from mkd.config.field import option
-from mkd.config.models import RESIDENCIES, TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
+from mkd.config.models import TEACHER_COMBINATIONS, StudentConfig, TeacherConfig, XTokenConfig
 from mkd.config.run_files import CheckpointConfig, DataConfig, LogConfig
 
 __all__ = [
@@ -235,7 +235,7 @@ class TrainingConfig:
         "device",
         "place of the optimizer state between updates: device, or host (pinned memory). "
         "host takes less device memory and is slower",
-        choices=RESIDENCIES,
+        choices=("device", "host"),
     )
     deterministic_mode: bool = option(
         False, "use only kernels that give the same bits in every run. Slower on GPUs"

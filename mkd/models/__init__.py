@@ -10,6 +10,7 @@ moe/                             the MLP of a layer with experts
 head.py, language_model.py       one model part: embedding, layers, LM head
 builder.py                       all model parts of a rank
 stage.py                         student and teachers on one pipeline stage
-residency.py                     a teacher whose layers live in host memory
+released_layers.py               layers that give up their memory when they are built
+residency.py                     a teacher whose layers live in host memory or are split over peers
 stopwatch.py                     the time that teachers take on the device
 """

@@ -15,6 +15,7 @@ from mkd.models.head import LMHead
 from mkd.models.moe.balance import RouterRecord
 from mkd.models.moe.token_documents import token_documents
 from mkd.models.packed import PackedDocuments
+from mkd.models.released_layers import with_released_layers
 from mkd.models.rope import LayerRotaryEmbeddings, RotaryEmbedding
 from mkd.models.specs import block_spec
 from mkd.models.transformer_config import ModelOptions, transformer_config
@@ -57,6 +58,7 @@ class LanguageModel(LanguageModule):
         layers = shape.layers[first_layer : first_layer + num_layers]
         has_te = context.platform.transformer_engine
         spec = block_spec(layers, shape.ropes, has_te, packed_attention, context.groups)
+        spec = with_released_layers(spec) if options.releases_layers else spec
         super().__init__(config, context.groups)
         self.shape = shape
         self.first_layer = first_layer

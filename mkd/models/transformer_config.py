@@ -29,6 +29,8 @@ class ModelOptions:
     deterministic: bool = False
     balance_coeff: float = 0.0  # of the experts' balance loss; see moe/balance.py
     z_coeff: float = 0.0  # of the routers' z loss
+    # Decoder layers give up their memory when they are built; a `LayerStream` gives them weights.
+    releases_layers: bool = False
 
 
 def transformer_config(

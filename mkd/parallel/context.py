@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mkd.errors import MkdError
 from mkd.parallel.axes import Axis, axes_of, build_expert_groups, build_groups
 from mkd.plan.batch import document_multiple
+from mkd.plan.peer_groups import peer_ranks, weight_shards
 from mkd.platform import Platform
 
 T = TypeVar("T")
@@ -32,6 +33,10 @@ class ParallelContext:
     virtual_stages: int  # model parts of each pipeline rank; 1 without interleaving
     groups: ProcessGroupCollection | None  # taken by Megatron's modules; None: communicates with no other
     is_second: bool = False  # its groups exist beside those of Megatron's `parallel_state`
+    timeout: timedelta = timedelta(minutes=10)  # of communication in the groups
+    _peer_groups: dict[tuple[int, int], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +155,13 @@ class ParallelContext:
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         context = cls(
-            platform, dist.get_rank(), dist.get_world_size(), axes_of(groups), virtual_stages, groups
+            platform,
+            dist.get_rank(),
+            dist.get_world_size(),
+            axes_of(groups),
+            virtual_stages,
+            groups,
+            timeout=timeout,
         )
         context.seed(seed)
         return context
@@ -175,10 +186,17 @@ class ParallelContext:
         replica = tensor_parallel * context_parallel * pipeline_parallel
         assert self.world_size % replica == 0, f"{self.world_size} processes, replicas of {replica}"
         sizes["dp"] = self.world_size // replica
-        groups = build_groups(sizes, timedelta(minutes=timeout_minutes), expert_parallel)
-        axes = axes_of(groups)
+        timeout = timedelta(minutes=timeout_minutes)
+        groups = build_groups(sizes, timeout, expert_parallel)
         return ParallelContext(
-            self.platform, self.rank, self.world_size, axes, virtual_stages, groups, is_second=True
+            self.platform,
+            self.rank,
+            self.world_size,
+            axes_of(groups),
+            virtual_stages,
+            groups,
+            is_second=True,
+            timeout=timeout,
         )
 
     def with_expert_parallel(self, expert_parallel: int, timeout_minutes: float = 10) -> ParallelContext:
@@ -191,6 +209,21 @@ class ParallelContext:
         groups = build_expert_groups(self.groups, expert_parallel, timedelta(minutes=timeout_minutes))
         return replace(self, axes=axes_of(groups), groups=groups)
 
+    def peer_group(self, size: int, has_experts: bool = False) -> dist.ProcessGroup:
+        """Return the group of the `size` nearest processes that hold the same weights, this one included.
+
+        The weights are those of a model of this context. The group is separate from all others, and the same
+        at every call with the same ranks. The first call is collective.
+        """
+        shards = weight_shards(self.tp.size, self.ep.size if has_experts else 1)
+        key = shards, size
+        if key not in self._peer_groups:
+            ranks = peer_ranks(self.world_size, shards, size)
+            self._peer_groups[key], _ = dist.new_subgroups_by_enumeration(
+                ranks, timeout=self.timeout, group_desc="teacher_peers"
+            )
+        return self._peer_groups[key]
+
     def seed(self, seed: int) -> None:
         """Seed torch's and Megatron's generators: differently on each pipeline rank, alike on all others."""
         torch.manual_seed(seed + 100 * self.pp.rank)
@@ -198,6 +231,8 @@ class ParallelContext:
 
     def close(self) -> None:
         """Tear down the groups, so that this process can create another layout."""
+        while self._peer_groups:
+            dist.destroy_process_group(self._peer_groups.popitem()[1])
         if self.is_second:
             for group in {id(group): group for group in vars(self.groups).values() if group}.values():
                 dist.destroy_process_group(group)

@@ -7,6 +7,8 @@ It starts without torch. In reading order:
     batch.py             global batch, micro-batches and data parallelism
     layout.py            the pipeline layout of one model
     expert_parallel.py   expert parallelism of each model
+    peer_groups.py       which processes split a teacher
+    hardware.py          the machine that plans assume
     flops.py             floating-point operations of models
     parameters.py        parameters of models and processes
     all_to_all.py        the exchange between the processes that share experts
@@ -14,11 +16,14 @@ It starts without torch. In reading order:
     cost.py              the time of a micro-batch on each pipeline stage
     auto_layout.py       the pipeline layouts of all models, as given or balanced
     bubble.py            the time that ranks wait in a step
+    prefetch.py          teacher forwards ahead of the student
+    prefetch_replay.py   the replay of such a plan, message by message
     activations.py       the memory of a micro-batch
     head.py              rows of a block of the fused head
     memory.py            the peak memory of every pipeline rank
     checks/              validation: every problem of a configuration
     forecast.py          all of the above for one run
+    teacher_place.py     where the teachers' weights can be, and the place to choose
     verdict.py           whether the run fits its GPUs, and what to change if not
     loss_card.py         the objective of a run as text
 """

@@ -12,14 +12,7 @@ the machine and (n - m) / n cross the network. Both move at the same time, so th
 
 from __future__ import annotations
 
-MACHINE = 8
-"""GPUs of one machine."""
-
-LINK_BYTES_PER_MS = 350e6
-"""Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
-
-NETWORK_BYTES_PER_MS = 45e6
-"""Bandwidth from a GPU to other machines: 50 GB/s (400 Gbit/s) as specified, about 45 in use."""
+from mkd.plan.hardware import LINK_BYTES_PER_MS, MACHINE, NETWORK_BYTES_PER_MS
 
 
 def exchange_ms(rows: int, hidden_size: int, element: int, expert_parallel: int) -> float:

@@ -2,7 +2,8 @@
 
 Each teacher costs its forward. The student costs forward and backward (twice the forward), plus what it
 recomputes (`layer_time.py`). The last stage also runs the LM heads and the loss. The fused head computes the
-gradient during forward, so all of it is forward time there. `Forecast` adds copies from and to the host.
+gradient during forward, so all of it is forward time there. `Forecast` adds copies from and to the host,
+and layers of teachers that come from the host or from peers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mkd.config.schema import Config
+from mkd.families.layer_shape import LayerShape
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
 from mkd.plan.layer_time import ModelTimer, Rates, WorkTime, milliseconds
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
+from mkd.plan.parameters import layer_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 DOCUMENT_LENGTH = 1024
 """Default length of a document in tokens, about that of web text. Attention costs in proportion to it."""
-
-HOST_BYTES_PER_MS = 50e6
-"""Bandwidth of page-locked memory over PCIe 5 x16: 63 GB/s as specified, about 50 in practice."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,17 @@ def pair_cost(
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
     head_flops = training.micro_batch_size * _head_flops(config, student, planned) / ranks
     return PairCost(learning, frozen, milliseconds(head_flops, rates.head))
+
+
+def layer_transfer_ms(teacher: Teacher, layer: LayerShape, tensor_parallel: int, element: int) -> float:
+    """Return the time to bring a layer of the teacher to the device; 0 if it is there.
+
+    `element` is the bytes of a weight.
+    """
+    parameters = layer_parameters(teacher.shape, layer, tensor_parallel, teacher.expert_parallel).total
+    if teacher.residency == "host":
+        return parameters * element / HOST_BYTES_PER_MS
+    return parameters * element * (teacher.peers - 1) / teacher.peers / LINK_BYTES_PER_MS
 
 
 def _head_flops(config: Config, student: ModelShape, teachers: Sequence[Teacher]) -> int:

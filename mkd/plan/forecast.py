@@ -12,14 +12,15 @@ from mkd.plan.auto_layout import layouts_of, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import StepForecast, balanced_bubble, simulate
 from mkd.plan.checks.problems import find_problems
-from mkd.plan.cost import DOCUMENT_LENGTH, HOST_BYTES_PER_MS, pair_cost
+from mkd.plan.cost import DOCUMENT_LENGTH, layer_transfer_ms, pair_cost
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.flops import distillation_flops
+from mkd.plan.hardware import HOST_BYTES_PER_MS
 from mkd.plan.layer_time import WorkTime
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.memory import GIB, MemoryPlan, predict_memory
 from mkd.plan.model_shape import ModelShape
-from mkd.plan.parameters import active_parameters, layer_parameters, model_parameters
+from mkd.plan.parameters import active_parameters, model_parameters
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 PEAK_TFLOPS = 989.0  # bf16 of one H100 or H200 without sparsity: MFU 1
@@ -60,7 +61,7 @@ class Forecast:
         return self.from_config(config, self.num_gpus, self.student, self.teachers, self.document_length)
 
     def stage_times(self) -> list[WorkTime]:
-        """Return each stage's time, in model order, plus copies from the host that nothing hides."""
+        """Return each stage's time, in model order, plus copies of teachers' layers that nothing hides."""
         stages, config = len(self.student_layout.layers), self.config
         cost = pair_cost(config, self.student, self.teachers, stages, self.document_length)
         teachers = zip(plan_teachers(config, self.teachers), cost.teachers, strict=True)
@@ -68,21 +69,13 @@ class Forecast:
         return replace(cost, teachers=waiting).stage_times(self.student_layout, self.teacher_layouts)
 
     def _with_copies(self, teacher: Teacher, times: tuple[WorkTime, ...]) -> tuple[WorkTime, ...]:
-        """Return the layers of a teacher. One on the host copies the next layer while one computes."""
-        if not teacher.on_host:
-            return times
-        element, tensor = (
-            2 if self.config.training.bf16 else 4,
-            self.config.parallel.tensor_model_parallel_size,
-        )
-        parameters = (
-            layer_parameters(teacher.shape, layer, tensor, teacher.expert_parallel).total
-            for layer in teacher.shape.layers
-        )
-        copies_ms = (number * element / HOST_BYTES_PER_MS for number in parameters)
+        """Return the layers of a teacher. If they are elsewhere, the next one comes while one computes."""
+        element, layers = 2 if self.config.training.bf16 else 4, teacher.shape.layers
+        tensor = self.config.parallel.tensor_model_parallel_size
+        copies_ms = {layer: layer_transfer_ms(teacher, layer, tensor, element) for layer in set(layers)}
         return tuple(
-            replace(layer, forward_ms=max(layer.forward_ms, copy_ms))
-            for layer, copy_ms in zip(times, copies_ms, strict=True)
+            replace(time, forward_ms=max(time.forward_ms, copies_ms[layer]))
+            for time, layer in zip(times, layers, strict=True)
         )
 
     def step(self) -> StepForecast:

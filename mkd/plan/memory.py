@@ -20,6 +20,7 @@ from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.model_shape import ModelShape
 from mkd.plan.parameters import Parameters, layer_parameters, stage_parameters
+from mkd.plan.peer_groups import weight_shards
 from mkd.plan.planned_teachers import Teacher, plan_teachers
 
 GIB = 2**30
@@ -27,8 +28,8 @@ GIB = 2**30
 WORKSPACE_GIB = 0.1
 CONTEXT_GIB = 0.6  # CUDA context, loaded kernels
 NCCL_GIB = 0.3  # buffers of one communicator between several processes
-# Layers of a teacher on the host that the device holds: one runs while the next arrives. Embedding and head
-# always stay on the device.
+# Layers of a streamed teacher that the device holds whole: one runs while the next arrives. Embedding and
+# head always stay on the device.
 STREAMED_LAYERS = 2
 
 
@@ -178,12 +179,15 @@ class _Models:
         return bytes_per_parameter * (learned.dense / copies + learned.experts / of_experts)
 
     def _group_sizes(self) -> list[int]:
-        """Return the sizes of the groups that communicate, those of experts included."""
+        """Return the sizes of the groups that communicate, those of experts and peers included."""
         parallel = self.config.parallel
         sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, self._replicas]
         if self.student.moe:
             sizes.append(self._expert_copies(self._expert_parallel))
-        return sizes + sorted({self._expert_parallel, *(one.expert_parallel for one in self.teachers)})
+        sizes += sorted({self._expert_parallel, *(one.expert_parallel for one in self.teachers)})
+        tensor, split = sizes[0], (one for one in self.teachers if one.residency == "peers")
+        groups = {(weight_shards(tensor, one.expert_parallel), one.peers) for one in split}
+        return sizes + [peers for _, peers in groups]
 
     def _parameters(
         self,
@@ -192,31 +196,36 @@ class _Models:
         rank: int,
         vocab_rows: int,
         expert_parallel: int,
-        is_streamed: bool = False,
+        teacher: Teacher | None = None,  # None: it is the student
     ) -> Parameters:
-        """Count the parameters of one process. Streamed decoder layers take the room of `STREAMED_LAYERS`."""
+        """Count the parameters on the device of one process.
+
+        Streamed decoder layers take the room of `STREAMED_LAYERS`, and with peers that of this process's part
+        of all layers.
+        """
         tensor, stages = self.config.parallel.tensor_model_parallel_size, len(layout.layers)
         own = range(rank, stages, layout.pipeline_parallel)
         layers = [layer for stage in own for layer in _stage_layers(shape, layout, stage)]
-        if is_streamed and layers:
-            largest = max(
-                layers, key=lambda layer: layer_parameters(shape, layer, tensor, expert_parallel).total
-            )
-            layers = [largest] * STREAMED_LAYERS
+        parts = 0
+        if teacher is not None and teacher.is_streamed and layers:
+            sizes = [layer_parameters(shape, layer, tensor, expert_parallel).total for layer in layers]
+            parts = sum(sizes) // teacher.peers if teacher.residency == "peers" else 0
+            layers = [layers[sizes.index(max(sizes))]] * STREAMED_LAYERS
         ends = 0 in own, stages - 1 in own
-        return stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
+        whole = stage_parameters(shape, layers, tensor, vocab_rows, *ends, expert_parallel=expert_parallel)
+        return whole + Parameters(parts)
 
     def _teacher_parameters(self, teacher: Teacher, layout: PipelineLayout, rank: int) -> int:
         """Return the parameters of a teacher on the device of one process."""
-        sizes = teacher.expert_parallel, teacher.on_host
+        more = teacher.expert_parallel, teacher
         if not teacher.is_cross_tokenizer:
-            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, *sizes).total
+            return self._parameters(teacher.shape, layout, rank, self.vocab_rows, *more).total
         tensor = self.config.parallel.tensor_model_parallel_size
         rows = teacher.shape.padded_vocab_size(tensor) // tensor
         untied = replace(teacher.shape, tie_word_embeddings=False)  # its embedding has its own padding
         has_head = rank == layout.pipeline_parallel - 1
-        more = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
-        return self._parameters(untied, layout, rank, rows, *sizes).total + more
+        beside = has_head * (self._head_rows(teacher) - rows) * untied.hidden_size
+        return self._parameters(untied, layout, rank, rows, *more).total + beside
 
     def _moments(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield (activations alive, transient), bytes, at each moment that may be the peak."""

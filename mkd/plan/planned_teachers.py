@@ -19,8 +19,14 @@ class Teacher:
     role: str
     seq_length: int  # tokens of its packs; until the data are known, by default the student's number
     is_cross_tokenizer: bool  # its tokenizer differs from the student's
-    on_host: bool  # weights wait in host memory
+    residency: str  # place of the decoder layers: device, host or peers
+    peers: int = 1  # processes that keep equal parts of every layer
     expert_parallel: int = 1  # processes that share its experts
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if decoder layers come to the device one after another."""
+        return self.residency != "device"
 
 
 def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher, ...]:
@@ -32,7 +38,8 @@ def plan_teachers(config: Config, shapes: Sequence[ModelShape]) -> tuple[Teacher
             role=role,
             seq_length=(teacher.xtoken.seq_length if teacher.xtoken else None) or config.training.seq_length,
             is_cross_tokenizer=teacher.xtoken is not None,
-            on_host=teacher.residency == "host",
+            residency=teacher.residency,
+            peers=teacher.peers or 1,
             expert_parallel=expert_parallel_size(config, shape, index),
         )
         for index, (shape, role, teacher) in enumerate(

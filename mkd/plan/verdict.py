@@ -9,10 +9,11 @@ from typing import Any
 
 from mkd.config.schema import Config
 from mkd.errors import MkdError
-from mkd.plan.all_to_all import MACHINE
 from mkd.plan.auto_layout import given_layouts
 from mkd.plan.forecast import Forecast
+from mkd.plan.hardware import MACHINE
 from mkd.plan.memory import RankMemory
+from mkd.plan.teacher_place import HOST, SPLIT, describe_places, separates_peers
 
 USABLE = 0.95  # proportion of a GPU's memory; torch's allocator loses the rest to fragmentation
 SHOWN = 3  # number of remedies
@@ -42,10 +43,16 @@ class Remedy:
 
 
 def describe(forecast: Forecast) -> str:
-    """Describe the forecast, and with --device-memory-gib whether the run fits and what would help."""
+    """Describe the forecast, and with --device-memory-gib whether the run fits and what would help.
+
+    It then also has a line for every place of the teachers' weights.
+    """
     memory_gib = forecast.config.device_memory_gib
     described = forecast.describe()
-    return described if memory_gib is None else f"{described}\n{verdict(forecast, memory_gib)}"
+    if memory_gib is None:
+        return described
+    places = describe_places(forecast, USABLE * memory_gib)
+    return "\n".join([described, verdict(forecast, memory_gib), *places])
 
 
 def verdict(forecast: Forecast, device_memory_gib: float) -> str:
@@ -111,6 +118,8 @@ def _try(forecast: Forecast, config: Config, chosen: tuple[Change, ...], usable_
         changed = forecast.with_config(config)
     except MkdError:
         return None
+    if separates_peers(changed):
+        return None
     _, need = fullest_rank(changed)
     return Remedy(chosen, changed.step_ms(), need) if need <= usable_gib else None
 
@@ -151,7 +160,7 @@ def changes(
         yield _set("recomputation", text, "training", **modules)
     if not (training.recompute_granularity == "full" and training.recompute_method == "uniform"):
         yield from _recomputations(stage_layers)
-    yield from _on_the_host(config)
+    yield from _residencies(config)
     for factor in (2, 4, 8):
         yield from _larger_groups(config, factor)
 
@@ -188,14 +197,13 @@ def _more_expert_parallel(config: Config, factor: int, has_experts: Sequence[boo
         yield Change("experts", text, lambda c: _with_teachers(c, which, expert_model_parallel_size=size))
 
 
-def _on_the_host(config: Config) -> Iterator[Change]:
+def _residencies(config: Config) -> Iterator[Change]:
     if config.training.optimizer_residency == "device":
         text = "--optimizer-residency host"
         yield _set("optimizer on host", text, "training", optimizer_residency="host")
     if any(not teacher.topk and teacher.residency == "device" for teacher in config.teachers):
-        only = len(config.teachers) == 1
-        text = "--teacher-residency host" if only else "residency: host for every teacher"
-        yield Change("teacher on host", text, lambda c: _with_teachers(c, residency="host"))
+        is_only = len(config.teachers) == 1
+        yield from (Change("teacher", place.text(is_only), place.apply) for place in (*SPLIT, HOST))
 
 
 def _larger_groups(config: Config, factor: int) -> Iterator[Change]:

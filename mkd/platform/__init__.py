@@ -53,6 +53,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def processes_of_machine(world_size: int) -> int:
+    """Return how many of the `world_size` processes run on this machine, by torchrun's environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 def usable_cores() -> int:
     """Return how many CPU cores this process may use; on macOS, the machine's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from mkd.checkpoint.distributed import TrainingState, load_checkpoint
+from mkd.checkpoint.distributed import TrainingState, load_checkpoint, load_layer_by_layer
 from mkd.checkpoint.hf.hf_reader import load_hf_weights
+from mkd.config.schema import TeacherConfig
 from mkd.models.builder import build_model_parts, common_padded_vocab_size, join_stages
 from mkd.models.language_model import LanguageModel
-from mkd.models.residency import HostResidency
+from mkd.models.residency import LayerStream, stream_from_host, stream_from_peers
 from mkd.models.transformer_config import ModelOptions
 from mkd.parallel.context import ParallelContext
 from mkd.parallel.pipeline import TeacherHiddenCommunicator
 from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.layout import PipelineLayout
 from mkd.run.cross_tokenizer_setup import NO_CROSS_TOKENIZER, CrossTokenizerTeacher
 from mkd.run.model_source import ModelSource
 from mkd.run.run_plan import Plan
@@ -58,13 +63,10 @@ def build_engine(
     contexts = expert_contexts(plan, context)
     for index, (source, layout) in enumerate(zip(plan.teachers, plan.teacher_layouts, strict=True)):
         own = cross_tokenizer.get(index)
-        rows = vocab if own is None else None
-        parts = build_model_parts(source.shape, layout, options, contexts[index], rows)
-        load_weights(parts, source, contexts[index])
+        rows, settings = vocab if own is None else None, config.teachers[index]
+        parts = build_teacher_parts(source, settings, layout, options, contexts[index], rows)
         if own is not None and parts[-1].post_process:
             vocabularies[index] = place_beside(students[-1], parts[-1], own, vocab, context)
-        if config.teachers[index].residency == "host":
-            HostResidency(parts, context.device)
         models.append(parts)
     stages = wrap_stages(join_stages(students, models), config, context)
     optimizer = build_optimizer(stages, config, context)
@@ -158,12 +160,50 @@ def build_schedule(
     return PipelineSchedule(context, communicator, plan.batch.micro_batch_size * seq_length)
 
 
-def load_weights(parts: list[LanguageModel], source: ModelSource, context: ParallelContext) -> None:
+def build_teacher_parts(
+    source: ModelSource,
+    settings: TeacherConfig,
+    layout: PipelineLayout,
+    options: ModelOptions,
+    context: ParallelContext,
+    padded_vocab_size: int | None = None,
+) -> list[LanguageModel]:
+    """Build this rank's parts of a teacher, with their weights where its residency wants them. Collective.
+
+    Unless the weights stay on the device, they are loaded layer by layer.
+    """
+    options = replace(options, releases_layers=settings.residency != "device")
+    parts = build_model_parts(source.shape, layout, options, context, padded_vocab_size)
+    stream = None
+    if settings.residency == "host":
+        stream = stream_from_host(parts, context.device)
+    elif settings.residency == "peers":
+        assert settings.peers is not None, "check_peers requires it"
+        group = context.peer_group(settings.peers, has_experts=source.shape.moe is not None)
+        stream = stream_from_peers(parts, context.device, group)
+    load_weights(parts, source, context, stream)
+    return parts
+
+
+def load_weights(
+    parts: list[LanguageModel],
+    source: ModelSource,
+    context: ParallelContext,
+    stream: LayerStream | None = None,  # gives the decoder layers memory; None: they have it
+) -> None:
     """Fill this rank's parts of one model. Each rank reads only its slices."""
     if source.load is not None:
-        load_checkpoint(source.load, TrainingState(parts), context)
+        if stream is None:
+            load_checkpoint(source.load, TrainingState(parts), context)
+        else:
+            load_layer_by_layer(source.load, parts, context, stream.loading)
         return
     for part in parts:
         place = dict(first_layer=part.first_layer, tp_rank=context.tp_rank, tp_size=context.tp_size)
         experts = context.experts(source.shape.num_experts)
-        load_hf_weights(part, source.shape, source.hf, experts=experts, **place)
+        memory = None if stream is None else partial(_loading, stream, part)
+        load_hf_weights(part, source.shape, source.hf, experts=experts, layer_memory=memory, **place)
+
+
+def _loading(stream: LayerStream, part: LanguageModel, layer: int) -> AbstractContextManager[None]:
+    return stream.loading(part.decoder.layers[layer])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mkd.config.models import teacher_roles
-from mkd.config.schema import Config, ParallelConfig
+from mkd.config.schema import Config, ParallelConfig, TeacherConfig
 from mkd.errors import ErrorList, MkdError
 from mkd.evaluation.task_evaluator import TaskEvaluator
 from mkd.evaluation.tasks import Task
@@ -22,11 +22,12 @@ from mkd.operations.console import LOG
 from mkd.operations.watchdog import MARGIN_S
 from mkd.parallel.context import ParallelContext
 from mkd.plan.auto_layout import layout_of, virtual_stages
-from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.checks.model_alone import find_model_problems, teacher_alone
+from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.expert_parallel import expert_parallel_size
 from mkd.plan.layout import PipelineLayout
-from mkd.platform import Platform
-from mkd.run.build_engine import load_weights
+from mkd.platform import Platform, processes_of_machine
+from mkd.run.build_engine import build_teacher_parts, load_weights
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.tokenizers.load import load_tokenizer
 
@@ -40,6 +41,7 @@ class ModelPlan:
     virtual_stages: int
     layout: PipelineLayout
     expert_parallel: int = 1  # processes that share its experts
+    teacher: TeacherConfig | None = None  # None: it is the student
 
     def join(self, platform: Platform) -> ParallelContext:
         """Join the process group in this layout. Collective."""
@@ -53,6 +55,8 @@ class ModelPlan:
             sequence_parallel=self.config.parallel.sequence_parallel,
             deterministic=training.deterministic_mode,
         )
+        if self.teacher is not None:
+            return build_teacher_parts(self.source, self.teacher, self.layout, options, context)
         models = build_model_parts(self.source.shape, self.layout, options, context)
         load_weights(models, self.source, context)
         return models
@@ -64,13 +68,19 @@ def plan_model(
     """Plan the student or the teacher of that number. After adding errors to `problems` return None."""
     role = "student" if teacher is None else teacher_roles(config.teachers)[teacher]
     source = locate_model(problems, role, config.student if teacher is None else config.teachers[teacher])
-    problems += find_model_problems(config, world_size, source and source.shape, teacher)
+    shape = source.shape if source else None
+    problems += find_model_problems(config, world_size, shape, teacher)
+    if teacher is not None:
+        alone, models = teacher_alone(config, shape, teacher)
+        problems += check_machine(alone, world_size, processes_of_machine(world_size), models)
     if problems:
         return None
     assert source is not None, "a model without a source is a problem"
     stages = virtual_stages(config, source.shape)
     layout = layout_of(config, source.shape, stages, teacher)
-    return ModelPlan(config, source, stages, layout, expert_parallel_size(config, source.shape, teacher))
+    experts = expert_parallel_size(config, source.shape, teacher)
+    settings = None if teacher is None else config.teachers[teacher]
+    return ModelPlan(config, source, stages, layout, experts, settings)
 
 
 def join(

@@ -15,14 +15,16 @@ from mkd.log.writers import missing_packages
 from mkd.operations.disk import disk_notes, disk_problems, writes_of
 from mkd.operations.profiling import profile_problems
 from mkd.operations.run_folders import start_problems
-from mkd.plan.auto_layout import layouts_of, virtual_stages
+from mkd.plan.auto_layout import layouts_of, planned_models, virtual_stages
 from mkd.plan.batch import BatchPlan
 from mkd.plan.checks.expert_limits import require_expert_layers
 from mkd.plan.checks.problems import find_problems
+from mkd.plan.checks.teacher_peers import check_machine
 from mkd.plan.forecast import Forecast
 from mkd.plan.layout import PipelineLayout
 from mkd.plan.loss_card import loss_card
 from mkd.plan.verdict import describe
+from mkd.platform import processes_of_machine
 from mkd.run.model_source import ModelSource, locate_model
 from mkd.run.preflight import Tokenizers, data_paths, data_problems, export_problems, open_tokenizers
 from mkd.run.stored_teacher import StoredTeacher
@@ -96,6 +98,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
         stored_teacher = StoredTeacher.find(problems, config, sources[0], vocab_size)
         sources, shapes = [], []
     problems += find_problems(config, world_size, student.shape if student else None, shapes)
+    models = tuple(planned_models(config, (student.shape if student else None, *shapes)))
+    problems += check_machine(config, world_size, processes_of_machine(world_size), models)
     tokenizers = open_tokenizers(problems, config, student, sources)
     paths = data_paths(problems, config)
     problems += data_problems(paths, tokenizers, config)

@@ -117,6 +117,8 @@ LAYOUTS = {
         ),
     ),
     "DP2 micro-batch 2": (2, ("--micro-batch-size", 2)),
+    # In the last round a process has no shard, and gathers the layers for the others.
+    "DP4 over peers": (4, ("--teacher-residency", "peers", "--teacher-peers", 4)),
     "TP2 PP2": (
         4,
         (

@@ -1,10 +1,11 @@
-"""Check that a teacher whose layers are on the host gives the same bits, with two layers on the device."""
+"""Check that a teacher whose layers come one after another gives the same bits, with two on the device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.models.streamed import stream_loaded, to_megatron
 from tests.models.test_hf_parity import load_model, pack
 from tests.tiny_models import make_model
 from tools.benchmarks.measure import Arm, peak_bytes
@@ -34,14 +35,12 @@ def host_against_device(folder, tp):
 
     That is: outputs of four micro-batches, keys, peak memory (bytes).
     """
-    from mkd.models.residency import HostResidency
-
     results = []
     for on_host in (False, True):
         model = load_model(folder, tp, sequence_parallel=tp > 1).requires_grad_(False)
         names = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
         if on_host:
-            HostResidency([model], torch.device("cpu"))
+            stream_loaded([model], torch.device("cpu"))
         with torch.no_grad():
             outputs = [run(model, seed) for seed in (1, 2, 3, 2)]
             forward = Arm("forward", lambda model=model: run(model, 4))
@@ -68,24 +67,23 @@ def test_outputs_are_the_same_bits_and_the_forward_allocates_no_more(tp, folder,
         assert device[1:] == host[1:]
 
 
-def where_weights_are(folder):
+def where_weights_are(folder, peers):
     """Return what each layer call used: its slot, and True if the next layer was already being copied.
 
     Return also the copies of a micro-batch, and bytes.
     """
-    from mkd.models.residency import HostResidency
-
     model = load_model(folder, 1).requires_grad_(False)
     layers = list(model.decoder.layers)
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    weights = [layer.mlp.linear_fc1.weight.detach().clone() for layer in layers]
     resident = [
         parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name
     ]
-    residency = HostResidency([model], torch.device("cpu"))
+    stream = stream_loaded([model], torch.device("cpu"), torch.distributed.group.WORLD if peers else None)
     assert resident == [
         parameter.data_ptr() for name, parameter in model.named_parameters() if ".layers." not in name
     ]
-    buffers = [slot.buffer for slot in residency._slots]
+    buffers = [slot.buffer for slot in stream._slots]
     calls = []
 
     def slots(layer):
@@ -96,7 +94,7 @@ def where_weights_are(folder):
         }
 
     for index, layer in enumerate(layers):
-        following = layers[(index + 1) % NUM_LAYERS].mlp.linear_fc1.weight
+        following = weights[(index + 1) % NUM_LAYERS]
 
         def record(module, args, layer=layer, following=following):
             (slot,) = slots(layer)
@@ -109,14 +107,7 @@ def where_weights_are(folder):
         before = sum(buffer._version for buffer in buffers)
         run(model, 2)
         copies = sum(buffer._version for buffer in buffers) - before  # every write counts one
-    return (
-        calls,
-        copies,
-        [slots(layer) for layer in layers],
-        sizes,
-        residency.host_bytes,
-        residency.device_bytes,
-    )
+    return (calls, copies, [slots(layer) for layer in layers], sizes, stream.kept_bytes, stream.device_bytes)
 
 
 def packed_like(buffer, layer):
@@ -125,21 +116,25 @@ def packed_like(buffer, layer):
     return packed_views(buffer, list(layer.parameters()))
 
 
-def test_two_layers_are_on_the_device_and_the_next_one_comes_early(folder, ranks):
-    (measured,) = ranks.run(where_weights_are, 1, folder)
-    calls, copies, afterwards, sizes, host_bytes, device_bytes = measured
-    assert [slot for slot, _ in calls] == [(calls[0][0] + i) % 2 for i in range(2 * NUM_LAYERS)]
-    assert all(next_is_there for _, next_is_there in calls) and copies == NUM_LAYERS
-    assert afterwards == [{-1}] * NUM_LAYERS
-    assert sum(sizes) <= host_bytes <= 1.05 * sum(sizes)
-    assert device_bytes == 2 * host_bytes / NUM_LAYERS
+@pytest.mark.parametrize("peers", [0, 3])
+def test_two_layers_are_on_the_device_and_the_next_one_comes_early(peers, folder, ranks):
+    """Each of the peers keeps the same share of every layer, also if layers do not divide by their number."""
+    parts = peers or 1
+    for calls, copies, afterwards, sizes, kept_bytes, device_bytes in ranks.run(
+        where_weights_are, parts, folder, peers
+    ):
+        assert [slot for slot, _ in calls] == [(calls[0][0] + i) % 2 for i in range(2 * NUM_LAYERS)]
+        # An all-gather writes each part.
+        assert all(next_is_there for _, next_is_there in calls) and copies == NUM_LAYERS * parts
+        assert afterwards == [{-1}] * NUM_LAYERS
+        assert sum(sizes) <= kept_bytes * parts <= 1.05 * sum(sizes)
+        assert device_bytes == 2 * parts * kept_bytes / NUM_LAYERS
 
 
 def virtual_stages(folder):
     """Return outputs of one rank's two model parts, in an interleaved schedule's order and out of order."""
     from mkd.checkpoint.hf.hf_reader import HFCheckpoint, load_hf_weights
     from mkd.models.builder import build_model_parts
-    from mkd.models.residency import HostResidency
     from mkd.models.transformer_config import ModelOptions
     from mkd.parallel.context import ParallelContext
     from mkd.plan.layout import PipelineLayout
@@ -165,9 +160,57 @@ def virtual_stages(folder):
 
     with torch.no_grad():
         expected = list(outputs())
-        HostResidency(chunks, context.device)
+        stream_loaded(chunks, context.device)
         return [torch.equal(one, other) for one, other in zip(expected, outputs(), strict=True)]
 
 
 def test_chunks_of_one_teacher_share_the_buffers(folder, ranks):
     assert ranks.run(virtual_stages, 2, folder) == [[True] * 7] * 2
+
+
+def load_by_layers(folder, checkpoint, peers):
+    """Return (largest bytes while the model is built and loaded, bound on them, bytes of the whole model).
+
+    Return also True if the outputs equal those of the whole model.
+    """
+    from mkd.checkpoint.folders import find_checkpoint
+    from mkd.checkpoint.hf.hf_reader import HFCheckpoint
+    from mkd.config.models import TeacherConfig
+    from mkd.models.transformer_config import ModelOptions
+    from mkd.parallel.context import ParallelContext
+    from mkd.plan.layout import PipelineLayout
+    from mkd.plan.model_shape import ModelShape
+    from mkd.platform import detect
+    from mkd.run.build_engine import build_teacher_parts
+    from mkd.run.model_source import ModelSource
+
+    context, shape = ParallelContext.create(detect()), ModelShape.from_hf_dir(folder)
+    load = find_checkpoint(checkpoint) if checkpoint else None
+    source = ModelSource(shape, folder, None if load else HFCheckpoint(folder), load)
+    built, peaks = [], []
+    for settings in (TeacherConfig(), TeacherConfig(residency="peers", peers=peers)):
+
+        def build(settings=settings):
+            layout = PipelineLayout.even(shape.num_layers, 1)
+            parts = build_teacher_parts(source, settings, layout, ModelOptions(), context)
+            built.append(parts[0].eval().requires_grad_(False))
+
+        peaks.append(peak_bytes(Arm("build", build), context.device))
+    layers = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in built[0].decoder.layers]
+    whole = sum(parameter.nbytes for parameter in built[0].parameters())
+    bound = whole - sum(layers) + sum(layers) / peers + 2 * max(layers)
+    with torch.no_grad():
+        outputs = [run(model, 1) for model in built]
+    return peaks, bound, whole, torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("is_megatron", [False, True], ids=["hf", "megatron"])
+def test_the_whole_teacher_is_never_in_memory(is_megatron, ranks, tmp_path):
+    """There are parts of all layers, two whole ones, and what is being read, as for a whole teacher."""
+    folder = make_model(tmp_path / "teacher", "qwen3", num_hidden_layers=16)
+    checkpoint = tmp_path / "megatron" if is_megatron else None
+    if is_megatron:
+        ranks.run(to_megatron, 1, folder, checkpoint)
+    for (device, peers), bound, whole, is_equal in ranks.run(load_by_layers, 2, folder, checkpoint, 2):
+        assert is_equal and bound < 0.7 * whole <= 0.7 * device
+        assert bound <= peers <= bound + (device - whole) + 0.01 * whole, f"{bound} of {whole} wanted"

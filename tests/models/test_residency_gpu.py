@@ -1,4 +1,4 @@
-"""Check host residency on a GPU: copies overlap with computation, and every layer gets its own weights."""
+"""Check a teacher's residency on GPUs: copies overlap with computation, every layer gets its own weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.streamed import stream_loaded
 from tests.models.test_hf_parity import pack
+from tests.ranks import skip_unless_gpus_take
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
@@ -91,32 +93,38 @@ def costs(context, model):
     return allocations, torch.cuda.max_memory_allocated() - bytes_before, syncs
 
 
-def host_against_device(folder, transformer_engine):
-    """Return (outputs of short and long rows, costs, bytes at rest) on the device and on the host.
+def streamed_against_device(folder, transformer_engine):
+    """Return (outputs of short and long rows, costs, bytes at rest) on the device, and then elsewhere.
 
-    Return also the bytes on the host and in buffers.
+    The layers are on the host of one process, or split over several. Return also the bytes that are kept
+    there and those of the buffers.
     """
-    from mkd.models.residency import HostResidency
-
     context, model = build(folder, transformer_engine)
-    measured, residency = [], None
-    for on_host in (False, True):
+    group = context.peer_group(context.world_size) if context.world_size > 1 else None
+    measured, stream = [], None
+    for is_streamed in (False, True):
         before = torch.cuda.memory_allocated()
-        if on_host:
-            residency = HostResidency([model], context.device)
+        if is_streamed:
+            stream = stream_loaded([model], context.device, group)
         moved = before - torch.cuda.memory_allocated()
         results = [outputs(context, model, length) for length in (COPIES_LAST, COMPUTATION_LASTS)]
         measured.append((results, costs(context, model), moved))
-    assert all(p.is_pinned() for layer in model.decoder.layers for p in layer.parameters())
-    return measured, residency.host_bytes, residency.device_bytes
+    parameters = [p for layer in model.decoder.layers for p in layer.parameters()]
+    assert all(p.is_pinned() if group is None else p.is_cuda for p in parameters)
+    return measured, stream.kept_bytes, stream.device_bytes
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False])
-def test_same_bits_same_allocations_and_no_synchronisation(transformer_engine, folder, gpu_ranks):
-    ((device, host), host_bytes, device_bytes) = gpu_ranks.run(
-        host_against_device, 1, folder, transformer_engine
-    )[0]
-    for one, other in zip(device[0], host[0], strict=True):
-        assert one.isfinite().all() and torch.equal(one, other)
-    assert host[1] == device[1]
-    assert device_bytes < host_bytes / 3 and host[2] == pytest.approx(host_bytes - device_bytes, rel=0.01)
+@pytest.mark.parametrize("processes", [1, 2], ids=["host", "peers"])
+def test_same_bits_same_allocations_and_no_synchronisation(processes, transformer_engine, folder, gpu_ranks):
+    skip_unless_gpus_take(processes)
+    for (device, streamed), kept_bytes, device_bytes in gpu_ranks.run(
+        streamed_against_device, processes, folder, transformer_engine
+    ):
+        for one, other in zip(device[0], streamed[0], strict=True):
+            assert one.isfinite().all() and torch.equal(one, other)
+        assert streamed[1] == device[1]
+        whole = kept_bytes * processes
+        kept_on_device = 0 if processes == 1 else kept_bytes
+        assert device_bytes < whole / 3
+        assert streamed[2] == pytest.approx(whole - kept_on_device - device_bytes, rel=0.01)

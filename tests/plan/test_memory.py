@@ -12,78 +12,24 @@ from mkd.plan.batch import BatchPlan
 from mkd.plan.bubble import rank_order
 from mkd.plan.head import head_block_rows
 from mkd.plan.layout import PipelineLayout
-from mkd.plan.memory import GIB, WORKSPACE_GIB, predict_memory
+from mkd.plan.memory import GIB, NCCL_GIB, WORKSPACE_GIB, predict_memory
+from tests.plan.held_bytes import held_bytes
 from tests.plan.shapes import SEQ_LENGTH, STUDENT, TEACHER, config, several, student_activations
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, SP, Layout, add_text, make_pair, microbatches
+from tests.train.invariance import DISTRIBUTED, PEERS, SP, UNEVEN, Layout, add_text, make_pair
 from tests.train.moe_invariance import make_moe_pair
 
 PP4 = ("--pipeline-model-parallel-size", 4)
 LAYOUTS = (
     Layout("one process"),
     Layout("TP2", 2, tp=2, flags=SP),
-    Layout("PP2", 2, pp=2, flags=("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")),
+    Layout("PP2", 2, pp=2, flags=UNEVEN),
     Layout("PP2 VPP2", 2, pp=2, vp=2),
     Layout("DP2", 2, flags=DISTRIBUTED),
+    Layout("DP2 PP2, a teacher over peers", 4, pp=2, flags=UNEVEN + PEERS[2]),
     Layout("bf16", flags=("--bf16",)),
     Layout("bf16 CP2", 2, cp=2, flags=(*DISTRIBUTED, "--bf16")),
 )
-
-
-def held_bytes(layout: Layout, student, teacher):
-    """Return (weights, gradients, optimizer state, teacher) of this rank after one step: held, predicted."""
-    from mkd.config.load import load_config
-    from mkd.parallel.context import ParallelContext
-    from mkd.platform import detect
-    from mkd.run.build_engine import build_engine
-    from mkd.run.run_plan import plan_run
-    from mkd.train.step import train_step
-
-    plan = plan_run(load_config(layout.argv(student, teacher)).config, layout.ranks)
-    context = ParallelContext.create(
-        detect(),
-        tensor_parallel=layout.tp,
-        pipeline_parallel=layout.pp,
-        virtual_stages=layout.vp,
-        context_parallel=layout.cp,
-        expert_parallel=plan.config.parallel.expert_model_parallel_size,
-    )
-    engine, _ = build_engine(plan, context)
-    train_step(engine, microbatches(layout, context, len(engine.teachers)))
-    teachers = [teacher for chunk in engine.stages for teacher in chunk.module.teachers]
-    learned = {p for chunk in engine.stages for p in chunk.parameters()}
-    frozen = {p for chunk in teachers for p in chunk.parameters()}
-    buffers = [
-        buffer.grad_data
-        for chunk in engine.stages
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    held = (_bytes(learned), _bytes(buffers), _optimizer_bytes(engine.optimizer.optimizer), _bytes(frozen))
-    shapes = [teacher.shape for teacher in plan.teachers]
-    predicted = predict_memory(
-        plan.config, plan.student.shape, shapes, plan.student_layout, plan.teacher_layouts, plan.batch
-    ).ranks[context.pp_rank]
-    parts = (predicted.student_gib, predicted.gradients_gib, predicted.optimizer_gib, predicted.teacher_gib)
-    return held, [part * GIB for part in parts]
-
-
-def _bytes(tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _optimizer_bytes(optimizer) -> int:
-    """Return the bytes of moments, and of the fp32 copies of bf16 weights."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    moments = [
-        t
-        for part in parts
-        for state in part.optimizer.state.values()
-        for t in state.values()
-        if t.numel() > 1
-    ]
-    names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
-    groups = [group for part in parts for name in names for group in getattr(part, name, ())]
-    return _bytes(moments) + _bytes(weight for group in groups for weight in group)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +51,11 @@ def test_weights_gradients_and_optimizer_are_what_a_run_holds(layout, pair, rank
 
 
 EXPERT_LAYOUTS = (
-    Layout("EP2, teacher EP1", 2, flags=("--teacher-expert-model-parallel-size", "1", "--bf16")),
+    Layout(
+        "EP2, teacher EP1 over 2 peers",
+        2,
+        flags=("--teacher-expert-model-parallel-size", "1", *PEERS[2], "--bf16"),
+    ),
     Layout("EP2 TP2, teacher EP4", 4, tp=2, flags=(*SP, "--teacher-expert-model-parallel-size", "4")),
 )
 
@@ -274,6 +224,21 @@ def test_a_teacher_on_the_host_leaves_two_layers_on_the_device():
     table = 151936 * 4096  # the embedding or the head
     assert first.teacher_gib == pytest.approx((2 * layer + table) * 2 / GIB)
     assert last.teacher_gib == pytest.approx((2 * layer + table + 4096) * 2 / GIB), "there is room for two"
+
+
+def test_peers_keep_their_parts_of_all_layers_and_two_whole_ones():
+    """A communicator comes on top. Two teachers share it if they have the same number of peers."""
+    split = "--teacher-residency", "peers", "--teacher-peers", 4
+    (whole,), (peers,) = predict(data_parallel=4), predict(*split, data_parallel=4)
+    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288) + 2 * 4096 + 2 * 128
+    assert whole.teacher_gib - peers.teacher_gib == pytest.approx((36 - 36 / 4 - 2) * layer * 2 / GIB)
+    assert peers.device_gib - whole.device_gib == pytest.approx(NCCL_GIB)
+    assert peers.allocated_gib - whole.allocated_gib == pytest.approx(peers.teacher_gib - whole.teacher_gib)
+    for numbers, groups in (((4, 4), 1), ((4, 2), 2)):
+        several_split = several(*({"residency": "peers", "peers": number} for number in numbers))
+        teachers = dict(teachers=(TEACHER, TEACHER), data_parallel=4)
+        (two,) = predict(settings=several_split, **teachers)
+        assert two.device_gib - whole.device_gib == pytest.approx(groups * NCCL_GIB)
 
 
 def test_optimizer_state_on_the_host_counts_where_it_exceeds_activations():

@@ -29,11 +29,13 @@ def test_a_single_teacher_needs_no_name():
 
 def test_what_a_plan_knows_of_teachers():
     settings = several(
-        {}, {"xtoken": XTokenConfig(), "residency": "host"}, {"xtoken": XTokenConfig(seq_length=9)}
+        {},
+        {"xtoken": XTokenConfig(), "residency": "host"},
+        {"xtoken": XTokenConfig(seq_length=9), "residency": "peers", "peers": 4},
     )
     assert plan_teachers(settings, (TEACHER, STUDENT, TEACHER)) == (
-        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, on_host=False),
-        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, on_host=True),
-        Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, on_host=False),
+        Teacher(TEACHER, "teacher t0", SEQ_LENGTH, is_cross_tokenizer=False, residency="device"),
+        Teacher(STUDENT, "teacher t1", SEQ_LENGTH, is_cross_tokenizer=True, residency="host"),
+        Teacher(TEACHER, "teacher t2", 9, is_cross_tokenizer=True, residency="peers", peers=4),
     )
     assert plan_teachers(settings, ()) == (), "with kd-ratio 0 none runs"

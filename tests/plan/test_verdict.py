@@ -8,11 +8,13 @@ import shlex
 import pytest
 
 from mkd.errors import ErrorList
-from mkd.plan.cost import HOST_BYTES_PER_MS
 from mkd.plan.forecast import Forecast
+from mkd.plan.hardware import HOST_BYTES_PER_MS, LINK_BYTES_PER_MS
 from mkd.plan.memory import GIB
-from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies
+from mkd.plan.verdict import SHOWN, describe, fullest_rank, remedies, verdict
 from tests.plan.shapes import MOE_STUDENT, MOE_TEACHER, STUDENT, TEACHER, config
+
+PEERS = ("--teacher-residency", "peers", "--teacher-peers")
 
 
 def forecast(world_size: int, *argv: str | int):
@@ -21,9 +23,11 @@ def forecast(world_size: int, *argv: str | int):
 
 
 def verdict_of(world_size: int, memory_gib: float, *argv: str | int) -> list[str]:
-    """Return the lines from the verdict on."""
-    text = describe(forecast(world_size, "--device-memory-gib", memory_gib, *argv))
-    return text[text.index("memory: ") :].splitlines()
+    """Return the lines of the verdict, which the description of the plan contains."""
+    pair = forecast(world_size, "--device-memory-gib", memory_gib, *argv)
+    text = verdict(pair, memory_gib)
+    assert f"{pair.describe()}\n{text}\n" in describe(pair)
+    return text.splitlines()
 
 
 def shown(lines: list[str]) -> list[tuple[list[str], float, float]]:
@@ -117,6 +121,37 @@ def test_host_copies_cost_time():
         f"predicted step: {teacher.step_ms():.4g} ms" in teacher.describe()
         and "to the host" not in teacher.describe()
     )
+
+
+def test_layers_from_peers_cost_time_only_where_computation_is_shorter():
+    """Each forward of a layer then takes as long as its all-gather."""
+    peers, layers = (*PEERS, 8), TEACHER.num_layers
+    for length, is_hidden in ((8192, True), (256, False)):
+        plain, split = (forecast(8, "--seq-length", length, *more) for more in ((), peers))
+        late_ms = split.stage_times()[0].forward_ms - plain.stage_times()[0].forward_ms
+        gather_ms = 2 * 192e6 * 7 / 8 / LINK_BYTES_PER_MS  # a layer has 192 million weights
+        assert late_ms == 0 if is_hidden else 0 < late_ms < gather_ms * layers
+        assert is_hidden or gather_ms * layers - late_ms < plain.stage_times()[0].forward_ms
+
+
+def test_peers_are_a_change_where_there_are_replicas():
+    """The fewest peers that fit are shown, with the time of a whole teacher, which a plan expects."""
+    found = shown(verdict_of(8, 45, "--use-distributed-optimizer"))
+    assert found[0][0][:4] == ["--teacher-residency", "peers", "--teacher-peers", "4"]
+    assert found[0][1] == pytest.approx(forecast(8).step_ms(), rel=1e-3)
+    one = remedies(forecast(1, "--use-distributed-optimizer"), 42)
+    assert one and not any("peers" in remedy.describe() for remedy in one)
+
+
+def test_no_change_puts_peers_on_several_machines():
+    """On 16 GPUs, 8 peers beside TP 2 would span both machines."""
+    pair = forecast(16, "--tensor-model-parallel-size", 2, "--use-distributed-optimizer")
+    split = forecast(16, *PEERS, 8, "--tensor-model-parallel-size", 2, "--use-distributed-optimizer")
+    need = fullest_rank(split)[1]
+    assert not any("peers" in remedy.describe() for remedy in remedies(pair, need))
+    split = forecast(16, *PEERS, 4, "--tensor-model-parallel-size", 2, "--use-distributed-optimizer")
+    (first, *_) = remedies(pair, fullest_rank(split)[1])
+    assert first.describe().startswith("--teacher-residency peers --teacher-peers 4:")
 
 
 def test_a_configuration_that_cannot_run_has_no_forecast():

@@ -67,6 +67,9 @@ OVERLAP = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
 UNEVEN = ("--student-pipeline-layout", "3,5", "--teacher-pipeline-layout", "10,6")
 SELECTIVE = ("--recompute-granularity", "selective")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PEERS = {
+    number: ("--teacher-residency", "peers", "--teacher-peers", str(number)) for number in (2, 4)
+}  # the teacher's layers are split over so many processes
 SINGLE = Layout("one process")
 LAYOUTS = (
     Layout("TP2", 2, tp=2),
@@ -105,6 +108,12 @@ LAYOUTS = (
     Layout("selective recomputation", flags=SELECTIVE),
     Layout("PP2, full recomputation", 2, pp=2, flags=FULL),
     Layout("TP2 micro-batch 4, documents permuted", 2, tp=2, micro=4, permuted=True),
+    Layout("DP2, teacher over 2 peers", 2, flags=PEERS[2]),
+    Layout("DP4 + distributed optimizer, teacher over 4 peers", 4, flags=DISTRIBUTED + PEERS[4]),
+    Layout("TP2 DP2 + SP, teacher over 2 peers", 4, tp=2, flags=SP + PEERS[2]),
+    Layout("PP2 DP2, teacher over 2 peers", 4, pp=2, flags=PEERS[2]),
+    Layout("PP2 VPP2 DP2, teacher over 2 peers", 4, pp=2, vp=2, flags=PEERS[2]),
+    Layout("CP2, teacher over 2 peers", 2, cp=2, flags=PEERS[2]),
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.ranks import RankPool
 from tests.tiny_models import make_model
-from tests.train.invariance import DISTRIBUTED, FULL, OVERLAP, SP, Layout, add_text, print_table
+from tests.train.invariance import DISTRIBUTED, FULL, OVERLAP, PEERS, SP, Layout, add_text, print_table
 
 EP2 = ("--expert-model-parallel-size", "2")
 EP4 = ("--expert-model-parallel-size", "4")
@@ -36,6 +36,8 @@ LAYOUTS = (
     Layout("EP2 TP2 PP2 + SP, experts recomputed", 4, tp=2, pp=2, flags=EP2 + SP + RECOMPUTED),
     Layout("EP2, full recomputation", 2, flags=EP2 + FULL),
     Layout("experts recomputed", flags=RECOMPUTED),
+    Layout("EP1 DP2, teacher over 2 peers", 2, flags=PEERS[2]),
+    Layout("EP2 DP4, teacher over 2 peers", 4, flags=EP2 + PEERS[2]),
     Layout("micro-batch 4", micro=4),
     Layout("documents permuted", permuted=True),
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -236,6 +238,8 @@ def load_hf_weights(
     tp_size: int,
     experts: range | None = None,  # the model's experts that the part holds; None: all
     tensor_prefix: str = "",
+    # Makes the context in which the part's layer of that index has memory; None: the part has all its memory.
+    layer_memory: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
     """Fill a model part from `checkpoint`, one slice at a time.
 
@@ -250,7 +254,8 @@ def load_hf_weights(
         what, layers = "left out the layers that predict further tokens", ", ".join(map(str, left_out))
         LOG.warning("%s: %s (%s)", checkpoint.directory, what, layers)
     parameters = stored_tensors(model_part)
-    for name, tensor_map in map_part(parameters, shape, first_layer, tp_size, experts).items():
+    maps = map_part(parameters, shape, first_layer, tp_size, experts)
+    for name, tensor_map in maps.items() if layer_memory is None else _by_layer(maps, layer_memory):
         parameter = parameters[name].data
         pieces = tensor_map.pieces(tuple(parameter.shape), tp_rank, tp_size)
         if sum(piece.in_shard(parameter).numel() for piece in pieces) < parameter.numel():
@@ -267,6 +272,21 @@ def stored_tensors(model_part: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model part that a checkpoint holds: parameters, and biases of expert choice."""
     biases = {name: one for name, one in model_part.named_buffers() if name.endswith(".expert_bias")}
     return dict(model_part.named_parameters()) | biases
+
+
+def _by_layer(
+    maps: dict[str, TensorMap], layer_memory: Callable[[int], AbstractContextManager[None]]
+) -> Iterator[tuple[str, TensorMap]]:
+    """Yield the items of `maps`, those of each layer inside its context."""
+
+    def layer_of_part(item: tuple[str, TensorMap]) -> int:
+        match = re.match(r"decoder\.layers\.(\d+)\.", item[0])
+        return -1 if match is None else int(match.group(1))
+
+    # Biases of expert choice come after all parameters, and each layer has memory only once.
+    for layer, items in groupby(sorted(maps.items(), key=layer_of_part), layer_of_part):
+        with nullcontext() if layer < 0 else layer_memory(layer):
+            yield from items
 
 
 def _read_piece(checkpoint: HFCheckpoint, tensor: str, piece: Piece) -> Tensor:

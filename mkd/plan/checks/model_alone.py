@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from mkd.config.schema import Config
+from dataclasses import replace
+
+from mkd.config.schema import Config, KDConfig
 from mkd.errors import MkdError, UsageError, collect_error
-from mkd.plan.auto_layout import layout_of, one_model, virtual_stages
+from mkd.plan.auto_layout import PlannedModel, layout_of, one_model, virtual_stages
 from mkd.plan.batch import data_parallel_of
 from mkd.plan.checks.expert_limits import check_expert_settings, check_experts
 from mkd.plan.checks.parallel import check_ffn, check_heads, check_parallel, check_sequences
 from mkd.plan.checks.ranges import EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.model_shape import ModelShape
 
 READ_BY_A_MODEL = (
@@ -22,6 +25,7 @@ READ_BY_A_MODEL = (
     "characters_per_sample",
     "kd_temperature",
     "teacher_temperature",
+    "teacher_peers",
     "distributed_timeout_minutes",
     *EXPERTS,
 )
@@ -48,9 +52,12 @@ def find_model_problems(
         problems += check_sequences(config)
     if wrong.isdisjoint((*SHARDS, *STAGES)):
         collect_error(problems, lambda: data_parallel_of(config, world_size))
+    if teacher is not None and wrong.isdisjoint((*SHARDS, *STAGES, *EXPERTS, "teacher_peers")):
+        alone, models = teacher_alone(config, model, teacher)
+        problems += [*check_peers(alone), *check_replicas(alone, world_size, models)]
     if model is None:
         return problems
-    models = [one_model(config, model, teacher)]
+    models = (one_model(config, model, teacher),)
     if "tensor_model_parallel_size" not in wrong:
         problems += check_ffn(config, world_size, models)
     if wrong.isdisjoint(SHARDS):
@@ -62,3 +69,13 @@ def find_model_problems(
         if stages is not None and not problems:
             collect_error(problems, lambda: layout_of(config, model, stages, teacher))
     return problems
+
+
+def teacher_alone(
+    config: Config,
+    model: ModelShape | None,  # None: it could not be read
+    teacher: int,
+) -> tuple[Config, tuple[PlannedModel, ...]]:
+    """Return the configuration with that teacher only, in which it runs, and the teacher if it is known."""
+    alone = replace(config, teachers=(config.teachers[teacher],), kd=KDConfig())
+    return alone, () if model is None else (one_model(alone, model, 0),)

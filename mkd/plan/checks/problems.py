@@ -24,6 +24,7 @@ from mkd.plan.checks.parallel import (
     check_sequences,
 )
 from mkd.plan.checks.ranges import BATCH, EXPERTS, PACKS, SHARDS, STAGES, check_ranges, options_out_of_range
+from mkd.plan.checks.teacher_peers import check_peers, check_replicas
 from mkd.plan.checks.teachers import check_models, check_objective
 from mkd.plan.checks.training import check_length, check_recomputation, check_schedule
 from mkd.plan.model_shape import ModelShape
@@ -36,6 +37,7 @@ SETTINGS_CHECKS: Mapping[SettingsCheck, Sequence[str]] = {
     check_length: (),
     check_models: (),
     check_objective: (),
+    check_peers: (),
     check_data: (),
     check_folders: (),
     check_tasks: (),
@@ -54,6 +56,7 @@ MODEL_CHECKS: Mapping[ModelCheck, Sequence[str]] = {
     check_heads: SHARDS,
     check_layouts: STAGES,
     check_experts: (*SHARDS, *STAGES, *EXPERTS),
+    check_replicas: (*SHARDS, *STAGES, *EXPERTS, "teacher_peers"),
 }
 """Check of the settings together with the models of known shape -> options that it calculates with."""
 

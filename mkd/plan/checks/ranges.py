@@ -49,6 +49,7 @@ _GROUPS = (
         "save_retain_interval keep_checkpoints log_interval max_non_finite_skips characters_per_sample "
         "xtoken_top_k",
     ),
+    ("2 or more", lambda x: x >= 2, "teacher_peers"),
     *((one.valid, one.is_valid, f"kd_{one.name} teacher_{one.name}") for one in PARAMETERS),
 )
 _RANGES = {name: (wanted, is_fine) for wanted, is_fine, names in _GROUPS for name in names.split()}

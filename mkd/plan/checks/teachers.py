@@ -73,8 +73,8 @@ def _stored(config: Config) -> Iterator[UsageError]:
             "use --kd-divergence forward_kl, or --teacher-hf instead of --teacher-topk",
             code="stored-teacher-divergence",
         )
-    if any(teacher.residency == "host" for teacher in stored.values()):
-        yield no_effect("teacher-residency host", "a stored teacher has no weights", "remove it")
+    for residency in sorted({teacher.residency for teacher in stored.values()} - {"device"}):
+        yield no_effect(f"teacher-residency {residency}", "a stored teacher has no weights", "remove it")
 
 
 def _given(places: Collection[str]) -> str:

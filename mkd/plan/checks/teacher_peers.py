@@ -1,0 +1,105 @@
+"""Check `--teacher-residency peers`: which processes can split a teacher's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mkd.config.schema import Config, TeacherConfig
+from mkd.errors import UsageError, collect_error
+from mkd.plan.auto_layout import PlannedModel
+from mkd.plan.batch import data_parallel_of
+from mkd.plan.checks.no_effect import no_effect
+from mkd.plan.expert_parallel import expert_parallel_size
+from mkd.plan.peer_groups import weight_shards
+
+DO_WITHOUT = "remove --teacher-residency peers"
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A teacher that is split over peers."""
+
+    place: str  # of its settings
+    peers: int
+    shards: int  # consecutive processes that hold different weights
+    divided_by: str  # the parallel sizes that make them
+
+    def advice(self, processes: int) -> str:
+        """Return the numbers of peers that divide `processes`."""
+        fitting = [str(size) for size in range(2, processes + 1) if processes % size == 0]
+        return f"use {self.place}peers {' or '.join(fitting)}" if fitting else DO_WITHOUT
+
+
+def check_peers(config: Config) -> Iterator[UsageError]:
+    """Check that residency `peers` and the number of peers are given together."""
+    for index, teacher in _running(config).items():
+        place = _place(index)
+        if teacher.peers is not None and teacher.residency != "peers":
+            setting, why = f"{place}peers {teacher.peers}", f"{place}residency is {teacher.residency}"
+            yield no_effect(setting, why, f"add {place}residency peers")
+        if teacher.residency == "peers" and teacher.peers is None:
+            what = f"{place}residency peers, but no {place}peers"
+            why = "it sets how many processes split each layer"
+            do = f"give {place}peers, for example the GPUs of a machine"
+            yield UsageError(what, why, do, code="teacher-peers-missing")
+
+
+def check_replicas(config: Config, world_size: int, models: Sequence[PlannedModel]) -> Iterator[UsageError]:
+    """Check that the peers divide the processes that hold the same weights."""
+    data = collect_error([], lambda: data_parallel_of(config, world_size))  # reported by `check_batch`
+    if data is None:
+        return
+    parallel = config.parallel
+    of_stage = data * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    for split in _split_teachers(config, models):
+        alike, rest = divmod(of_stage, split.shards)
+        if rest:
+            continue  # reported by `check_experts`
+        if alike == 1:
+            what = f"{split.place}residency peers, but no two processes hold the same weights of the teacher"
+            why = f"a pipeline stage has {of_stage} processes, with {split.divided_by}"
+            do = f"{DO_WITHOUT}, use {split.place}residency host, or more processes"
+            yield UsageError(what, why, do, code="teacher-without-peers")
+        elif alike % split.peers:
+            what = f"{split.place}peers {split.peers} does not divide {alike} processes"
+            why = f"so many of the {of_stage} processes of a pipeline stage hold the same weights, with "
+            why += split.divided_by
+            yield UsageError(what, why, split.advice(alike), code="teacher-peers-not-divisible")
+
+
+def check_machine(
+    config: Config, world_size: int, processes: int, models: Sequence[PlannedModel]
+) -> Iterator[UsageError]:
+    """Check that peers are on one machine. Each runs `processes` of the `world_size`."""
+    for split in _split_teachers(config, models) if processes < world_size else ():
+        block = split.shards * split.peers
+        if processes % block:
+            what = f"{split.place}peers {split.peers} with {split.divided_by} take {block} neighbouring "
+            what += f"processes, which do not divide the {processes} of a machine"
+            why = "peers exchange the teacher's layers in every forward pass: networks are too slow for that"
+            do = split.advice(max(1, processes // split.shards))
+            yield UsageError(what, why, do, code="teacher-peers-across-machines")
+
+
+def _running(config: Config) -> Mapping[int, TeacherConfig]:
+    """Return the teachers that run, by their numbers."""
+    teachers = enumerate(config.teachers if config.kd.kd_ratio > 0 else ())
+    return {index: teacher for index, teacher in teachers if not teacher.topk}
+
+
+def _place(index: int) -> str:
+    """Return how messages call a teacher's settings."""
+    return f"teachers[{index}]." if index else "--teacher-"
+
+
+def _split_teachers(config: Config, models: Sequence[PlannedModel]) -> Iterator[_Split]:
+    """Yield the teachers over peers. One whose shape is unknown counts as dense."""
+    shapes = {model.teacher: model.shape for model in models}
+    tensor = config.parallel.tensor_model_parallel_size
+    for index, teacher in _running(config).items():
+        if teacher.residency == "peers" and teacher.peers:
+            shape = shapes.get(index)
+            experts = 1 if shape is None else expert_parallel_size(config, shape, index)
+            divided_by = f"tensor parallel {tensor}" + (f" and expert parallel {experts}" * (experts > 1))
+            yield _Split(_place(index), teacher.peers, weight_shards(tensor, experts), divided_by)

@@ -1,0 +1,15 @@
+"""The hardware that plans assume: GPUs of a machine, and the bandwidth of the links between them."""
+
+from __future__ import annotations
+
+MACHINE = 8
+"""GPUs of one machine."""
+
+LINK_BYTES_PER_MS = 350e6
+"""Bandwidth from a GPU to the others of its machine: NVLink 4, 450 GB/s as specified, about 350 in use."""
+
+NETWORK_BYTES_PER_MS = 45e6
+"""Bandwidth from a GPU to other machines: 50 GB/s (400 Gbit/s) as specified, about 45 in use."""
+
+HOST_BYTES_PER_MS = 50e6
+"""Bandwidth of page-locked memory over PCIe 5 x16: 63 GB/s as specified, about 50 in practice."""

@@ -1,0 +1,295 @@
+"""Replay a plan of teacher forwards with every message that a run would send.
+
+Each rank runs its tasks in order. Messages of the student are those of Megatron's 1F1B: a rank posts them
+together where a task ends, does the teacher forwards of the gap, and then waits for them. A send ends only
+when its receiver has posted the receive, as with NCCL for large messages.
+
+Messages of the teacher have separate communicators. A communicator handles the messages of a rank one after
+another. With a single one, a send that waits for its receiver would hold up the next receive. Two of them
+take turns from link to link, so that a rank receives over one and sends over the other.
+
+A replay has three steps: the first fills the teacher's pipeline, the last runs nothing ahead. Between steps
+all ranks wait for each other, and no message is under way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mkd.errors import UsageError
+from mkd.plan.prefetch import PrefetchPlan, RankWork, candidates, student_order
+
+STEPS = 3
+COMMUNICATORS = 2
+REPLAYED = 8
+"""Plans of a search that get through a replay: the fastest of them is kept."""
+
+
+class Message(NamedTuple):
+    """A tensor on its way between neighbouring ranks."""
+
+    name: str  # state (of the teacher), forward or backward
+    link: int  # the lower of the two ranks
+    number: int  # of its micro-batch, counted through all steps
+
+
+class Post(NamedTuple):
+    """Announce one side of a message, without waiting."""
+
+    message: Message
+    is_send: bool
+    communicator: int | None  # None: the student's, which has no other message under way
+
+
+class Wait(NamedTuple):
+    """Wait until a message has arrived."""
+
+    message: Message
+
+
+class Work(NamedTuple):
+    """Compute."""
+
+    kind: str  # T, F or B
+
+
+class Meet(NamedTuple):
+    """Wait for all ranks, at the end of a step."""
+
+
+Action = Post | Wait | Work | Meet
+
+
+@dataclass(frozen=True)
+class RankGaps:
+    """The teacher forwards of one rank in a step, by the gaps between its tasks of the student."""
+
+    done: int  # teacher forwards of the step that are done when it begins
+    inputs_kept: int  # further ones whose inputs have been received then
+    before: tuple[int, ...]  # teacher forwards before each task of the student
+    after: int  # and after the last one
+
+    @classmethod
+    def from_plan(cls, plan: PrefetchPlan, rank: int) -> RankGaps:
+        """Return the gaps of one rank. Raises UsageError for a list that a run could not follow."""
+        order, ranks = plan.orders[rank], len(plan.orders)
+        expected = student_order(rank, ranks, plan.num_microbatches)
+        if order.replace("T", "") != expected or order.count("T") != plan.num_microbatches:
+            raise _refused(f"rank {rank} has {order}, not {expected} with {plan.num_microbatches} T")
+        if rank == ranks - 1 and "FT" in order:
+            raise _refused(f"rank {rank} computes the loss, and its backward has to follow at once: {order}")
+        if rank == ranks - 1 and min(plan.held) < 0:
+            raise _refused(f"rank {rank} computes a loss before it has the teacher's state: {order}")
+        before, waiting = [], 0
+        for kind in order:
+            if kind == "T":
+                waiting += 1
+            else:
+                before.append(waiting)
+                waiting = 0
+        stagger = plan.boundary.stagger if rank else 0
+        return cls(plan.boundary.done(rank, ranks), stagger, tuple(before), waiting)
+
+
+def plan_prefetch(
+    work: Sequence[RankWork],  # of each pipeline rank
+    num_microbatches: int,
+    ahead: int,  # teacher states that the last rank may hold
+) -> tuple[PrefetchPlan, float]:
+    """Return the fastest plan found and the milliseconds of a step. UsageError if none gets through."""
+    found = {plan: step_ms for step_ms, plan in candidates(work, num_microbatches, ahead)}
+    timed: dict[PrefetchPlan, float] = {}
+    for plan in sorted(found, key=lambda plan: found[plan]):
+        if len(timed) < REPLAYED:
+            # Some policies let sends go at once, so that a few of their plans cannot run.
+            with suppress(UsageError):
+                timed[plan] = replay(plan, work)
+    if not timed:
+        raise _refused("no order of the teacher's forwards was found")
+    chosen = min(timed, key=lambda plan: timed[plan])
+    return chosen, timed[chosen]
+
+
+def replay(plan: PrefetchPlan, work: Sequence[RankWork], communicators: int = COMMUNICATORS) -> float:
+    """Return the milliseconds of a step between others. Raises UsageError if ranks wait for each other."""
+    programs = [_Rank(plan, rank, communicators).program() for rank in range(len(plan.orders))]
+    ends_ms = _Replay(programs, work).run()
+    return ends_ms[1] - ends_ms[0]
+
+
+class _Rank:
+    """Writes down what one rank does in all steps of a replay."""
+
+    def __init__(self, plan: PrefetchPlan, rank: int, communicators: int):
+        self.rank, self.communicators = rank, communicators
+        self.is_first, self.is_last = rank == 0, rank == len(plan.orders) - 1
+        self.gaps = RankGaps.from_plan(plan, rank)
+        self.num_microbatches, self.total = plan.num_microbatches, STEPS * plan.num_microbatches
+        self.warmup = min(len(plan.orders) - 1 - rank, plan.num_microbatches)
+        self.actions: list[Action] = []
+        # Forwards of the teacher so far, inputs received, and outputs known to have arrived.
+        self.teachers = self.received = self.sent = 0
+
+    def program(self) -> list[Action]:
+        """Return all actions, in order."""
+        self._teach(self.gaps.done)
+        self._receive_states(self.gaps.done + self.gaps.inputs_kept)
+        for step in range(STEPS):
+            self._step(step * self.num_microbatches)
+        return self.actions
+
+    def _step(self, first: int) -> None:
+        """Write down 1F1B of the micro-batches from `first` on, with the gaps filled."""
+        before = iter(self.gaps.before)
+        steady = range(first + self.warmup, first + self.num_microbatches)
+        for number in range(first, first + self.warmup):
+            self._exchange(self._forward_in(number), gap=next(before))
+            self.actions.append(Work("F"))
+            self._exchange(self._forward_out(number))
+        if steady:
+            self._exchange(self._forward_in(steady.start), gap=next(before))
+        for backward, number in enumerate(steady, first):
+            self.actions.append(Work("F"))
+            self._exchange([*self._forward_out(number), *self._backward_in(backward)], gap=next(before))
+            self.actions.append(Work("B"))
+            if number == steady[-1]:
+                self._exchange(self._backward_out(backward))
+            else:
+                self._exchange(
+                    [*self._backward_out(backward), *self._forward_in(number + 1)], gap=next(before)
+                )
+        for backward in range(first + len(steady), first + self.num_microbatches):
+            self._exchange(self._backward_in(backward), gap=next(before))
+            self.actions.append(Work("B"))
+            self._exchange(self._backward_out(backward))
+        self._teach(self.gaps.after)
+        self._receive_states(self.teachers + self.gaps.inputs_kept)
+        # All states that have been sent are received now.
+        unsent = range(0 if self.is_last else self.teachers)[self.sent :]
+        self.actions += [Wait(self._state(self.rank, number)) for number in unsent] + [Meet()]
+        self.sent += len(unsent)
+
+    def _exchange(self, posts: Sequence[Post], gap: int = 0) -> None:
+        """Post messages of the student, run `gap` forwards of the teacher, then wait for the messages."""
+        self.actions += posts
+        self._teach(gap)
+        self.actions += [Wait(post.message) for post in posts]
+
+    def _teach(self, number: int) -> None:
+        """Run forwards of the teacher, as many as there are micro-batches left."""
+        for _ in range(min(number, self.total - self.teachers)):
+            self._receive_states(self.teachers + 1)
+            self.actions.append(Work("T"))
+            if not self.is_last:
+                message = self._state(self.rank, self.teachers)
+                self.actions.append(Post(message, True, self._communicator(self.rank)))
+            self.teachers += 1
+
+    def _receive_states(self, until: int) -> None:
+        """Receive inputs of the teacher until there have been so many."""
+        while not self.is_first and self.received < min(until, self.total):
+            message = self._state(self.rank - 1, self.received)
+            self.actions += [Post(message, False, self._communicator(self.rank - 1)), Wait(message)]
+            self.received += 1
+
+    def _communicator(self, link: int) -> int:
+        return link % self.communicators
+
+    def _state(self, link: int, number: int) -> Message:
+        return Message("state", link, number)
+
+    def _forward_in(self, number: int) -> list[Post]:
+        return [] if self.is_first else [Post(Message("forward", self.rank - 1, number), False, None)]
+
+    def _forward_out(self, number: int) -> list[Post]:
+        return [] if self.is_last else [Post(Message("forward", self.rank, number), True, None)]
+
+    def _backward_in(self, number: int) -> list[Post]:
+        return [] if self.is_last else [Post(Message("backward", self.rank, number), False, None)]
+
+    def _backward_out(self, number: int) -> list[Post]:
+        return [] if self.is_first else [Post(Message("backward", self.rank - 1, number), True, None)]
+
+
+class _Replay:
+    """Runs the programs of all ranks, each as far as its messages let it."""
+
+    def __init__(self, programs: Sequence[Sequence[Action]], work: Sequence[RankWork]):
+        self.programs, self.work = programs, work
+        self.position, self.clock_ms = [0] * len(programs), [0.0] * len(programs)
+        self.posted_ms: dict[tuple[Message, bool], float] = {}  # by message and side
+        self.arrived_ms: dict[Message, float] = {}
+        self.queues: dict[tuple[int, int], deque[Message]] = defaultdict(deque)  # by rank and communicator
+        self.free_ms: dict[tuple[int, int], float] = defaultdict(float)
+        self.ends_ms: list[float] = []
+
+    def run(self) -> list[float]:
+        """Return when each step ends. Raises UsageError if ranks wait for each other."""
+        before: list[int] = []
+        while before != self.position:
+            before = list(self.position)
+            for rank in range(len(self.programs)):
+                self._advance(rank)
+            actions = [self._next(rank) for rank in range(len(self.programs))]
+            if all(isinstance(action, Meet) for action in actions):
+                self.ends_ms.append(max(self.clock_ms))
+                self.clock_ms = [self.ends_ms[-1]] * len(self.programs)
+                self.position = [position + 1 for position in self.position]
+        waiting = [f"rank {rank}: {one}" for rank in range(len(self.programs)) if (one := self._next(rank))]
+        if waiting:
+            raise _refused(f"ranks wait for each other: {'; '.join(waiting)}")
+        return self.ends_ms
+
+    def _next(self, rank: int) -> Action | None:
+        program, position = self.programs[rank], self.position[rank]
+        return program[position] if position < len(program) else None
+
+    def _advance(self, rank: int) -> None:
+        """Run a rank until it has to wait."""
+        while (action := self._next(rank)) and not isinstance(action, Meet):
+            if isinstance(action, Work):
+                self.clock_ms[rank] += self.work[rank].of(action.kind)
+            elif isinstance(action, Post):
+                self._post(rank, action)
+            elif action.message in self.arrived_ms:
+                self.clock_ms[rank] = max(self.clock_ms[rank], self.arrived_ms[action.message])
+            else:
+                return
+            self.position[rank] += 1
+
+    def _post(self, rank: int, post: Post) -> None:
+        self.posted_ms[post.message, post.is_send] = self.clock_ms[rank]
+        if post.communicator is None:
+            self._arrive(post.message, ())
+        else:
+            self.queues[rank, post.communicator].append(post.message)
+            self._move(post.message, post.communicator)
+
+    def _move(self, message: Message, communicator: int) -> None:
+        """Let messages arrive that are the first at both ends of their link, beginning with `message`."""
+        ends = [(message.link, communicator), (message.link + 1, communicator)]
+        if any(not self.queues[end] or self.queues[end][0] != message for end in ends):
+            return
+        self._arrive(message, ends)
+        for end in ends:
+            self.queues[end].popleft()
+            self.free_ms[end] = self.arrived_ms[message]
+        for end in ends:
+            if self.queues[end]:
+                self._move(self.queues[end][0], communicator)
+
+    def _arrive(self, message: Message, ends: Sequence[tuple[int, int]]) -> None:
+        """Note when a message arrives, if both sides have posted it."""
+        sides = (message, True), (message, False)
+        if all(side in self.posted_ms for side in sides):
+            posted_ms = max(self.posted_ms[side] for side in sides)
+            self.arrived_ms[message] = max([posted_ms, *(self.free_ms[end] for end in ends)])
+
+
+def _refused(why: str) -> UsageError:
+    what, do = "the plan of teacher forwards ahead cannot run", "use another --teacher-prefetch, or 0"
+    return UsageError(what, why, do, code="prefetch-plan-not-possible")

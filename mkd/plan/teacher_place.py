@@ -1,0 +1,112 @@
+"""Where the teachers' weights can be: time and memory of each place, and the one to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mkd.config.schema import Config
+from mkd.errors import MkdError
+from mkd.plan.auto_layout import planned_models
+from mkd.plan.checks.teacher_peers import check_machine
+from mkd.plan.forecast import Forecast
+from mkd.plan.hardware import MACHINE
+
+PEERS = (2, 4, 8)
+"""Numbers of peers that are tried: divisors of a machine."""
+
+SAME_TIME = 1.001
+"""Step times of which the longer is at most so many times the shorter count as equal."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of the weights of all teachers."""
+
+    name: str
+    settings: Mapping[str, Any]  # of every teacher
+
+    def text(self, is_only: bool) -> str:
+        """Return what to write on the command line, or in the file if there are several teachers."""
+        given = [(name, value) for name, value in self.settings.items() if value is not None]
+        if is_only:
+            return " ".join(f"--teacher-{name} {value}" for name, value in given)
+        return ", ".join(f"{name}: {value}" for name, value in given) + " for every teacher"
+
+    def apply(self, config: Config) -> Config:
+        """Return `config` with every teacher there."""
+        return replace(config, teachers=tuple(replace(one, **self.settings) for one in config.teachers))
+
+
+DEVICE = Place("device", dict(residency="device", peers=None))
+SPLIT = tuple(Place(f"{number} peers", dict(residency="peers", peers=number)) for number in PEERS)
+HOST = Place("host", dict(residency="host", peers=None))
+RUNNING = (DEVICE, *SPLIT, HOST)
+"""Places of a teacher that runs, the simplest first."""
+
+STORED = Place("stored", dict(topk="FOLDER"))
+"""No teacher runs. An export has to come first, and the loss is another: `choose` takes it last."""
+
+
+@dataclass(frozen=True)
+class PlannedPlace:
+    """A place and the forecast of a run with it."""
+
+    place: Place
+    step_ms: float
+    need_gib: float  # memory of the fullest process
+
+
+def plan_places(forecast: Forecast) -> list[PlannedPlace]:
+    """Return the places that are possible on these GPUs, the simplest first."""
+    planned = []
+    for place in (*RUNNING, STORED):
+        start = DEVICE.apply(forecast.config) if place is STORED else forecast.config
+        teachers = () if place is STORED else forecast.teachers
+        models = forecast.num_gpus, forecast.student, teachers, forecast.document_length
+        try:
+            changed = Forecast.from_config(place.apply(start), *models)
+        except MkdError:
+            continue
+        if not separates_peers(changed):
+            need_gib = max(rank.total_gib for rank in changed.memory().ranks)
+            planned.append(PlannedPlace(place, changed.step_ms(), need_gib))
+    return planned
+
+
+def choose(planned: Sequence[PlannedPlace], usable_gib: float) -> PlannedPlace | None:
+    """Return the place with the shortest step among those that fit, the simplest of equal ones.
+
+    A stored teacher is chosen if nothing else fits. None: nothing fits.
+    """
+    fitting = [one for one in planned if one.need_gib <= usable_gib]
+    running = [one for one in fitting if one.place is not STORED]
+    if not running:
+        return fitting[0] if fitting else None
+    shortest_ms = min(one.step_ms for one in running)
+    return next(one for one in running if one.step_ms <= shortest_ms * SAME_TIME)
+
+
+def describe_places(forecast: Forecast, usable_gib: float) -> list[str]:
+    """Return a line for each place of the teachers, the chosen one marked. No line if no teacher runs."""
+    if not forecast.teachers:
+        return []
+    planned, is_only = plan_places(forecast), len(forecast.config.teachers) == 1
+    chosen = choose(planned, usable_gib)
+    if chosen is None:
+        lines = ["the teacher fits nowhere without other changes:"]
+    else:
+        lines = [f"cheapest place of the teacher that fits: {chosen.place.text(is_only)}; all places:"]
+    for one in planned:
+        line = f"  {one.place.name}: {one.step_ms:.4g} ms, {one.need_gib:.1f} GiB"
+        line += "" if one.need_gib <= usable_gib else ", does not fit"
+        lines.append(line + (", after an export, and with another loss" if one.place is STORED else ""))
+    return lines
+
+
+def separates_peers(forecast: Forecast) -> bool:
+    """Return True if peers would be on several machines of `MACHINE` GPUs."""
+    config, num_gpus = forecast.config, forecast.num_gpus
+    models = tuple(planned_models(config, (forecast.student, *forecast.teachers)))
+    return any(check_machine(config, num_gpus, MACHINE, models))

@@ -1,0 +1,81 @@
+"""Check which processes may split a teacher's layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from mkd.config.load import load_config
+from mkd.plan.auto_layout import one_model
+from mkd.plan.checks.model_alone import find_model_problems
+from mkd.plan.checks.problems import find_problems
+from mkd.plan.checks.teacher_peers import check_machine
+from tests.plan.shapes import MOE_TEACHER
+
+BASE = "--student-hf s --teacher-hf t --data-path d --train-iters 10 --seq-length 64"
+PEERS = "--teacher-residency peers"
+
+
+def config(*argv: str):
+    return load_config(" ".join([BASE, *argv]).split()).config
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "codes"),
+    [
+        (f"{PEERS} --teacher-peers 2", 2, []),
+        (f"{PEERS} --teacher-peers 2", 4, []),
+        (f"{PEERS} --teacher-peers 4 --context-parallel-size 2", 4, []),
+        (f"{PEERS} --teacher-peers 2 --pipeline-model-parallel-size 2", 4, []),
+        (f"{PEERS} --teacher-peers 3", 4, ["teacher-peers-not-divisible"]),
+        (f"{PEERS} --teacher-peers 4 --tensor-model-parallel-size 2", 4, ["teacher-peers-not-divisible"]),
+        (f"{PEERS} --teacher-peers 2", 1, ["teacher-without-peers"]),
+        (f"{PEERS} --teacher-peers 2 --tensor-model-parallel-size 2", 2, ["teacher-without-peers"]),
+        (f"{PEERS} --teacher-peers 1", 2, ["value-out-of-range"]),
+        (PEERS, 2, ["teacher-peers-missing"]),
+        ("--teacher-peers 2", 2, ["setting-without-effect"]),
+        (f"{PEERS} --teacher-peers 2 --teacher-topk k", 2, ["setting-without-effect"]),
+        ("--teacher-residency host --teacher-topk k", 1, ["setting-without-effect"]),
+        (f"{PEERS} --teacher-peers 3 --kd-ratio 0", 2, []),
+    ],
+)
+def test_codes_of_a_run(argv, world_size, codes):
+    assert [error.code for error in find_problems(config(argv), world_size)] == codes
+
+
+def test_a_teacher_that_runs_alone():
+    """Without distillation too, an exported teacher is checked; an evaluated student has none."""
+    split = config(PEERS, "--teacher-peers 3 --kd-ratio 0")
+    assert [error.code for error in find_model_problems(split, 2, None, 0)] == ["teacher-peers-not-divisible"]
+    assert find_model_problems(split, 3, None, 0) == find_model_problems(split, 2, None) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "peers", "world_size", "codes"),
+    [
+        (1, 1, 4, 4, []),
+        (1, 4, 2, 8, []),
+        (2, 4, 2, 8, []),  # tensor-parallel processes share experts, too
+        (1, 4, 2, 4, ["teacher-without-peers"]),
+        (1, 4, 4, 8, ["teacher-peers-not-divisible"]),
+        (2, 4, 4, 8, ["teacher-peers-not-divisible"]),
+    ],
+)
+def test_processes_with_other_experts_are_no_peers(tensor, experts, peers, world_size, codes):
+    sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
+    split = config(PEERS, f"--teacher-peers {peers} --sequence-parallel", sizes)
+    assert [error.code for error in find_problems(split, world_size, None, [MOE_TEACHER])] == codes
+    assert [error.code for error in find_model_problems(split, world_size, MOE_TEACHER, 0)] == codes
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "peers", "is_fine"),
+    [(1, 1, 8, True), (2, 1, 4, True), (2, 1, 8, False), (3, 1, 2, False), (1, 4, 2, True), (1, 4, 4, False)],
+)
+def test_peers_are_on_one_machine(tensor, experts, peers, is_fine):
+    """Machines have 8 processes each."""
+    sizes = f"--tensor-model-parallel-size {tensor} --teacher-expert-model-parallel-size {experts}"
+    split = config(PEERS, f"--teacher-peers {peers}", sizes)
+    teacher = [one_model(split, MOE_TEACHER, 0)]
+    codes = [error.code for error in check_machine(split, 48, 8, teacher)]
+    assert codes == ([] if is_fine else ["teacher-peers-across-machines"])
+    assert list(check_machine(split, 48, 48, teacher)) == []
