@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mkd.families.layer_shape import QUICK_GELU_GAIN
 from mkd.models.moe.switches import moe_switches
 from mkd.parallel.context import ParallelContext
 from mkd.plan.layout import PipelineLayout
@@ -53,11 +54,14 @@ def transformer_config(
         qk_layernorm=shape.common("qk_norm"),
         gated_linear_unit=True,
         activation_func=_activation(shape.common("activation"), context.platform.is_cuda),
+        activation_func_clamp_value=shape.common("mlp_limit"),
+        glu_linear_offset=shape.common("up_offset"),
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.attention_scale,
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
         add_qkv_bias=shape.common("qkv_bias"),
-        bias_activation_fusion=context.platform.is_cuda,
+        # Megatron's fused gate clamps before it adds the bias.
+        bias_activation_fusion=context.platform.is_cuda and shape.common("mlp_limit") is None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         window_size=(windows[0] - 1, 0) if windows else None,
@@ -104,8 +108,14 @@ def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:
     """
     if name == "gelu_tanh":
         return F.gelu if is_fused else _gelu_tanh
+    if name == "quick_gelu":
+        return _quick_gelu
     assert name == "silu", name
     return F.silu
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(QUICK_GELU_GAIN * x)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -21,12 +23,20 @@ class DocumentRouter(TopKRouter):
 
     record: RouterRecord | None = None
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.to(torch.cuda.current_device())  # Megatron does so in the first forward
+
     def gating(self, input: Tensor) -> Tensor:  # [t, 1, h] -> fp32 [t, 1, E]
-        """Return the logits. Without Transformer Engine, Megatron 0.16 fails here."""
+        """Return the logits. Without Transformer Engine, Megatron 0.16 fails here.
+
+        The bias is added in fp32: the kernel takes a bias of the logits' dtype only.
+        """
         if HAS_KERNEL:
-            return super().gating(input)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(input.float(), self.weight.float(), bias)
+            logits = moe_utils.router_gating_linear(input, self.weight, None, torch.float32)
+        else:
+            logits = F.linear(input.float(), self.weight.float())
+        return logits if self.bias is None else logits + self.bias.float()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights [t, E] and choice, bool [t, E], of each token's experts.

@@ -51,7 +51,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_an_export_has_the_bytes_of_its_source(family, ranks, tmp_path):
     source = make_model(tmp_path / "source", family, dtype=torch.bfloat16)
     expected, read = tensors(source), {}
