@@ -120,7 +120,7 @@ def check(ours, theirs, tolerance):
     assert len(idle) == 4 and not any(gradient.any() for gradient in idle)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_blocks_equal_transformers(dtype, tolerance, tmp_path, ranks):
     folder, lengths = make_folder(tmp_path), (23, 1, 40)
     (ours,) = ranks.run(our_blocks, 1, folder, lengths, dtype, False)
@@ -134,7 +134,7 @@ def test_blocks_on_a_gpu(tmp_path, gpu_ranks):
     sizes |= dict(head_dim=64, sliding_window=128, num_experts_per_tok=4, swiglu_limit=0.4)
     folder, lengths = make_folder(tmp_path, **sizes), (700, 1, 1300)
     theirs = their_blocks(folder, lengths, "cuda")
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
         for transformer_engine in (False, True):
             (ours,) = gpu_ranks.run(our_blocks, 1, folder, lengths, dtype, transformer_engine)
             check(ours, theirs, tolerance)
