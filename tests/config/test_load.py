@@ -12,6 +12,7 @@ from mkd.plan.checks.problems import find_problems
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 WORLD_SIZES = {
+    "gpt_oss_20b_from_120b.yaml": 16,
     "quickstart.yaml": 2,
     "qwen3_1.7b_from_8b.yaml": 32,
     "qwen3_30b_a3b_from_235b.yaml": 64,
