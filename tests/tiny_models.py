@@ -108,7 +108,7 @@ FAMILIES = {
         "GptOss",
         dict(num_attention_heads=6, num_key_value_heads=3, head_dim=8, sliding_window=12, **EXPERTS)
         | dict(intermediate_size=48, swiglu_limit=0.4)  # as wide as the model, as in released ones
-        | dict(rope_parameters=YARN | dict(truncate=False, factor=32.0)),
+        | dict(rope_parameters=YARN | dict(truncate=False)),
     ),
     "phi3": ("Phi3", dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)),
     "phi4-long": (

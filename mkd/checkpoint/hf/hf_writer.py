@@ -150,7 +150,8 @@ class _Sources:
                 shard = self.parameters[owner.part][owner.parameter].detach()
                 part = torch.cat([piece.in_shard(shard) for piece in pieces], dim).to(dtype)
             else:
-                length = sum(piece.length for piece in pieces)
+                cuts = (piece.tensor_cut[dim] for piece in pieces)
+                length = sum(cut.stop - cut.start for cut in cuts)
                 part_shape = [length if axis == dim else size for axis, size in enumerate(full)]
                 part = torch.empty(part_shape, dtype=dtype, device=context.device)
             self._bring_to_rank_0(part, owner.pp_rank, tp_rank if holders > 1 else None)
@@ -203,8 +204,9 @@ class _Sources:
 def _scatter(part: Tensor, pieces: list[Piece], whole: Tensor, dim: int) -> None:
     start = 0
     for piece in pieces:
-        piece.in_tensor(whole).copy_(part.narrow(dim, start, piece.length))
-        start += piece.length
+        place = piece.in_tensor(whole)
+        place.copy_(part.narrow(dim, start, place.size(dim)))
+        start += place.size(dim)
 
 
 def write_folder(
