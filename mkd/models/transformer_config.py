@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,15 +54,10 @@ def transformer_config(
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.common("qk_norm"),
         gated_linear_unit=True,
-        activation_func=_activation(shape.common("activation"), context.platform.is_cuda),
-        activation_func_clamp_value=shape.common("mlp_limit"),
-        glu_linear_offset=shape.common("up_offset"),
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
         softmax_scale=shape.attention_scale,
         add_bias_linear=shape.common("attention_output_bias") or shape.common("mlp_bias"),
         add_qkv_bias=shape.common("qkv_bias"),
-        # Megatron's fused gate clamps before it adds the bias.
-        bias_activation_fusion=context.platform.is_cuda and shape.common("mlp_limit") is None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         window_size=(windows[0] - 1, 0) if windows else None,
@@ -92,6 +88,7 @@ def transformer_config(
         recompute_num_layers=options.recompute_num_layers,
         recompute_modules=list(options.recompute_modules),
         deterministic_mode=options.deterministic and context.platform.is_cuda,
+        **_gate_switches(shape, context.platform.is_cuda),
         **moe_switches(shape, context),
     )
 
@@ -99,6 +96,20 @@ def transformer_config(
 def _can_fuse_rope(shape: ModelShape) -> bool:
     """Return False if a factor multiplies the rotation, or its angles have another shape (see rope.py)."""
     return all(rope.kind != "longrope" and rope.attention_factor == 1.0 for rope in shape.ropes)
+
+
+def _gate_switches(shape: ModelShape, is_cuda: bool) -> dict[str, Any]:
+    """Return the arguments of `TransformerConfig` for the gated MLP.
+
+    Megatron's fused gate would clamp before it adds the bias.
+    """
+    limit = shape.common("mlp_limit")
+    return dict(
+        activation_func=_activation(shape.common("activation"), is_cuda),
+        activation_func_clamp_value=limit,
+        glu_linear_offset=shape.common("up_offset"),
+        bias_activation_fusion=is_cuda and limit is None,
+    )
 
 
 def _activation(name: str, is_fused: bool) -> Callable[[Tensor], Tensor]:

@@ -113,9 +113,11 @@ class TensorMap:
         others = (slice(None),) * len(shard_shape)
 
         def run(tensor: str, tensor_start: int, shard_start: int, length: int) -> Piece:
-            starts = (tensor_start, shard_start)
-            cuts = ((*others[:dim], slice(start, start + length), *others[dim + 1 :]) for start in starts)
-            return Piece(tensor, *cuts)
+            in_tensor, in_shard = (
+                (*others[:dim], slice(start, start + length), *others[dim + 1 :])
+                for start in (tensor_start, shard_start)
+            )
+            return Piece(tensor, in_tensor, in_shard)
 
         if len(parts) == 1:  # neighbouring blocks touch on both sides, so one copy suffices
             if count:

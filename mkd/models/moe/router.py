@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -22,10 +20,6 @@ class DocumentRouter(TopKRouter):
     """
 
     record: RouterRecord | None = None
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.to(torch.cuda.current_device())  # Megatron does so in the first forward
 
     def gating(self, input: Tensor) -> Tensor:  # [t, 1, h] -> fp32 [t, 1, E]
         """Return the logits. Without Transformer Engine, Megatron 0.16 fails here.
